@@ -1,0 +1,76 @@
+# Everything runs from two project-local environments: .venv (python3, JAX 0.10) and .venv-latest (python3.12, JAX 0.12).
+# Each is rebuilt only when its pins or pyproject.toml change.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-latest demo test test-all test-latest lint imports types format clean
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+BIN_LATEST := .venv-latest/bin
+# The built-in "ci" profile: the same examples every time and no per-example deadline.
+PYTEST_FLAGS := -q -n $(WORKERS) --dist worksteal --hypothesis-profile=ci
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
+
+setup: .venv/.stamp ## create .venv with the pinned versions
+
+setup-latest: .venv-latest/.stamp ## create .venv-latest (Python 3.12, newest supported JAX)
+
+# python3.12 by name where it runs, otherwise the newest 3.12 that pyenv holds.
+PYTHON_LATEST ?= $(shell if python3.12 -c '' 2>/dev/null; then echo python3.12; else \
+  version=$$(pyenv versions --bare 2>/dev/null | grep -E '^3\.12\.[0-9]+$$' | sort -V | tail -n 1) && \
+  [ -n "$$version" ] && echo "$$(pyenv prefix "$$version")/bin/python3.12"; fi)
+
+# $(1) python, $(2) environment, $(3) pins. The stamp is written last, so an interrupted set-up starts again.
+define create_venv
+rm -rf $(2)
+$(1) -m venv $(2)
+$(2)/bin/python -m pip install --quiet --disable-pip-version-check -r $(3)
+$(2)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+touch $(2)/.stamp
+endef
+
+.venv/.stamp: requirements/py311.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else \
+	  "refused: make setup; got: Python %d.%d; needed: 3.11 or newer; try: make setup PYTHON=python3.11" % v)'
+	$(call create_venv,$(PYTHON),.venv,requirements/py311.txt)
+
+.venv-latest/.stamp: requirements/py312.txt pyproject.toml
+	@test -n "$(PYTHON_LATEST)" || { echo "refused: make setup-latest; got: no python3.12 on the path and none in pyenv;" \
+	  "needed: Python 3.12; try: pyenv install 3.12, or make setup-latest PYTHON_LATEST=/path/to/python3.12" >&2; exit 1; }
+	$(call create_venv,$(PYTHON_LATEST),.venv-latest,requirements/py312.txt)
+
+demo: .venv/.stamp ## plan and run the quick start on eight virtual devices
+	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python examples/quickstart.py
+
+test: lint imports types ## what a change must pass: lint, import order, types and every test that is not slow
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+
+test-all: lint imports types ## the same with the slow tests
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-latest: .venv-latest/.stamp ## the tests that are not slow on Python 3.12 and JAX 0.12
+	$(BIN_LATEST)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+
+lint: .venv/.stamp ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+imports: .venv/.stamp ## the import order of pyproject.toml
+	$(BIN)/lint-imports
+
+types: .venv/.stamp ## pyrefly over src
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+format: .venv/.stamp ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environments and every cache
+	rm -rf .venv .venv-latest build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

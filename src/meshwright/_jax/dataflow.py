@@ -1,0 +1,87 @@
+"""A local program as the memory model sees it: values with sizes, and operations with what fusing them would mean.
+
+Pure data, no JAX: it lies here so that the package that reads jaxprs and the one that prices them can share it.
+`liveness_adapter` builds it from a traced step; `meshwright.cost` fuses it into kernels (`fusion`), orders these
+(`kernel_order`) and counts the bytes alive (`liveness`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """How a compiler may treat an operation."""
+
+    VIEW = "view"  # another name for its operand: a reshape
+    BARRIER = "barrier"  # other names for its operands, usable only once all of them exist
+    ELEMENTWISE = "elementwise"  # each result element from the same elements of the operands
+    BROADCAST = "broadcast"  # reads operand elements several times; without operands: a constant or iota
+    PERMUTE = "permute"  # moves elements: transpose, slice, pad, concatenate, gather
+    REDUCE = "reduce"  # fewer elements out than in
+    CONTRACT = "contract"  # matrix product
+    OPAQUE = "opaque"  # own kernel, own result: convolution, sort, collective
+    UPDATE = "update"  # writes a part of its first operand in place
+    LOOP = "loop"  # runs `bodies[0]` many times on buffers it keeps
+    BRANCH = "branch"  # runs one of `bodies`
+
+
+class Use(Enum):
+    """How a kernel reads an operand."""
+
+    SAME = 1  # the element at the result's own index, so the result may overwrite it
+    MOVED = 2  # each element about once, at another index
+    REPEATED = 3  # elements more than once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """An array: bytes on one device, elements, and rank without dims of size one."""
+
+    size_bytes: int
+    elements: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation; `reads` and `writes` index the program's values.
+
+    Attributes:
+      kind: how a compiler may treat it.
+      name: the primitive, for messages.
+      expensive: computing it twice costs more than storing it (a transcendental, a gather).
+      library: a kernel library can take it in beside a reduction.
+      kept: for loops, pairs (position in `reads`, position in `writes`) that share one buffer.
+      bodies: the programs of a loop or branch.
+    """
+
+    kind: Kind
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    expensive: bool = False
+    library: bool = False
+    kept: tuple[tuple[int, int], ...] = ()
+    bodies: tuple[Program, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Operations in a valid order.
+
+    Attributes:
+      values: every value, by index.
+      operations: in program order; each value is written at most once, arguments never.
+      arguments: values given from outside.
+      outputs: values handed back.
+      kept: pairs (position in `arguments`, position in `outputs`): the output takes over the argument's buffer, because
+        it was donated or is carried by a loop.
+    """
+
+    values: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...] = ()

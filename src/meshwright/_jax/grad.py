@@ -1,0 +1,114 @@
+"""`value_and_grad` that leaves a mark in the trace.
+
+A planner must know where the forward program ends and where the gradients begin: the forward graph alone prices both
+passes, and microbatches are a loop around exactly this call. `jax.value_and_grad` leaves no trace of itself in a jaxpr,
+so ours binds a primitive that holds the loss function's own jaxpr. Wherever the step is not parallelised (run eagerly,
+inside a plain `jax.jit`, on one device) the primitive lowers to what `jax.value_and_grad` would have produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+from jax.interpreters import mlir
+
+from .jaxpr import evaluate, hoist_consts, inline
+
+value_and_grad_p = jex_core.Primitive("meshwright_value_and_grad")
+value_and_grad_p.multiple_results = True
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with the same arguments and results, recognised by `meshwright.parallelize`.
+
+    The differentiated arguments must be pytrees of floating-point arrays. Higher derivatives through it are not
+    supported; use `jax.value_and_grad` for the inner ones.
+
+    >>> import jax.numpy as jnp
+    >>> value, grad = value_and_grad(lambda w: jnp.sum(w**2))(jnp.array([1.0, 2.0]))
+    >>> float(value), grad.tolist()
+    (5.0, [2.0, 4.0])
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        wrt = tuple(args[i] for i in positions)
+        wrt_leaves, wrt_tree = jax.tree.flatten(wrt)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(wrt):
+            dtype = getattr(leaf, "dtype", None)
+            if not isinstance(leaf, float) and (dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact)):
+                got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
+                raise TypeError(
+                    f"value_and_grad refused the differentiated argument at {jax.tree_util.keystr(path)}: got {got}, "
+                    "needed a floating-point array; try to split such leaves off (eqx.partition, nnx.split) and close "
+                    "over them"
+                )
+
+        trees: dict[str, Any] = {}
+
+        def flat_fun(*leaves: Any) -> tuple[Any, ...]:
+            full = list(args)
+            for position, value in zip(positions, jax.tree.unflatten(wrt_tree, leaves), strict=True):
+                full[position] = value
+            out = fun(*full, **kwargs)
+            loss, aux = out if has_aux else (out, ())
+            if jax.numpy.shape(loss) != ():
+                raise TypeError(
+                    f"value_and_grad refused the loss function: got a loss of shape {jax.numpy.shape(loss)}, needed a "
+                    "scalar; try jnp.mean or jnp.sum over it"
+                )
+            aux_leaves, trees["aux"] = jax.tree.flatten(aux)
+            return (loss, *aux_leaves)
+
+        # Closed-over tracers (the batch, keys, anything computed before) come back as the jaxpr's constants.
+        closed = jax.make_jaxpr(flat_fun)(*wrt_leaves)
+        consts = closed.consts
+        jaxpr = hoist_consts(closed)
+        outs = value_and_grad_p.bind(*consts, *wrt_leaves, jaxpr=jaxpr, num_consts=len(consts))
+        num_aux = len(closed.out_avals) - 1
+        value, aux, grads = outs[0], outs[1 : 1 + num_aux], outs[1 + num_aux :]
+        grads = jax.tree.unflatten(wrt_tree, grads)
+        grads = grads[0] if isinstance(argnums, int) else grads
+        if has_aux:
+            value = (value, jax.tree.unflatten(trees["aux"], aux))
+        return value, grads
+
+    return value_and_grad_fun
+
+
+def _reference(*args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list[Any]:
+    """What the primitive means: the loss, the auxiliary results, then the gradients of the non-constant inputs."""
+    consts, wrt = args[:num_consts], args[num_consts:]
+
+    def loss_and_aux(*leaves: Any) -> tuple[Any, list[Any]]:
+        loss, *aux = jex_core.jaxpr_as_fun(jaxpr)(*consts, *leaves)
+        return loss, aux
+
+    (loss, aux), grads = jax.value_and_grad(loss_and_aux, argnums=tuple(range(len(wrt))), has_aux=True)(*wrt)
+    return [loss, *aux, *grads]
+
+
+@value_and_grad_p.def_abstract_eval
+def _abstract_eval(*avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list[Any]:
+    return [*jaxpr.out_avals, *avals[num_consts:]]
+
+
+value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_consts")))
+mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_reference, multiple_results=True))
+
+
+def inline_value_and_grad(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """The same program with every marked call replaced by the equations of its forward and backward passes."""
+
+    def on_equation(equation: jex_core.JaxprEqn, operands: Sequence[Any]) -> Any:
+        return _reference(*operands, **equation.params) if equation.primitive is value_and_grad_p else None
+
+    if not any(equation.primitive is value_and_grad_p for equation in closed.jaxpr.eqns):
+        return closed
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
+    return inline(jax.make_jaxpr(lambda *args: evaluate(closed, *args, on_equation=on_equation))(*avals))

@@ -1,0 +1,241 @@
+"""Jaxprs, read and rewritten the same way on every supported JAX.
+
+Since 0.11 `ClosedJaxpr` and `Jaxpr` are one class and `scan` describes its operands with `ft_in`/`ft_out` where 0.10 has
+`num_consts`/`num_carry`; nothing outside this package may notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import source_info_util  # the line of user code an equation came from; no public form up to 0.12
+from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
+from jax.extend import core as jex_core
+
+ClosedJaxpr = jex_core.ClosedJaxpr
+Equation = jex_core.JaxprEqn
+Jaxpr = jex_core.Jaxpr
+Literal = jex_core.Literal
+Var = jex_core.Var
+
+# Calls whose body means the same when written in line. `jit` inside a planned program has no layout of its own.
+_INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The bare jaxpr of a closed or bare one."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    return getattr(jaxpr, "consts", ())
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def is_dropped(var: Any) -> bool:
+    """Whether an equation's result is thrown away."""
+    return type(var).__name__ == "DropVar"
+
+
+def source_line(equation: Equation) -> str:
+    """`file.py:line (function)` of the user code behind an equation."""
+    return source_info_util.summarize(equation.source_info)
+
+
+def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with every `jit` call, at any depth, replaced by its equations."""
+    top = open_jaxpr(closed)
+    constvars: list[Any] = list(top.constvars)
+    consts: list[Any] = list(consts_of(closed))
+    equations: list[Any] = []
+
+    def read(env: dict[Any, Any], atom: Any) -> Any:
+        return atom if is_literal(atom) else env.get(atom, atom)
+
+    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
+        for equation in jaxpr.eqns:
+            invars = [read(env, atom) for atom in equation.invars]
+            if equation.primitive.name in _INLINED:
+                body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+                inner = open_jaxpr(body)
+                inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
+                for var, const in zip(inner.constvars, consts_of(body), strict=True):
+                    hoisted = Var(var.aval)
+                    constvars.append(hoisted)
+                    consts.append(const)
+                    inner_env[var] = hoisted
+                walk(inner, inner_env, True)
+                for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
+                    env[outvar] = read(inner_env, result)
+                continue
+            outvars = equation.outvars
+            if fresh:
+                # A jaxpr object may be called twice: each inlining needs variables of its own.
+                outvars = [var if is_dropped(var) else Var(var.aval) for var in outvars]
+                env.update(zip(equation.outvars, outvars, strict=True))
+            equations.append(equation.replace(invars=invars, outvars=outvars, params=_inline_params(equation)))
+
+    env: dict[Any, Any] = {}
+    walk(top, env, False)
+    outvars = [read(env, atom) for atom in top.outvars]
+    jaxpr = top.replace(
+        constvars=constvars, eqns=equations, outvars=outvars, debug_info=top.debug_info.with_unknown_names()
+    )
+    return ClosedJaxpr(jaxpr, consts)
+
+
+def _inline_params(equation: Equation) -> dict[str, Any]:
+    """Parameters of a structured equation with the jaxprs inside it inlined too."""
+    name, params = equation.primitive.name, dict(equation.params)
+    if name == "scan":
+        params["jaxpr"] = inline(params["jaxpr"])
+    elif name in ("remat2", "checkpoint", "remat"):
+        body = params["jaxpr"]
+        if consts_of(body):
+            raise AssertionError("a remat body with constants")
+        params["jaxpr"] = open_jaxpr(inline(ClosedJaxpr(open_jaxpr(body), ())))
+    elif name == "cond":
+        params["branches"] = tuple(inline(branch) for branch in params["branches"])
+    return params
+
+
+def hoist_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with its constants as leading inputs."""
+    jaxpr = open_jaxpr(closed)
+    opened = jaxpr.replace(
+        constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
+    )
+    return ClosedJaxpr(opened, ())
+
+
+def eliminate_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Drop equations that no output needs; inputs stay as they are."""
+    jaxpr = open_jaxpr(closed)
+    kept, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(open_jaxpr(kept), consts_of(closed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """The parts of a `scan` equation, whose operands are constants, carries and stacked inputs, in that order."""
+
+    body: ClosedJaxpr
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan_parts(equation: Equation) -> Scan:
+    params = equation.params
+    if "num_consts" in params:  # up to JAX 0.10
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:  # from JAX 0.11
+        num_consts, num_carry = (len(part) for part in params["ft_in"].unpack()[:2])
+    return Scan(
+        body=params["jaxpr"],
+        num_consts=num_consts,
+        num_carry=num_carry,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+
+
+def is_remat(equation: Equation) -> bool:
+    return equation.primitive.name in ("remat2", "checkpoint", "remat")
+
+
+def bind(equation: Equation, *operands: Any) -> Sequence[Any]:
+    """Run one equation on `operands`; always a sequence of results."""
+    with source_info_util.user_context(equation.source_info.traceback):
+        out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return out if equation.primitive.multiple_results else (out,)
+
+
+def user_context(equation: Equation) -> Any:
+    """A context in which traced operations carry the source line of `equation`."""
+    return source_info_util.user_context(equation.source_info.traceback)
+
+
+def evaluate(closed: ClosedJaxpr, *args: Any, on_equation: Callable[[Equation, Sequence[Any]], Any] | None = None) -> Any:
+    """Evaluate a jaxpr; `on_equation` may take over an equation by returning its results instead of None."""
+    jaxpr = open_jaxpr(closed)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        results = on_equation(equation, operands) if on_equation is not None else None
+        if results is None:
+            results = bind(equation, *operands)
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def result_avals(equation: Equation, operands: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Any] | None:
+    """Shapes an equation gives on operands of other shapes, or None where it refuses them."""
+    try:
+        return jax.eval_shape(lambda *xs: list(bind(equation, *xs)), *operands)
+    except (TypeError, ValueError, AssertionError, NotImplementedError, IndexError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vjp:
+    """The two programs behind a differentiable call.
+
+    Args:
+      forward: operands -> results, then residuals.
+      backward: residuals, then cotangents of the differentiable results -> cotangents of the differentiable operands.
+      operands: which operands are differentiable.
+      results: which results are differentiable.
+    """
+
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
+    operands: tuple[bool, ...]
+    results: tuple[bool, ...]
+
+
+def vjp_parts(equation: Equation) -> Vjp:
+    """Trace an equation's own derivative rule (custom JVP or VJP, or a `cond`) into plain programs."""
+
+    def smooth(aval: Any) -> bool:
+        return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+
+    operand_avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in equation.invars]
+    operands = tuple(smooth(a) for a in operand_avals)
+    results = tuple(smooth(v.aval) for v in equation.outvars)
+
+    def forward(*args: Any) -> Any:
+        moving = [a for a, s in zip(args, operands, strict=True) if s]
+
+        def moved(*moving: Any) -> tuple[list[Any], list[Any]]:
+            given = iter(moving)
+            outs = bind(equation, *(next(given) if s else a for a, s in zip(args, operands, strict=True)))
+            split = list(zip(outs, results, strict=True))
+            return [o for o, s in split if s], [o for o, s in split if not s]
+
+        outs, pullback, fixed = jax.vjp(moved, *moving, has_aux=True)
+        smooth_outs, fixed_outs = iter(outs), iter(fixed)
+        return [next(smooth_outs) if s else next(fixed_outs) for s in results], pullback
+
+    forward_jaxpr, (_, pullback) = jax.make_jaxpr(forward, return_shape=True)(*operand_avals)
+    cotangent_avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v, s in zip(equation.outvars, results, strict=True) if s
+    ]
+    backward_jaxpr = jax.make_jaxpr(lambda pull, cts: list(pull(cts)))(pullback, cotangent_avals)
+    return Vjp(
+        forward=inline(forward_jaxpr), backward=eliminate_dead_code(inline(backward_jaxpr)), operands=operands, results=results
+    )

@@ -1,0 +1,254 @@
+"""From a traced step to the memory model's program: which kind each primitive is.
+
+Calls are written in line, the start of a recomputation becomes a barrier, and loops get their slices and stacked
+results explicitly. A primitive not known here is arithmetic if its one result has its operands' shape, and otherwise has its
+own kernel and result; new primitives appear with each release of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from meshwright._jax.dataflow import Kind, Program
+from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
+from meshwright._jax.liveness_builder import Builder
+
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_VIEWS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "sharding_constraint", "pvary", "pcast", "copy", "name")
+_PERMUTES = ("rev", "slice", "pad", "concatenate", "dynamic_slice", "gather")
+_REDUCES = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+_EXPENSIVE = frozenset(
+    """acos acosh asin asinh atan atan2 atanh cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log
+    log1p logistic pow rsqrt sinh sqrt tan tanh""".split()  # noqa: SIM905 (a table, not a column)
+)
+# What XLA's CPU kernel library (YNNPACK) takes in beside a reduction.
+_LIBRARY = frozenset(
+    """abs add add_any cbrt ceil convert_element_type cos div erf exp expm1 floor log log1p logistic max min mul
+    neg pow round rsqrt sign sin sqrt square sub tanh""".split()  # noqa: SIM905 (a table, not a column)
+)
+# Primitives whose one result may have the shape of their operands although they are no arithmetic.
+_OWN_KERNEL = frozenset(
+    """all_to_all cholesky cumlogsumexp cummax cummin cumprod cumsum fft ffi_call io_callback pbroadcast pmax
+    pmin ppermute psum psum2 psum_invariant pure_callback random_bits reduce_scatter reduce_window
+    reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter_add sort
+    threefry2x32 triangular_solve""".split()  # noqa: SIM905 (a table, not a column)
+)
+_ONE_BY_ONE = ("psum", "psum2", "psum_invariant", "pmax", "pmin")  # several operands, each with its own result
+
+
+def dataflow_of(function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = ()) -> Program:
+    """The memory model's program of ``jax.jit(function, donate_argnums=...)`` on these (abstract) arguments.
+
+    `meshwright.cost.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all bytes
+    are those of one device.
+
+    Raises:
+      ValueError: if a `jax.shard_map` stands beside other operations, which then have no size per device.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    donated: list[bool] = []
+    for position, argument in enumerate(arguments):
+        donated += [position in donate_argnums] * len(jax.tree.leaves(argument))
+    return program_of(closed, donated)
+
+
+def program_of(closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False) -> Program:
+    """The memory model's program of a closed jaxpr.
+
+    Args:
+      closed: the traced program.
+      donated: for each of its inputs, whether its buffer may be taken over; none by default.
+      partitioned: whether it is the body of a `shard_map` already.
+
+    Raises:
+      ValueError: see `dataflow_of`.
+    """
+    jaxpr, flags, partitioned = _unwrapped(open_jaxpr(closed), list(donated), partitioned)
+    reader = _Reader(partitioned=partitioned)
+    inputs = (*jaxpr.constvars, *jaxpr.invars)
+    arguments = [reader.value(var.aval) for var in inputs]
+    env = dict(zip(inputs, arguments, strict=True))
+    reader.equations(jaxpr, env)
+    outputs = [reader.read(env, atom) for atom in jaxpr.outvars]
+    flags = [False] * (len(inputs) - len(flags)) + flags
+    return reader.program(arguments, outputs, _matched(reader, arguments, outputs, flags))
+
+
+def _unwrapped(jaxpr: Any, donated: list[bool], partitioned: bool) -> tuple[Any, list[bool], bool]:
+    """The body of a jaxpr that is nothing but one call, with the donated flags of the body's inputs."""
+    while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("shard_map", "jit", "pjit"):
+        (call,) = jaxpr.eqns
+        if list(jaxpr.outvars) != list(call.outvars):
+            break
+        given = dict(zip(jaxpr.invars, donated, strict=False))
+        donated = [not is_literal(atom) and given.get(atom, False) for atom in call.invars]
+        partitioned = partitioned or call.primitive.name == "shard_map"
+        jaxpr = open_jaxpr(call.params["jaxpr"])
+    return jaxpr, donated, partitioned
+
+
+def _matched(
+    reader: Builder, arguments: list[int], outputs: list[int], donated: Sequence[bool]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of donated argument and output of one shape and dtype, in order, as JAX makes them."""
+    waiting: dict[Any, list[int]] = {}
+    for position, (value, given) in enumerate(zip(arguments, donated, strict=True)):
+        if given:
+            waiting.setdefault(reader.types[value], []).append(position)
+    pairs = []
+    for position, value in enumerate(outputs):
+        if queue := waiting.get(reader.types[value]):
+            pairs.append((queue.pop(0), position))
+    return tuple(pairs)
+
+
+class _Reader(Builder):
+    """Adds the equations of a jaxpr to a program."""
+
+    def equations(self, jaxpr: Any, env: dict[Any, int]) -> None:
+        for equation in jaxpr.eqns:
+            results = self._equation(equation, env)
+            for var, value in zip(equation.outvars, results, strict=True):
+                if not is_dropped(var):
+                    env[var] = value
+
+    def _inline(self, body: Any, reads: Sequence[int]) -> tuple[int, ...]:
+        inner = open_jaxpr(body)
+        env = dict(zip(inner.invars, reads, strict=True))
+        for var, const in zip(inner.constvars, getattr(body, "consts", ()), strict=False):
+            env[var] = self.emit(Kind.BROADCAST, "constant", (), [var.aval], key=("const", id(const)))[0]
+        self.equations(inner, env)
+        return tuple(self.read(env, atom) for atom in inner.outvars)
+
+    def _equation(self, equation: Any, env: dict[Any, int]) -> tuple[int, ...]:
+        name, params = equation.primitive.name, equation.params
+        operands = [self.read(env, atom) for atom in equation.invars]
+        avals = [var.aval for var in equation.outvars]
+        if name == "shard_map":
+            raise ValueError(
+                "refused to predict memory · got a shard_map beside other operations · needed the whole step inside one"
+                f" shard_map · where: {source_line(equation)} · try: move the other operations into it"
+            )
+        if name == "scan":
+            return self._scan(equation, operands)
+        if name == "while":
+            return self._while(equation, operands)
+        if name == "cond":
+            bodies = tuple(program_of(branch, partitioned=self.partitioned) for branch in params["branches"])
+            return self.emit(Kind.BRANCH, name, operands, avals, bodies=bodies)
+        if (body := self._called(equation)) is not None:
+            if params.get("differentiated") and params.get("prevent_cse"):
+                operands = self.barrier(operands)  # the start of a recomputation
+            return self._inline(body, operands)
+        if name == "optimization_barrier":
+            return tuple(self.barrier(operands))
+        if name in _ONE_BY_ONE:
+            pairs = zip(operands, avals, strict=True)
+            return tuple(self.emit(Kind.OPAQUE, name, [value], [aval], key=str(params))[0] for value, aval in pairs)
+        # A literal is folded into the kernel that reads it: no operand, but part of what makes operations equal.
+        reads = [value for value, atom in zip(operands, equation.invars, strict=True) if not is_literal(atom)]
+        literals = tuple(str(atom) if is_literal(atom) else None for atom in equation.invars)
+        key = (str(sorted((k, str(v)) for k, v in params.items())), literals)
+        if not reads:
+            return self.emit(Kind.BROADCAST, name, (), avals, key=None if equation.effects else key)
+        return self._array_operation(equation, reads, avals, key)
+
+    def _array_operation(self, equation: Any, reads: list[int], avals: list[Any], key: Any) -> tuple[int, ...]:
+        name, params = equation.primitive.name, equation.params
+        shape = tuple(getattr(avals[0], "shape", ())) if avals else ()
+        if name in _VIEWS:
+            return (self.reshaped(reads[0], shape),)
+        if name == "dot_general" and len(reads) == 2:
+            return self.dot(equation, reads, key)
+        if name == "conv_general_dilated":
+            return self.convolution(equation, reads, key)
+        if name == "convert_element_type" and (same := self.converted(reads[0], avals[0].dtype)) is not None:
+            return (same,)
+        if name == "broadcast_in_dim":
+            return (self.spread(reads[0], shape, params["broadcast_dimensions"]),)
+        if name == "transpose":
+            return (self.arranged(reads[0], params["permutation"]),)
+        if name == "split":
+            parts = enumerate(avals)
+            return tuple(self.emit(Kind.PERMUTE, "slice", reads, [aval], key=(key, rank))[0] for rank, aval in parts)
+        if name in _PERMUTES:
+            return self.emit(Kind.PERMUTE, name, reads, avals, key=key, expensive=name == "gather")
+        if name in _REDUCES:
+            return self.emit(Kind.REDUCE, name, reads, avals, key=key, expensive=True)
+        if name == "dynamic_update_slice" or name.startswith("scatter"):
+            return self.emit(Kind.UPDATE, name, reads, avals, key=key)
+        if name == "integer_pow":
+            return self.arithmetic(name, reads, avals, key, expensive=params["y"] < 0, library=params["y"] == 2)
+        if self._is_arithmetic(name, reads, avals):
+            reads = [self.spread(value, shape) for value in reads]
+            if name == "div" and len(reads) == 2 and (product := self.divided(reads, avals)) is not None:
+                return product
+            constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really
+            expensive = name in _EXPENSIVE and not constant_divisor
+            return self.arithmetic(name, reads, avals, key, expensive=expensive, library=name in _LIBRARY)
+        return self.emit(Kind.OPAQUE, name, reads, avals, key=None if equation.effects else key)
+
+    def _called(self, equation: Any) -> Any:
+        """The body of a call, if the equation is one: as many inputs and outputs, of the same shapes."""
+        for key in _CALLS:
+            body = equation.params.get(key)
+            inner = open_jaxpr(body)
+            if not hasattr(inner, "eqns") or len(inner.invars) != len(equation.invars):
+                continue
+            shapes = [getattr(atom.aval, "shape", None) for atom in inner.outvars]
+            if shapes == [getattr(var.aval, "shape", None) for var in equation.outvars]:
+                return body
+        return None
+
+    def _is_arithmetic(self, name: str, reads: Sequence[int], avals: Sequence[Any]) -> bool:
+        """Whether a primitive works element by element: it gives one array, as large as its largest operand."""
+        if name in _OWN_KERNEL or len(avals) != 1:
+            return False
+        shape = tuple(getattr(avals[0], "shape", ()))
+        ranks = {len(self.types[value][0]) for value in reads}
+        spread = all(
+            size in (1, full) for value in reads for size, full in zip(self.types[value][0], shape, strict=False)
+        )
+        return spread and ranks <= {0, len(shape)} and any(self.types[value][0] == shape for value in reads)
+
+    def _scan(self, equation: Any, reads: list[int]) -> tuple[int, ...]:
+        parts = scan_parts(equation)
+        body, consts, carries = open_jaxpr(parts.body), parts.num_consts, parts.num_carry
+        inner = _Reader(partitioned=self.partitioned)
+        outer_avals = [var.aval for var in equation.outvars]
+        arguments = [inner.value(var.aval) for var in body.invars[: consts + carries]]
+        stacked = [inner.array(*self.types[value]) for value in reads[consts + carries :]]
+        results = [inner.value(aval) for aval in outer_avals[carries:]]
+        slices = [
+            inner.emit(Kind.PERMUTE, "dynamic_slice", [value], [var.aval])[0]
+            for value, var in zip(stacked, body.invars[consts + carries :], strict=True)
+        ]
+        env = dict(zip(body.invars, [*arguments, *slices], strict=True))
+        for var, const in zip(body.constvars, getattr(parts.body, "consts", ()), strict=False):
+            env[var] = inner.emit(Kind.BROADCAST, "constant", (), [var.aval], key=("const", id(const)))[0]
+        inner.equations(body, env)
+        outs = [inner.read(env, atom) for atom in body.outvars]
+        updated = [
+            inner.emit(Kind.UPDATE, "dynamic_update_slice", [target, value], [aval])[0]
+            for target, value, aval in zip(results, outs[carries:], outer_avals[carries:], strict=True)
+        ]
+        first_result = consts + carries + len(stacked)
+        kept = [(consts + rank, rank) for rank in range(carries)]
+        kept += [(first_result + rank, carries + rank) for rank in range(len(results))]
+        program = inner.program([*arguments, *stacked, *results], [*outs[:carries], *updated], tuple(kept))
+        empty = [self.emit(Kind.BROADCAST, "zeros", (), [aval], key=("zeros", rank, id(equation)))[0]
+                 for rank, aval in enumerate(outer_avals[carries:])]  # fmt: skip
+        return self.emit(Kind.LOOP, "scan", [*reads, *empty], outer_avals, kept=tuple(kept), bodies=(program,))
+
+    def _while(self, equation: Any, reads: list[int]) -> tuple[int, ...]:
+        skipped, consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        carries = len(equation.outvars)
+        kept = tuple((consts + rank, rank) for rank in range(carries))
+        body = program_of(equation.params["body_jaxpr"], partitioned=self.partitioned)
+        body = replace(body, kept=kept)
+        avals = [var.aval for var in equation.outvars]
+        return self.emit(Kind.LOOP, "while", reads[skipped:], avals, kept=kept, bodies=(body,))

@@ -1,0 +1,230 @@
+"""Building the memory model's program the way XLA simplifies one: equal computations once, shapes and layouts settled.
+
+Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each changes which buffers exist:
+
+* equal operations are merged; a reshape of a reshape or a transposition of a transposition is one;
+* a matrix product gets two-dimensional operands (plus batch dims), transposed in memory where the kernel needs it;
+* a convolution gets channels last;
+* a division by a broadcast value multiplies by the broadcast reciprocal;
+* bfloat16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright._jax.dataflow import Kind, Operation, Program, Value
+from meshwright._jax.jaxpr import is_literal
+
+# Up to JAX 0.10 XLA's CPU backend forgets barriers before it orders kernels, so recomputation starts early.
+_BARRIERS_HOLD = jax.__version_info__ >= (0, 11)
+# From JAX 0.11 XLA's CPU backend multiplies bfloat16 matrices as they are; before, it made float32 copies.
+_BFLOAT16_PRODUCTS = jax.__version_info__ >= (0, 11)
+
+
+def _is_view(shape: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether putting the dims of `shape` into this order leaves every element where it is."""
+    moved = [dim for dim in order if shape[dim] != 1]
+    return moved == sorted(moved)
+
+
+class Builder:
+    """Collects values and operations of one program.
+
+    Args:
+      partitioned: the program runs inside a `shard_map`, which sends it through XLA's partitioned pipeline.
+    """
+
+    def __init__(self, *, partitioned: bool) -> None:
+        self.partitioned = partitioned
+        self.values: list[Value] = []
+        self.types: list[tuple[tuple[int, ...], Any]] = []
+        self.operations: list[Operation] = []
+        self._known: dict[Any, tuple[int, ...]] = {}
+        self.source: dict[int, Operation] = {}
+        self.unrounded: dict[int, int] = {}  # the float32 value a bfloat16 result was rounded from
+        self._order: dict[int, tuple[int, tuple[int, ...]]] = {}  # what a transposed value is a transposition of
+
+    def program(self, arguments: list[int], outputs: list[int], kept: tuple[tuple[int, int], ...]) -> Program:
+        return Program(
+            values=tuple(self.values),
+            operations=tuple(self.operations),
+            arguments=tuple(arguments),
+            outputs=tuple(outputs),
+            kept=kept,
+        )
+
+    def value(self, aval: Any) -> int:
+        shape = tuple(int(dim) for dim in getattr(aval, "shape", ()))
+        dtype = getattr(aval, "dtype", None)
+        return self.array(shape, dtype)
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> int:
+        itemsize = getattr(dtype, "itemsize", 0) or 0
+        elements = math.prod(shape)
+        self.values.append(
+            Value(size_bytes=elements * itemsize, elements=elements, rank=sum(dim != 1 for dim in shape))
+        )
+        self.types.append((shape, dtype))
+        return len(self.values) - 1
+
+    def read(self, env: dict[Any, int], atom: Any) -> int:
+        if is_literal(atom):
+            # A literal is a scalar folded into its kernel; as an output or operand of a loop it needs a value.
+            return self.emit(
+                Kind.BROADCAST, "constant", (), [atom.aval], key=("literal", str(atom.val), str(atom.aval))
+            )[0]
+        return env[atom]
+
+    def emit(
+        self, kind: Kind, name: str, reads: Sequence[int], avals: Sequence[Any], *, key: Any = None, **rest: Any
+    ) -> tuple[int, ...]:
+        """Adds an operation, or returns the results of an equal one; `key` says what else makes it equal."""
+        identity = None if key is None else (kind, name, tuple(reads), key)
+        if identity is not None and identity in self._known:
+            return self._known[identity]
+        writes = tuple(self.value(aval) for aval in avals)
+        operation = Operation(kind=kind, name=name, reads=tuple(reads), writes=writes, **rest)
+        self.operations.append(operation)
+        for value in writes:
+            self.source[value] = operation
+        if identity is not None:
+            self._known[identity] = writes
+        return writes
+
+    def barrier(self, reads: Sequence[int]) -> list[int]:
+        avals = [jax.ShapeDtypeStruct(*self.types[value]) for value in reads]
+        if _BARRIERS_HOLD:
+            return list(self.emit(Kind.BARRIER, "barrier", reads, avals))
+        return [self.emit(Kind.VIEW, "barrier", [v], [aval])[0] for v, aval in zip(reads, avals, strict=True)]
+
+    def spread(self, value: int, shape: tuple[int, ...], dims: Sequence[int] | None = None) -> int:
+        """`value` spread over `shape`; its dims go to `dims`, by default to those of the same rank."""
+        given = self.types[value][0]
+        if math.prod(given) == math.prod(shape):
+            return self.reshaped(value, shape)
+        dims = range(len(given)) if dims is None else dims
+        kept = tuple(int(dim) for dim, size in zip(dims, given, strict=True) if size != 1)
+        source = self.reshaped(value, tuple(size for size in given if size != 1))
+        spread = jax.ShapeDtypeStruct(shape, self.types[value][1])
+        return self.emit(Kind.BROADCAST, "broadcast_in_dim", [source], [spread], key=(shape, kept))[0]
+
+    def reshaped(self, value: int, shape: tuple[int, ...]) -> int:
+        """`value` under another shape; a reshape of a reshape is one reshape."""
+        while (source := self.source.get(value)) is not None and source.name == "reshape":
+            value = source.reads[0]
+        if self.types[value][0] == shape:
+            return value
+        named = jax.ShapeDtypeStruct(shape, self.types[value][1])
+        return self.emit(Kind.VIEW, "reshape", [value], [named], key=shape)[0]
+
+    def arranged(self, value: int, order: Sequence[int]) -> int:
+        """`value` with its dims in this order; a transposition of a transposition is one transposition."""
+        shape, dtype = self.types[value]
+        target = tuple(shape[dim] for dim in order)
+        if _is_view(shape, order):
+            return self.reshaped(value, target)
+        if value in self._order:
+            value, first = self._order[value]
+            order = [first[dim] for dim in order]
+            if _is_view(self.types[value][0], order):
+                return self.reshaped(value, target)
+        moved = jax.ShapeDtypeStruct(target, dtype)
+        (result,) = self.emit(Kind.PERMUTE, "transpose", [value], [moved], key=tuple(order))
+        self._order[result] = (value, tuple(order))
+        return result
+
+    def arithmetic(
+        self, name: str, reads: Sequence[int], avals: Sequence[Any], key: Any, *, expensive: bool, library: bool
+    ) -> tuple[int, ...]:
+        """An elementwise operation; in bfloat16 it is float32 arithmetic and a rounding."""
+        (aval,) = avals
+        if str(aval.dtype) != "bfloat16" or name == "select_n":
+            return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=expensive, library=library)
+        if name == "convert_element_type":
+            return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=True, library=library)
+        wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
+        (result,) = self.emit(Kind.ELEMENTWISE, name, reads, [wide], key=key, expensive=expensive, library=library)
+        return (self._rounded(result),)
+
+    def _rounded(self, value: int) -> int:
+        """A float32 value as bfloat16: dear to compute, so it is stored rather than computed again."""
+        narrow = jax.ShapeDtypeStruct(self.types[value][0], jax.numpy.bfloat16)
+        (result,) = self.emit(Kind.ELEMENTWISE, "round", [value], [narrow], key="round", expensive=True, library=True)
+        self.unrounded[result] = value
+        return result
+
+    def _widened(self, value: int) -> int:
+        wide = jax.ShapeDtypeStruct(self.types[value][0], np.float32)
+        return self.emit(Kind.ELEMENTWISE, "widen", [value], [wide], key="widen", library=True)[0]
+
+    def converted(self, value: int, dtype: Any) -> int | None:
+        """`value` in `dtype`, where that needs no operation: it is, or it was before it was rounded."""
+        if self.types[value][1] == dtype:
+            return value
+        return self.unrounded.get(value) if dtype == np.float32 else None
+
+    def divided(self, reads: Sequence[int], avals: Sequence[Any]) -> tuple[int, ...] | None:
+        """A division by a broadcast value as XLA does it, by its broadcast reciprocal; None if it is another division.
+
+        XLA's partitioned pipeline leaves the division of a matrix product alone.
+        """
+        dividend, divisor = self.source.get(reads[0]), self.source.get(reads[1])
+        while dividend is not None and dividend.kind is Kind.VIEW:
+            dividend = self.source.get(dividend.reads[0])
+        if self.partitioned and dividend is not None and dividend.kind is Kind.CONTRACT:
+            return None
+        if divisor is None or divisor.kind is not Kind.BROADCAST or not divisor.reads:
+            return None
+        small = jax.ShapeDtypeStruct(*self.types[divisor.reads[0]])
+        large = jax.ShapeDtypeStruct(*self.types[reads[1]])
+        (inverse,) = self.emit(Kind.ELEMENTWISE, "div", divisor.reads, [small], key="inverse", expensive=True)
+        (spread,) = self.emit(Kind.BROADCAST, "broadcast_in_dim", [inverse], [large], key=("inverse", reads[1]))
+        return self.arithmetic("mul", [reads[0], spread], avals, "inverse", expensive=False, library=True)
+
+    def dot(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
+        (contracted, batch) = equation.params["dimension_numbers"]
+        if len(reads) < 2:
+            return self.emit(Kind.CONTRACT, "dot_general", reads, [equation.outvars[0].aval], key=key)
+        sides: list[int] = []
+        library = True  # the kernel library wants the left operand's contracted dim last
+        result: list[int] = [self.types[reads[0]][0][dim] for dim in batch[0]]
+        for side, (value, inner, outer) in enumerate(zip(reads, contracted, batch, strict=True)):
+            shape = self.types[value][0]
+            free = [dim for dim in range(len(shape)) if dim not in inner and dim not in outer]
+            wanted = [*outer, *inner, *free] if side else [*outer, *free, *inner]
+            swapped = [*outer, *free, *inner] if side else [*outer, *inner, *free]
+            matrix = sum(shape[dim] != 1 for dim in inner) <= 1 and sum(shape[dim] != 1 for dim in free) <= 1
+            # XLA's kernels read a matrix either way round; groups of dims must lie in the order the kernel wants.
+            order = swapped if matrix and _is_view(shape, swapped) and not _is_view(shape, wanted) else wanted
+            library = library and (side == 1 or order is wanted)
+            arranged = self.arranged(value, order)
+            groups = {dim: math.prod(shape[d] for d in part) for part in (inner, free) for dim in part[:1]}
+            flat = tuple(groups.get(d, shape[d]) for d in order if d in outer or d in groups)
+            sides.append(self.reshaped(arranged, flat))
+            result.append(math.prod(shape[dim] for dim in free))
+        aval = equation.outvars[0].aval
+        dtype = aval.dtype
+        if str(dtype) == "bfloat16" and not _BFLOAT16_PRODUCTS:
+            sides, dtype = [self._widened(value) for value in sides], np.dtype(np.float32)
+        flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
+        (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)
+        if dtype != aval.dtype:
+            product = self._rounded(product)
+        return (self.reshaped(product, tuple(aval.shape)),)
+
+    def convolution(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
+        numbers = equation.params["dimension_numbers"]
+        (lhs, rhs, out) = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+        image = self.arranged(reads[0], (lhs[0], *lhs[2:], lhs[1]))
+        kernel = self.arranged(reads[1], (*rhs[2:], rhs[1], rhs[0]))
+        aval = equation.outvars[0].aval
+        order = (out[0], *out[2:], out[1])
+        canonical = jax.ShapeDtypeStruct(tuple(aval.shape[dim] for dim in order), aval.dtype)
+        (result,) = self.emit(Kind.OPAQUE, "conv", [image, kernel], [canonical], key=key)
+        return (self.arranged(result, tuple(int(dim) for dim in np.argsort(order))),)

@@ -1,0 +1,11 @@
+"""Clusters: devices, hosts, links, and the logical meshes over them with what a collective costs along each axis.
+
+Read `hardware` (what a host is made of), `cluster`, `logical_mesh` (the prices), then `load` (presets, TOML, 'local').
+Imports no JAX; only `load_cluster("local")` asks JAX which devices there are.
+"""
+
+from .cluster import Cluster as Cluster
+from .errors import ClusterError as ClusterError
+from .hardware import Device as Device, Host as Host, Link as Link
+from .load import load_cluster as load_cluster, preset_names as preset_names
+from .logical_mesh import Axis as Axis, LogicalMesh as LogicalMesh

@@ -1,0 +1,1 @@
+"""Seconds and bytes: what compute, collectives and memory cost. Imports no JAX."""

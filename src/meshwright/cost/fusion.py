@@ -1,0 +1,240 @@
+"""Which operations of a program become one kernel, so which values exist in memory at all.
+
+Two passes, as XLA makes them. First a kernel library takes reductions together with the simple arithmetic and the
+matrix products around them (only chains used nowhere else). Then, from the outputs backwards, every operation swallows
+those of its producers that may be computed again at each use: cheap ones with one large operand always, those with
+several only if every use can swallow them, expensive ones only if there is a single use that reads each element once.
+What nobody swallowed is stored. (XLA's instruction fusion; see "Operator Fusion in XLA", arXiv:2301.13062.)
+
+Cost: a few set operations an edge, and one bit set of ancestors per operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright._jax.dataflow import Kind, Operation, Program, Use
+
+_FUSIBLE = (Kind.VIEW, Kind.ELEMENTWISE, Kind.BROADCAST, Kind.PERMUTE, Kind.REDUCE, Kind.UPDATE)
+_LIBRARY_LIMIT = 64  # operations the library takes into one kernel
+_LIBRARY_ELEMENTS = 4096  # below this XLA thinks a call of the library not worth it (IsInstructionPreferredByYnn)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Kernel:
+    """Operations that run as one: `uses` says how each operand is read, `writes` what exists afterwards.
+
+    `after` are values that must exist before it may run although it does not read them.
+    """
+
+    operation: Operation
+    position: int
+    uses: dict[int, Use]
+    writes: tuple[int, ...]
+    after: frozenset[int] = frozenset()
+    library: bool = False
+    members: int = 1
+
+    @property
+    def fusible(self) -> bool:
+        """Whether it may take in producers or be taken in."""
+        return self.operation.kind in _FUSIBLE and not self.library
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only gives its operand another name."""
+        return self.operation.kind is Kind.VIEW and self.members == 1 and not self.library
+
+    @property
+    def in_place(self) -> int | None:
+        """The value whose buffer the result must take over, if any."""
+        return self.operation.reads[0] if self.operation.kind is Kind.UPDATE else None
+
+
+def joined(first: Use | None, second: Use) -> Use:
+    """Two reads of one operand by one kernel: at different indices they amount to reading it repeatedly."""
+    if first is None:
+        return second
+    return Use.SAME if first is second is Use.SAME else Use.REPEATED
+
+
+def _through(outer: Use, inner: Use) -> Use:
+    return max(outer, inner, key=lambda use: use.value)
+
+
+class Fusion:
+    """The kernels of one program, in program order."""
+
+    def __init__(self, program: Program) -> None:
+        self._values = program.values
+        self._kernels: dict[int, Kernel] = {}
+        self._producer: dict[int, int] = {}
+        self._users: dict[int, dict[int, None]] = {}
+        self._outputs = set(program.outputs)
+        for position, operation in enumerate(program.operations):
+            uses: dict[int, Use] = {}
+            for rank, value in enumerate(operation.reads):
+                uses[value] = joined(uses.get(value), self._use(operation, rank))
+            self._kernels[position] = Kernel(operation=operation, position=position, uses=uses, writes=operation.writes)
+            for value in uses:
+                self._users.setdefault(value, {})[position] = None
+            for value in operation.writes:
+                self._producer[value] = position
+
+    def _use(self, operation: Operation, rank: int) -> Use:
+        if operation.kind is Kind.ELEMENTWISE:
+            small = self._values[operation.reads[rank]].elements < self._values[operation.writes[0]].elements
+            return Use.REPEATED if small else Use.SAME
+        if operation.kind in (Kind.VIEW, Kind.PERMUTE, Kind.REDUCE):
+            return Use.MOVED
+        if operation.kind is Kind.UPDATE:
+            return Use.SAME if rank == 0 else Use.MOVED
+        if operation.kind is Kind.BROADCAST:
+            grows = self._values[operation.writes[0]].elements > self._values[operation.reads[rank]].elements
+            return Use.REPEATED if grows else Use.MOVED
+        return Use.REPEATED
+
+    def run(self) -> list[Kernel]:
+        """Fuses and returns the kernels."""
+        self._take_into_library()
+        blocked = self._not_recomputable()
+        for position in sorted(self._kernels, reverse=True):
+            if position in self._kernels and self._kernels[position].fusible:
+                self._swallow(self._kernels[position], blocked)
+        return [self._kernels[position] for position in sorted(self._kernels)]
+
+    def _take_into_library(self) -> None:
+        for position in sorted(self._kernels, reverse=True):
+            kernel = self._kernels.get(position)
+            if kernel is None or kernel.operation.kind is not Kind.REDUCE or kernel.library or not self._large(kernel):
+                continue
+            kernel.library = True
+            changed = True
+            while changed and kernel.members < _LIBRARY_LIMIT:
+                changed = self._grow_up(kernel)
+                grown = self._grow_down(kernel)
+                if grown is not None:
+                    kernel, changed = grown, True
+
+    def _large(self, kernel: Kernel) -> bool:
+        return any(self._values[value].elements >= _LIBRARY_ELEMENTS for value in (*kernel.writes, *kernel.uses))
+
+    def _joins_library(self, kernel: Kernel) -> bool:
+        if kernel.library:
+            return False
+        return (
+            kernel.operation.kind is Kind.BROADCAST
+            or kernel.is_view
+            or (kernel.operation.library and self._large(kernel))
+        )
+
+    def _grow_up(self, kernel: Kernel) -> bool:
+        for value in list(kernel.uses):
+            producer = self._kernels.get(self._producer.get(value, -1))
+            if producer is None or value in self._outputs or len(self._users[value]) != 1:
+                continue
+            if self._joins_library(producer):
+                self._merge(kernel, producer, value)
+                return True
+        return False
+
+    def _grow_down(self, kernel: Kernel) -> Kernel | None:
+        (value,) = kernel.writes
+        users = self._users.get(value, {})
+        if value in self._outputs or len(users) != 1:
+            return None
+        user = self._kernels[next(iter(users))]
+        if not self._joins_library(user):
+            return None
+        self._merge(user, kernel, value)
+        user.library = True
+        return user
+
+    def _merge(self, kernel: Kernel, producer: Kernel, value: int) -> None:
+        """Moves `producer`, used only by `kernel`, into it; or copies it there if others use it too."""
+        outer = kernel.uses.pop(value)
+        del self._users[value][kernel.position]
+        for operand, inner in producer.uses.items():
+            kernel.uses[operand] = joined(kernel.uses.get(operand), _through(outer, inner))
+            self._users[operand][kernel.position] = None
+        kernel.members += producer.members
+        if not self._users[value] and value not in self._outputs:
+            for operand in producer.uses:
+                self._users[operand].pop(producer.position, None)
+            del self._kernels[producer.position]
+
+    def _may_fuse(self, consumer: Kernel, value: int) -> bool:
+        producer = self._kernels.get(self._producer.get(value, -1))
+        if producer is None or not producer.fusible or not consumer.fusible or value == consumer.in_place:
+            return False
+        if producer.operation.kind is Kind.UPDATE:
+            return False
+        if not producer.operation.expensive:
+            return True
+        single = len(self._users[value]) == 1 and value not in self._outputs
+        return single and consumer.uses[value] is not Use.REPEATED
+
+    def _not_recomputable(self) -> set[int]:
+        """Values with several large sources that some use could not swallow: computing them again reads too much."""
+        above: dict[int, int] = {}
+        for position, kernel in sorted(self._kernels.items()):
+            mask = 1 << position
+            for value in kernel.uses:
+                mask |= above.get(self._producer.get(value, -1), 0)
+            above[position] = mask
+        blocked: set[int] = set()
+        for position in sorted(self._kernels, reverse=True):
+            kernel = self._kernels[position]
+            if not kernel.fusible:
+                continue
+            (value,) = kernel.writes
+            rank = self._values[value].rank
+            large = [v for v in kernel.uses if self._values[v].rank >= rank and not self._is_broadcast(v)]
+            read = sum(self._values[v].elements for v in kernel.uses)
+            if len(large) <= 1 or read <= self._values[value].elements:
+                continue
+            seen: dict[int, bool] = {}
+            everywhere = value not in self._outputs and all(
+                self._on_all_paths(position, user, above, blocked, seen) for user in self._users.get(value, {})
+            )
+            if not everywhere:
+                blocked.add(value)
+        return blocked
+
+    def _is_broadcast(self, value: int) -> bool:
+        producer = self._kernels.get(self._producer.get(value, -1))
+        return producer is not None and producer.operation.kind is Kind.BROADCAST
+
+    def _on_all_paths(
+        self, start: int, position: int, above: dict[int, int], blocked: set[int], seen: dict[int, bool]
+    ) -> bool:
+        """Whether everything between kernel `start` and kernel `position` could be one kernel."""
+        if start == position:
+            return True
+        if position not in seen:
+            consumer = self._kernels[position]
+            seen[position] = True
+            for value in consumer.uses:
+                producer = self._producer.get(value, -1)
+                if above.get(producer, 0) >> start & 1 and (
+                    value in blocked
+                    or not self._may_fuse(consumer, value)
+                    or not self._on_all_paths(start, producer, above, blocked, seen)
+                ):
+                    seen[position] = False
+                    break
+        return seen[position]
+
+    def _swallow(self, kernel: Kernel, blocked: set[int]) -> None:
+        """Takes in producers, the latest first, until none may be."""
+        refused: set[int] = set()
+        while True:
+            candidates = [v for v in kernel.uses if v not in refused and v not in blocked and v in self._producer]
+            if not candidates:
+                return
+            value = max(candidates, key=lambda v: self._producer[v])
+            if self._may_fuse(kernel, value):
+                self._merge(kernel, self._kernels[self._producer[value]], value)
+                refused.clear()
+            else:
+                refused.add(value)

@@ -1,0 +1,146 @@
+"""The order in which kernels run, and what must be copied because of it.
+
+XLA's CPU backend runs kernels breadth-first: each as soon as its operands exist, in the order they became ready (for
+parallelism, not for memory; so recomputation and updates run as early as they can). A donated argument that is still
+to be read by a kernel not ordered before the output that takes over its buffer is copied when the program starts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from meshwright._jax.dataflow import Kind, Operation, Program, Use
+from meshwright.cost.fusion import Kernel, joined
+
+
+def without_dead_code(program: Program) -> Program:
+    """The same program without operations whose results nobody needs."""
+    needed = set(program.outputs)
+    alive: list[Operation] = []
+    for operation in reversed(program.operations):
+        if needed.intersection(operation.writes):
+            needed.update(operation.reads)
+            alive.append(operation)
+    return replace(program, operations=tuple(reversed(alive)))
+
+
+def without_views(program: Program, kernels: list[Kernel]) -> tuple[Program, list[Kernel]]:
+    """Kernels that only rename operands dropped, and everybody reading the operands instead."""
+    shown: dict[int, int] = {}
+    gates: dict[int, frozenset[int]] = {}  # what must exist before a value that passed a barrier may be read
+    real: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.is_view:
+            (operand,) = kernel.uses
+            shown[kernel.writes[0]] = shown.get(operand, operand)
+            gates[kernel.writes[0]] = gates.get(operand, frozenset())
+            continue
+        after = frozenset[int]().union(*(gates.get(value, frozenset()) for value in kernel.uses))
+        if kernel.operation.kind is Kind.BARRIER:
+            reads = [shown.get(value, value) for value in kernel.operation.reads]
+            shown.update(zip(kernel.writes, reads, strict=True))
+            gates.update(dict.fromkeys(kernel.writes, after.union(reads)))
+            continue
+        uses: dict[int, Use] = {}
+        for value, use in kernel.uses.items():
+            value = shown.get(value, value)
+            uses[value] = joined(uses.get(value), use)
+        reads = tuple(shown.get(value, value) for value in kernel.operation.reads)
+        real.append(
+            replace(kernel, uses=uses, after=after.difference(uses), operation=replace(kernel.operation, reads=reads))
+        )
+    return replace(program, outputs=tuple(shown.get(value, value) for value in program.outputs)), real
+
+
+def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
+    """Arguments whose buffer an output takes over while a kernel that reads them may still have to run."""
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    above: dict[int, int] = {}
+    for kernel in kernels:
+        mask = 1 << kernel.position
+        for value in kernel.uses:
+            if value in producer:
+                mask |= above[producer[value].position]
+        above[kernel.position] = mask
+    readers: dict[int, list[Kernel]] = {}
+    for kernel in kernels:
+        for value in kernel.uses:
+            readers.setdefault(value, []).append(kernel)
+    copied: set[int] = set()
+    for argument_position, output_position in program.kept:
+        argument, output = program.arguments[argument_position], program.outputs[output_position]
+        writer = producer.get(output)
+        if writer is None:
+            continue
+        for reader in readers.get(argument, ()):
+            before = above[writer.position] >> reader.position & 1
+            if not before or (reader is writer and not may_overwrite(program, writer, argument, output)):
+                copied.add(argument)
+    return copied
+
+
+def may_overwrite(program: Program, kernel: Kernel, operand: int, result: int) -> bool:
+    if kernel.operation.kind is Kind.LOOP:
+        return any(
+            kernel.operation.reads[read] == operand and kernel.operation.writes[write] == result
+            for read, write in kernel.operation.kept
+        )
+    if program.values[operand].size_bytes != program.values[result].size_bytes:
+        return False
+    return kernel.in_place == operand or (kernel.fusible and kernel.uses.get(operand) is Use.SAME)
+
+
+def _post_order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
+    """Kernels as a depth-first walk from the outputs leaves them: the order in which XLA lists a value's users."""
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    left: list[Kernel] = []
+    seen: set[int] = set()
+    stack: list[tuple[Kernel, bool]] = [(producer[v], False) for v in reversed(program.outputs) if v in producer]
+    while stack:
+        kernel, entered = stack.pop()
+        if entered:
+            left.append(kernel)
+        elif kernel.position not in seen:
+            seen.add(kernel.position)
+            stack.append((kernel, True))
+            needed = (*kernel.uses, *kernel.after)
+            stack.extend((producer[value], False) for value in reversed(needed) if value in producer)
+    return left
+
+
+def breadth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
+    """Kernels and copied arguments (as their value) in the order XLA's CPU backend runs them."""
+    kernels = _post_order(program, kernels)
+    by_position = {kernel.position: kernel for kernel in kernels}
+    users: dict[int, list[int]] = {}
+    waiting: dict[int, int] = {}
+    for kernel in kernels:
+        waiting[kernel.position] = len(kernel.uses) + len(kernel.after)
+        for value in (*kernel.uses, *kernel.after):
+            users.setdefault(value, []).append(kernel.position)
+    order: list[Kernel | int] = []
+    # A copied argument is ready when its copy has run, one round later than an argument read as it is.
+    queue: deque[tuple[str, int]] = deque(("argument", value) for value in dict.fromkeys(program.arguments))
+    queue.extend(("constant", k.position) for k in kernels if not waiting[k.position])
+    while queue:
+        what, item = queue.popleft()
+        if what == "argument" and item in copied:
+            queue.append(("copy", item))
+            continue
+        if what == "constant":
+            queue.append(("kernel", item))
+            continue
+        if what == "kernel":
+            order.append(by_position[item])
+            ready = by_position[item].writes
+        else:
+            ready = (item,)
+            if what == "copy":
+                order.append(item)
+        for value in ready:
+            for user in users.get(value, ()):
+                waiting[user] -= 1
+                if waiting[user] == 0:
+                    queue.append(("kernel", user))
+    return order

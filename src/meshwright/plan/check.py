@@ -1,0 +1,104 @@
+"""What a plan must satisfy beyond the types of its fields, whoever made it: a search, a preset, a hand or a file.
+
+Only what can be seen without the program and the cluster is checked: meshes and devices agree, every axis that is used
+is an axis of its stage's mesh, and specs fit the shapes they belong to. One pass over the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import chain
+from math import prod
+
+from ..errors import PlanError
+from ..sharding.spec import Spec
+from .plan import Plan, Stage
+
+AGAIN = "a file that `plan.save` wrote, or planning again"
+
+
+def check_plan(plan: Plan, *, source: str = "the plan") -> None:
+    """Refuse a plan that contradicts itself.
+
+    Args:
+      plan: to be checked.
+      source: what to call it in errors, such as its file's name.
+
+    Raises:
+      PlanError: naming the first contradiction and its place.
+    """
+    if plan.microbatches < 1:
+        raise refusal(source, "microbatches", f"{plan.microbatches}", "at least 1")
+    if not plan.stages:
+        raise refusal(source, "stages", "no stage", "at least one")
+    for number, stage in enumerate(plan.stages):
+        place = f"stages[{number}]"
+        _check_mesh(stage, source, place)
+        _check_axes(stage, source, place)
+        _check_shapes(stage, source, place)
+
+
+def refusal(source: str, place: str, got: str, needed: str, try_: str = AGAIN) -> PlanError:
+    """The error for what stands at `place` (a path of fields, or "") of the plan called `source`."""
+    return PlanError(
+        refused="the plan", got=got, needed=needed, where=f"{source}: {place}" if place else source, try_=try_
+    )
+
+
+def _check_mesh(stage: Stage, source: str, place: str) -> None:
+    names = [name for name, _ in stage.mesh]
+    size = prod(n for _, n in stage.mesh)
+    if len(set(names)) != len(names):
+        raise refusal(source, f"{place}.mesh", f"the axes {', '.join(names)}", "each name once")
+    if size != len(stage.devices):
+        mesh = " ".join(f"{name}={n}" for name, n in stage.mesh)
+        needed = f"{size}, the size of its mesh{f' {mesh}' if mesh else ''}"
+        raise refusal(source, f"{place}.devices", f"{len(stage.devices)} devices", needed)
+    if len(set(stage.devices)) != len(stage.devices):
+        raise refusal(source, f"{place}.devices", "a device twice", "each device once")
+    if stage.layers[0] > stage.layers[1]:
+        raise refusal(
+            source, f"{place}.layers", f"{list(stage.layers)}", "the first layer before the one past the last"
+        )
+
+
+def _check_axes(stage: Stage, source: str, place: str) -> None:
+    names = [name for name, _ in stage.mesh]
+    for where, axes in _used_axes(stage):
+        for axis in axes:
+            if axis not in names:
+                near = get_close_matches(axis, names, n=1, cutoff=0.5)
+                needed = f"an axis of the mesh ({', '.join(names)})"
+                raise refusal(source, f"{place}.{where}", f"the axis {axis!r}", needed, *map(repr, near))
+
+
+def _check_shapes(stage: Stage, source: str, place: str) -> None:
+    for where, shape, spec in _placed(stage):
+        if len(spec.dims) != len(shape):
+            needed = f"{len(shape)}, as the shape {shape} has"
+            raise refusal(source, f"{place}.{where}", f"{len(spec.dims)} dims", needed)
+        if not spec.divides(shape, stage.sizes):
+            got = f"{spec!r} of the shape {shape}"
+            raise refusal(source, f"{place}.{where}", got, f"splits that divide their dims on the mesh {stage.sizes}")
+
+
+def _placed(stage: Stage) -> Iterator[tuple[str, tuple[int, ...], Spec]]:
+    """Place, global shape and spec of everything whose shape the plan knows."""
+    for i, parameter in enumerate(stage.parameters):
+        yield f"parameters[{i}].use", parameter.shape, parameter.use
+        yield f"parameters[{i}].storage", parameter.shape, parameter.storage
+    for i, given in enumerate(stage.inputs):
+        yield f"inputs[{i}].spec", given.shape, given.spec
+
+
+def _used_axes(stage: Stage) -> Iterator[tuple[str, Sequence[str]]]:
+    specs = chain(
+        ((where, spec) for where, _, spec in _placed(stage)),
+        ((f"settled[{i}][1]", spec) for i, (_, spec) in enumerate(stage.settled)),
+    )
+    for where, spec in specs:
+        yield where, (*spec.sharded_axes, *sorted(spec.partial), *sorted(spec.broadcast))
+    # Thousands of operators share few ways to be split: each is looked at once, where it first stands.
+    for (axes, broadcast), operator in {(o.axes, o.broadcast): o for o in reversed(stage.operators)}.items():
+        yield f"operators ({operator.name} at {operator.path})", (*chain(*axes), *sorted(broadcast))

@@ -1,0 +1,252 @@
+"""Factor rules: how the dims of an operator's operands and results relate (GSPMD; Shardy's `op_sharding_rule`).
+
+A matrix product is `([i, k], [k, j]) -> ([i, j])` with `k` a reduction. From the rule and an assignment of mesh axes to
+factors follow local shapes, local FLOPs, the specs of operands and results and every collective, forward and backward.
+
+An equation that lowers to several StableHLO operations gets the composition of their rules: dims that share a factor
+anywhere are one factor, and a factor is split where one operation sees a dim as several (reshape).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # the graph and its rules are searched without JAX
+    from .._jax.shardy import Lowered
+
+FactorKind = Literal["parallel", "reduction", "spatial", "whole"]
+Dims = tuple[tuple[int, ...], ...]
+
+# Operations through which a partial sum may pass unchanged: they are linear and act on each element alone.
+_LINEAR = frozenset(
+    f"stablehlo.{name}" for name in ("convert", "reshape", "transpose", "broadcast_in_dim", "negate", "real")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One independent index of an operator.
+
+    Args:
+      size: its extent.
+      kind: `parallel` may be split freely; `reduction` is summed over and leaves a partial result; `spatial` may be
+        split if neighbours exchange borders; `whole` may not be split.
+    """
+
+    size: int
+    kind: FactorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The factors of one operator.
+
+    Args:
+      operands: for each operand, for each dim, the indices of its factors, major first.
+      results: the same for results.
+      factors: the factors by index.
+
+    >>> matmul = Rule(
+    ...     operands=(((0,), (2,)), ((2,), (1,))),
+    ...     results=(((0,), (1,)),),
+    ...     factors=(Factor(4, "parallel"), Factor(8, "parallel"), Factor(16, "reduction")),
+    ... )
+    >>> matmul.factors[2].kind
+    'reduction'
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    factors: tuple[Factor, ...]
+
+    def splittable(self) -> tuple[int, ...]:
+        """Factors that may be split, and can be: they lead every dim they are part of (a block of a minor factor is
+        not a block of its dim)."""
+        minor: set[int] = set()
+        for tensor in (*self.operands, *self.results):
+            for dim in tensor:
+                real = [f for f in dim if self.factors[f].size > 1]
+                minor.update(real[1:])
+        return tuple(
+            index
+            for index, factor in enumerate(self.factors)
+            if factor.kind != "whole" and factor.size > 1 and index not in minor
+        )
+
+    def with_whole(self, whole: Sequence[int]) -> Rule:
+        """The same rule with the factors `whole` not to be split."""
+        chosen = set(whole)
+        factors = tuple(Factor(f.size, "whole") if i in chosen else f for i, f in enumerate(self.factors))
+        return Rule(self.operands, self.results, factors)
+
+
+def whole_rule(operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]]) -> Rule:
+    """The rule of an operator nothing is known about: no dim may be split."""
+    composer = Composer()
+    operands = [composer.tensor(shape) for shape in operand_shapes]
+    results = [composer.tensor(shape) for shape in result_shapes]
+    for tensor in (*operands, *results):
+        for dim in tensor:
+            composer.mark(dim, "whole")
+    return composer.rule(operands, results)
+
+
+class Composer:
+    """Builds rules by identifying dims with each other.
+
+    A *dim* is a list of atoms, major first; an atom is a node of a union-find forest that may have been split into
+    smaller atoms since.
+    """
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._size: list[int] = []
+        self._kind: list[FactorKind] = []
+        self._split: dict[int, tuple[int, int]] = {}
+
+    def atom(self, size: int, kind: FactorKind = "parallel") -> int:
+        self._parent.append(len(self._parent))
+        self._size.append(size)
+        self._kind.append(kind)
+        return len(self._parent) - 1
+
+    def tensor(self, shape: Sequence[int]) -> list[list[int]]:
+        """A tensor whose dims relate to nothing yet."""
+        return [[self.atom(extent)] for extent in shape]
+
+    def size(self, atom: int) -> int:
+        return self._size[self._find(atom)]
+
+    def _find(self, atom: int) -> int:
+        while self._parent[atom] != atom:
+            self._parent[atom] = self._parent[self._parent[atom]]
+            atom = self._parent[atom]
+        return atom
+
+    def atoms(self, dim: Sequence[int]) -> list[int]:
+        """The roots that make up a dim now."""
+        found: list[int] = []
+        for atom in dim:
+            root = self._find(atom)
+            found.extend(self.atoms(self._split[root]) if root in self._split else [root])
+        return found
+
+    def mark(self, dim: Sequence[int], kind: FactorKind) -> None:
+        """Restrict every atom of `dim` to at most what `kind` allows."""
+        order: tuple[FactorKind, ...] = ("parallel", "reduction", "spatial", "whole")
+        for root in self.atoms(dim):
+            if order.index(kind) > order.index(self._kind[root]):
+                self._kind[root] = kind
+
+    def unify(self, left: Sequence[int], right: Sequence[int]) -> None:
+        """Say that two dims are the same index. Where their splits cannot be reconciled both become whole."""
+        a, b = self.atoms(left), self.atoms(right)
+        while a and b:
+            x, y = self._find(a[0]), self._find(b[0])
+            if x == y:
+                a, b = a[1:], b[1:]
+            elif self._size[x] == self._size[y]:
+                self._merge(x, y)
+                a, b = a[1:], b[1:]
+            elif self._size[x] == 1:
+                a = a[1:]
+            elif self._size[y] == 1:
+                b = b[1:]
+            elif self._size[x] % self._size[y] == 0:
+                a = [*self._divide(x, self._size[y]), *a[1:]]
+            elif self._size[y] % self._size[x] == 0:
+                b = [*self._divide(y, self._size[x]), *b[1:]]
+            else:
+                self.mark(left, "whole")
+                self.mark(right, "whole")
+                return
+
+    def _merge(self, x: int, y: int) -> None:
+        kind = self._kind[x]
+        self._parent[x] = y
+        self.mark([y], kind)
+
+    def _divide(self, root: int, major: int) -> tuple[int, int]:
+        kind = self._kind[root]
+        self._split[root] = (self.atom(major, kind), self.atom(self._size[root] // major, kind))
+        return self._split[root]
+
+    def rule(self, operands: Sequence[Sequence[Sequence[int]]], results: Sequence[Sequence[Sequence[int]]]) -> Rule:
+        """The rule over tensors given by their dims; factors are numbered in order of appearance."""
+        index: dict[int, int] = {}
+        factors: list[Factor] = []
+
+        def number(tensor: Sequence[Sequence[int]]) -> Dims:
+            dims = []
+            for dim in tensor:
+                numbered = []
+                for root in self.atoms(dim):
+                    if root not in index:
+                        index[root] = len(factors)
+                        factors.append(Factor(self._size[root], self._kind[root]))
+                    numbered.append(index[root])
+                dims.append(tuple(numbered))
+            return tuple(dims)
+
+        # Factors found in results are free of reduction there: a reduction never appears in a result.
+        operand_dims = tuple(number(tensor) for tensor in operands)
+        return Rule(operand_dims, tuple(number(tensor) for tensor in results), tuple(factors))
+
+
+def compose(lowered: Lowered, operand_shapes: Sequence[Sequence[int]]) -> Rule:
+    """The rule of one equation from the annotated operations behind it."""
+    composer = Composer()
+    tensors: dict[int, list[list[int]]] = {}
+    final = set(lowered.results)
+    feeds: dict[int, list[int]] = {}
+    for position, op in enumerate(lowered.ops):
+        for operand in op.operands:
+            feeds.setdefault(operand, []).append(position)
+
+    def tensor(value: int) -> list[list[int]]:
+        if value not in tensors:
+            tensors[value] = composer.tensor(lowered.shapes[value])
+        return tensors[value]
+
+    def reaches_results_linearly(value: int) -> bool:
+        return all(
+            lowered.ops[user].name in _LINEAR and all(reaches_results_linearly(r) for r in lowered.ops[user].results)
+            for user in feeds.get(value, ())
+        )
+
+    operands = [
+        tensor(value) if value is not None else composer.tensor(shape)
+        for value, shape in zip(lowered.operands, operand_shapes, strict=True)
+    ]
+    for op in lowered.ops:
+        values = [*op.operands, *op.results]
+        if op.rule is None:
+            if op.name.startswith("chlo.") and len({lowered.shapes[v] for v in values}) == 1:
+                # chlo operations over equal shapes are elementwise; Shardy meets them only after they are expanded.
+                for value in values[1:]:
+                    for left, right in zip(tensor(values[0]), tensor(value), strict=True):
+                        composer.unify(left, right)
+            else:
+                kind: FactorKind = "parallel" if not op.operands else "whole"
+                for value in values:
+                    for dim in tensor(value):
+                        composer.mark(dim, kind)
+            continue
+        rule = op.rule
+        atoms = {name: composer.atom(size) for name, size in rule.sizes.items()}
+        for value, dims in zip(values, (*rule.operands, *rule.results), strict=True):
+            for dim, names in zip(tensor(value), dims, strict=True):
+                composer.unify(dim, [atoms[name] for name in names])
+        keeps_partial = all(reaches_results_linearly(r) for r in op.results)
+        for name, atom in atoms.items():
+            if name in rule.need_replication:
+                composer.mark([atom], "whole")
+            elif name in rule.permutation:
+                composer.mark([atom], "spatial")
+            elif name in rule.reduction:
+                composer.mark([atom], "reduction" if keeps_partial else "whole")
+    results = [tensor(value) for value in lowered.results]
+    assert all(value in final for value in lowered.results)
+    return composer.rule(operands, results)

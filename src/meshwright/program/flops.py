@@ -1,0 +1,57 @@
+"""FLOPs of one equation, from its shapes. A multiply-add counts as two; structured equations count their bodies."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
+
+# Data moves, no arithmetic.
+_MOVES = frozenset(
+    "broadcast_in_dim concatenate convert_element_type copy device_put dynamic_slice dynamic_update_slice gather iota pad "
+    "reshape rev scatter slice split squeeze stop_gradient transpose bitcast_convert_type optimization_barrier".split()
+)
+
+
+def equation_flops(equation: Equation) -> tuple[float, bool]:
+    """FLOPs of one run, and whether they are those of matrix products or convolutions."""
+    name = equation.primitive.name
+    match name:
+        case "dot_general":
+            ((contract, _), _) = equation.params["dimension_numbers"]
+            lhs = equation.invars[0].aval
+            return 2.0 * _size(equation.outvars[0]) * prod(lhs.shape[d] for d in contract), True
+        case "conv_general_dilated":
+            dims = equation.params["dimension_numbers"]
+            kernel = equation.invars[1].aval.shape
+            # Each output element sums over the kernel's input features and its window.
+            per_output = prod(kernel) / kernel[dims.rhs_spec[0]]
+            return 2.0 * _size(equation.outvars[0]) * per_output, True
+        case "scan":
+            parts = scan_parts(equation)
+            flops, matmul = _body(parts.body)
+            return flops * parts.length, matmul
+        case "while":
+            # The trip count is not known before the run: one trip is counted.
+            return _body(equation.params["body_jaxpr"])
+        case "cond":
+            return max(_body(branch) for branch in equation.params["branches"])
+        case "custom_jvp_call" | "custom_vjp_call":
+            return _body(equation.params["call_jaxpr"])
+    if is_remat(equation) or "jaxpr" in equation.params:
+        return _body(equation.params["jaxpr"])
+    if name in _MOVES:
+        return 0.0, False
+    operands = max((_size(v) for v in equation.invars), default=0)
+    return float(max(operands, max((_size(v) for v in equation.outvars), default=0))), False
+
+
+def _size(atom: Any) -> int:
+    return prod(getattr(atom.aval, "shape", ()))
+
+
+def _body(jaxpr: Any) -> tuple[float, bool]:
+    counted = [equation_flops(equation) for equation in open_jaxpr(jaxpr).eqns]
+    matmul = any(is_matmul for _, is_matmul in counted)
+    return sum(flops for flops, is_matmul in counted if is_matmul == matmul), matmul

@@ -1,0 +1,137 @@
+"""The graph of operators: what the planner knows of a program. Pure data; needs no JAX to be searched.
+
+Scans are flattened into it: an operator of a scan's body `repeats` as often as the scan, and *link* operators join the
+body to the outside, so that one problem covers both:
+
+* `scan_const`: a value the body reads every trip (outside value -> inside value);
+* `scan_slice`: one row of a stacked input (outside `[trips, ...]` -> inside `[...]`);
+* `scan_carry`: a loop-carried value (initial value, value after a trip -> value before a trip, final value);
+* `scan_stack`: results stacked over the trips (inside `[...]` -> outside `[trips, ...]`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from .factors import Rule
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One array of the program.
+
+    Args:
+      index: its position in `Graph.values`.
+      shape: global shape.
+      dtype: NumPy name of the element type.
+      itemsize: bytes of one element.
+      differentiated: whether a cotangent flows back through it.
+      constant: whether it depends on no input (masks, positions): computed where needed instead of moved.
+      name: for reports, the input's path or the primitive that made it.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: float
+    differentiated: bool
+    constant: bool
+    name: str
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of the whole value."""
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One equation, or a link of a scan.
+
+    Args:
+      index: its position in `Graph.operators`.
+      path: position of the equation in the jaxpr, one number for each level of nesting (a link: the scan's path, then
+        -1 and the position among the scan's operands or results).
+      name: primitive or link name.
+      operands: value of each operand; None for a literal.
+      results: value of each result; None for a result thrown away.
+      rule: its factors.
+      combine: how partial results of a split reduction combine: "sum", "max", "min", or None if it has no reduction.
+      repeats: how often it runs in one evaluation of the program.
+      outer_repeats: how often the scan it belongs to runs (a link), else `repeats`.
+      operand_repeats: how often each operand is read; less than `repeats` where a scan's link reads from outside.
+      region: the rematerialised region it is in (the path of its `jax.checkpoint`), None if its results are kept.
+      flops: multiply-adds counted as two, of one run of the whole (unsplit) operator.
+      matmul: whether the FLOPs are those of a matrix product or convolution.
+      differentiated: whether a cotangent passes through it.
+      source: the user's line, for reports.
+    """
+
+    index: int
+    path: Path
+    name: str
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    rule: Rule
+    combine: str | None
+    repeats: int
+    outer_repeats: int
+    operand_repeats: tuple[int, ...]
+    region: Path | None
+    flops: float
+    matmul: bool
+    differentiated: bool
+    source: str
+
+    @property
+    def is_link(self) -> bool:
+        return self.name.startswith("scan_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Operators and values of one program, in program order.
+
+    Args:
+      values: all arrays.
+      operators: all operators.
+      inputs: the value of each program input.
+      outputs: the value of each program output (None: a literal or an input passed through untouched is its value).
+      parameters: which inputs are differentiated, as positions in `inputs`.
+    """
+
+    values: tuple[Value, ...]
+    operators: tuple[Operator, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    parameters: tuple[int, ...]
+
+    @cached_property
+    def producer(self) -> Mapping[int, tuple[int, int]]:
+        """For each value made by an operator: the operator and the position among its results."""
+        return {
+            value: (operator.index, position)
+            for operator in self.operators
+            for position, value in enumerate(operator.results)
+            if value is not None
+        }
+
+    @cached_property
+    def consumers(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
+        """For each value: the operators that read it and the operand position."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for operator in self.operators:
+            for position, value in enumerate(operator.operands):
+                if value is not None:
+                    found.setdefault(value, []).append((operator.index, position))
+        return {value: tuple(users) for value, users in found.items()}
+
+    @cached_property
+    def flops(self) -> float:
+        """Matrix-product and convolution FLOPs of one forward evaluation."""
+        return sum(op.flops * op.repeats for op in self.operators if op.matmul)

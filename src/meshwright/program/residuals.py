@@ -1,0 +1,111 @@
+"""What the backward pass keeps of the forward pass.
+
+The derivative of an operator reads some of its operands or its result; linear operators read nothing. A value that is
+read is kept from the forward to the backward pass, unless it is cheap to make again from something kept: compilers fuse
+chains of elementwise operators into their readers, so only the values at the heads of such chains occupy memory.
+"""
+
+from __future__ import annotations
+
+from .graph import Graph, Operator, Path
+
+# The derivative reads no operand (index operands, which have no derivative of their own, excepted).
+_LINEAR = frozenset(
+    "add add_any sub neg reshape transpose broadcast_in_dim reduce_sum convert_element_type concatenate pad slice squeeze "
+    "cumsum copy rev reduce_precision real imag split expand_dims stop_gradient reduce_window_sum copy_p".split()
+)
+# The derivative reads operands that are not differentiated themselves (indices, predicates).
+_INDEXED = frozenset("select_n gather scatter-add dynamic_slice dynamic_update_slice scatter".split())
+# The derivative reads the result.
+_BY_RESULT = frozenset("exp exp2 tanh logistic sqrt rsqrt cbrt erf_inv".split())
+# Each operand's derivative reads the other ones.
+_PRODUCTS = frozenset("mul dot_general conv_general_dilated".split())
+# Elementwise, or as cheap: a fusing compiler makes them again where they are read.
+_NOT_FUSED = frozenset(
+    "dot_general conv_general_dilated reduce_sum reduce_max reduce_min reduce_prod argmax argmin sort top_k gather "
+    "scatter-add scatter cumsum cumlogsumexp cummax cummin cumprod reduce_window_max reduce_window_sum reduce_window "
+    "select_and_scatter_add custom_vjp_call cond while random_bits fft concatenate scan_slice scan_carry scan_stack "
+    "scan_const dynamic_update_slice".split()
+)
+
+
+def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
+    """Values among the operands and results of `operator` that its derivative reads."""
+    if not operator.differentiated or operator.is_link:
+        return set()
+    operands = [v for v in operator.operands if v is not None]
+    moving = [v for v in operands if graph.values[v].differentiated]
+    name = operator.name
+    if name in _LINEAR:
+        return set()
+    if name in _BY_RESULT:
+        return {v for v in operator.results if v is not None}
+    if name in _INDEXED:
+        return {v for v in operands if not graph.values[v].differentiated}
+    if name in _PRODUCTS:
+        return {v for v in operands if any(other != v for other in moving) or operands.count(v) > 1}
+    if name == "div" and len(operands) == 2 and not graph.values[operands[1]].differentiated:
+        return {operands[1]}
+    return set(operands)
+
+
+def is_fusible(operator: Operator) -> bool:
+    """Whether a compiler makes the result again in its readers instead of storing it."""
+    return operator.name not in _NOT_FUSED
+
+
+def kept_values(graph: Graph) -> set[int]:
+    """Values stored from the forward to the backward pass: the heads of the chains that derivatives read.
+
+    A rematerialised region keeps what enters it, and nothing made inside.
+    """
+    kept: set[int] = set()
+    seen: set[int] = set()
+    stack = [v for operator in graph.operators if operator.region is None for v in read_by_backward(graph, operator)]
+    for region in regions(graph).values():
+        made = {v for operator in region for v in operator.results}
+        stack += [v for operator in region for v in operator.operands if v is not None and v not in made]
+    inputs = set(graph.inputs)
+    while stack:
+        value = stack.pop()
+        if value in seen or value in inputs or graph.values[value].constant:
+            continue
+        seen.add(value)
+        made_by = graph.producer.get(value)
+        if made_by is None:
+            continue
+        operator = graph.operators[made_by[0]]
+        if is_fusible(operator) and operator.region is None:
+            stack.extend(v for v in operator.operands if v is not None)
+        else:
+            kept.add(value)
+    return kept
+
+
+def regions(graph: Graph) -> dict[Path, list[Operator]]:
+    """The operators of each rematerialised region, in program order."""
+    found: dict[Path, list[Operator]] = {}
+    for operator in graph.operators:
+        if operator.region is not None:
+            found.setdefault(operator.region, []).append(operator)
+    return found
+
+
+def needed_again(graph: Graph) -> tuple[set[int], set[int]]:
+    """What rematerialised regions compute a second time: operator indices, and the values they or derivatives read.
+
+    An operator runs again if a derivative in its region reads its result, or an operator that itself runs again does;
+    what only leaves the region was kept.
+    """
+    again: set[int] = set()
+    values: set[int] = set()
+    for region in regions(graph).values():
+        wanted: set[int] = set()
+        for operator in reversed(region):
+            reads = read_by_backward(graph, operator)
+            if any(v in wanted or v in reads for v in operator.results if v is not None):
+                again.add(operator.index)
+                wanted.update(v for v in operator.operands if v is not None)
+            wanted |= reads
+        values |= wanted
+    return again, values

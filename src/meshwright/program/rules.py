@@ -1,0 +1,279 @@
+"""Factor rules of all equations of a program: Shardy's for plain ones, composed ones for calls that are kept whole.
+
+A *call* is an equation with a program inside that is executed as one operator (`custom_jvp_call`, `custom_vjp_call`,
+`cond`, `while`). It may be split along those dims that pass through all of its equations, forward and backward, without
+meeting a reduction: then it runs on shards without any communication inside.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from .._jax.jaxpr import (
+    Equation,
+    Jaxpr,
+    inline,
+    is_literal,
+    is_remat,
+    open_jaxpr,
+    scan_parts,
+    source_line,
+    vjp_parts,
+)
+from .._jax.shardy import lower_with_rules
+from .factors import Composer, Rule, compose, whole_rule
+from .local import has_keys, restrict
+
+_CALLS = ("custom_jvp_call", "custom_vjp_call", "cond", "while")
+# One element in, one out; a partial sum passes through unchanged.
+_LINEAR = ("convert_element_type", "reshape", "transpose", "neg", "broadcast_in_dim", "squeeze", "reduce_sum")
+
+
+class ReplicationWarning(UserWarning):
+    """An operator is run whole on every device because its factors are unknown."""
+
+
+def is_call(equation: Equation) -> bool:
+    return equation.primitive.name in _CALLS
+
+
+def call_bodies(equation: Equation) -> list[Jaxpr]:
+    """The programs inside a call, forward only."""
+    params = equation.params
+    match equation.primitive.name:
+        case "cond":
+            return [open_jaxpr(branch) for branch in params["branches"]]
+        case "while":
+            return [open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])]
+        case "custom_jvp_call" | "custom_vjp_call":
+            return [open_jaxpr(inline(params["call_jaxpr"]))]
+    raise AssertionError(equation.primitive.name)
+
+
+class Rules:
+    """Factor rules by equation, each distinct equation analysed once.
+
+    Use: `prepare` with every equation that will be asked for (one lowering for all), then `rule`.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[tuple[Any, ...], Rule] = {}
+        self._rules: dict[tuple[Any, ...], Rule] = {}
+
+    def prepare(self, equations: Iterable[tuple[Equation, bool]]) -> None:
+        """Analyse equations; the flag says whether a cotangent passes through."""
+        wanted: dict[tuple[Any, ...], Equation] = {}
+        for equation, differentiated in equations:
+            for plain in self._plain_equations(equation, differentiated):
+                key = _signature(plain)
+                if key not in self._plain:
+                    wanted.setdefault(key, plain)
+        lowerable = {key: eqn for key, eqn in wanted.items() if not has_keys(eqn)}
+        for key, eqn in wanted.items():
+            if key not in lowerable:
+                self._plain[key] = _key_rule(eqn)
+        for (key, eqn), lowered in zip(lowerable.items(), _lower(list(lowerable.values())), strict=True):
+            operands = [atom.aval.shape for atom in eqn.invars]
+            if lowered is None:
+                self._plain[key] = whole_rule(operands, [v.aval.shape for v in eqn.outvars])
+            else:
+                self._plain[key] = compose(lowered, operands)
+
+    def _plain_equations(self, equation: Equation, differentiated: bool) -> Iterable[Equation]:
+        if is_call(equation):
+            for body in self._programs(equation, differentiated):
+                for inner in body.eqns:
+                    yield from self._plain_equations(inner, False)
+        elif equation.primitive.name == "scan":
+            for inner in open_jaxpr(scan_parts(equation).body).eqns:
+                yield from self._plain_equations(inner, False)
+        elif is_remat(equation):
+            for inner in open_jaxpr(equation.params["jaxpr"]).eqns:
+                yield from self._plain_equations(inner, False)
+        else:
+            yield equation
+
+    def _programs(self, equation: Equation, differentiated: bool) -> list[Jaxpr]:
+        if differentiated and equation.primitive.name != "while":
+            parts = vjp_parts(equation)
+            return [open_jaxpr(parts.forward), open_jaxpr(parts.backward)]
+        return call_bodies(equation)
+
+    def rule(self, equation: Equation, *, differentiated: bool) -> Rule:
+        """The rule of one equation, restricted to what can be executed on shards."""
+        key = (_signature(equation), differentiated)
+        if key not in self._rules:
+            if is_call(equation) or equation.primitive.name == "scan" or is_remat(equation):
+                rule = self._call_rule(equation, differentiated)
+            else:
+                plain = self._plain[_signature(equation)]
+                rule = plain if has_keys(equation) else restrict(equation, plain, differentiated=differentiated)
+                if equation.primitive.name == "top_k":
+                    rule = _top_k_rule(equation)
+            self._rules[key] = rule
+        return self._rules[key]
+
+    def _call_rule(self, equation: Equation, differentiated: bool) -> Rule:
+        composer = Composer()
+        operands = [composer.tensor(a.aval.shape) for a in equation.invars]
+        results = [composer.tensor(v.aval.shape) for v in equation.outvars]
+        name = equation.primitive.name
+        if differentiated and name in ("custom_jvp_call", "custom_vjp_call", "cond"):
+            parts = vjp_parts(equation)
+            made = self._pass(composer, open_jaxpr(parts.forward), operands)
+            _unify_all(composer, made[: len(results)], results)
+            cotangents = [r for r, smooth in zip(results, parts.results, strict=True) if smooth]
+            back = self._pass(composer, open_jaxpr(parts.backward), [*made[len(results) :], *cotangents], sums=True)
+            _unify_all(composer, back, [o for o, smooth in zip(operands, parts.operands, strict=True) if smooth])
+        elif name == "cond":
+            for branch in call_bodies(equation):
+                _unify_all(composer, self._pass(composer, branch, operands[1:]), results)
+        elif name == "while":
+            condition, body = call_bodies(equation)
+            split = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+            carry = operands[sum(split) :]
+            self._pass(composer, condition, [*operands[: split[0]], *carry])
+            _unify_all(composer, self._pass(composer, body, [*operands[split[0] : sum(split)], *carry]), carry)
+            _unify_all(composer, carry, results)
+        elif name == "scan":
+            self._scan_inside_call(composer, equation, operands, results)
+        elif is_remat(equation):
+            _unify_all(composer, self._pass(composer, open_jaxpr(equation.params["jaxpr"]), operands), results)
+        else:
+            (body,) = call_bodies(equation)
+            _unify_all(composer, self._pass(composer, body, operands), results)
+        return composer.rule(operands, results)
+
+    def _scan_inside_call(self, composer: Composer, equation: Equation, operands: Any, results: Any) -> None:
+        parts = scan_parts(equation)
+        first_xs = parts.num_consts + parts.num_carry
+        for tensor in (*operands[first_xs:], *results[parts.num_carry :]):
+            composer.mark(tensor[0], "whole")
+        carry = operands[parts.num_consts : first_xs]
+        inner = [*operands[:first_xs], *(tensor[1:] for tensor in operands[first_xs:])]
+        made = self._pass(composer, open_jaxpr(parts.body), inner)
+        _unify_all(composer, made[: parts.num_carry], carry)
+        _unify_all(composer, carry, results[: parts.num_carry])
+        _unify_all(composer, made[parts.num_carry :], [tensor[1:] for tensor in results[parts.num_carry :]])
+
+    def _pass(self, composer: Composer, jaxpr: Jaxpr, operands: Sequence[Any], *, sums: bool = False) -> list[Any]:
+        """Relate the dims of a program's inputs to those of its outputs, given back.
+
+        With `sums`, a reduction whose result reaches only outputs, and linearly, may be split: the output is then
+        partial, as the cotangent of an operand without that factor has to be.
+        """
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+        self.relate(composer, jaxpr.eqns, env, summed=_reaches_outputs_linearly(jaxpr) if sums else frozenset())
+        return [composer.tensor(a.aval.shape) if is_literal(a) else env[a] for a in jaxpr.outvars]
+
+    def relate(
+        self, composer: Composer, equations: Iterable[Equation], env: dict[Any, Any], *, summed: AbstractSet[Any] = frozenset()
+    ) -> None:
+        """Identify dims of a program's variables that are one index.
+
+        Args:
+          equations: in program order.
+          env: dims of each variable known so far; extended.
+          summed: variables that may be left partial by the reduction that makes them.
+        """
+
+        def read(atom: Any) -> Any:
+            if is_literal(atom):
+                return composer.tensor(atom.aval.shape)
+            if atom not in env:  # a constant of the program
+                env[atom] = composer.tensor(atom.aval.shape)
+                for dim in env[atom]:
+                    composer.mark(dim, "whole")
+            return env[atom]
+
+        for equation in equations:
+            rule = self.rule(equation, differentiated=False)
+            atoms = [composer.atom(factor.size) for factor in rule.factors]
+            outs = [composer.tensor(v.aval.shape) for v in equation.outvars]
+            env.update(zip(equation.outvars, outs, strict=True))
+            tensors = [*(read(atom) for atom in equation.invars), *outs]
+            for tensor, dims in zip(tensors, (*rule.operands, *rule.results), strict=True):
+                for dim, factors in zip(tensor, dims, strict=True):
+                    composer.unify(dim, [atoms[f] for f in factors])
+            is_summed = equation.outvars and all(v in summed for v in equation.outvars)
+            for atom, factor in zip(atoms, rule.factors, strict=True):
+                if factor.kind in ("whole", "spatial") or (factor.kind == "reduction" and not is_summed):
+                    composer.mark([atom], "whole")
+
+
+def _reaches_outputs_linearly(jaxpr: Jaxpr) -> set[Any]:
+    users: dict[Any, list[Equation]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not is_literal(atom):
+                users.setdefault(atom, []).append(equation)
+    good: set[Any] = set()
+    outputs = {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    for equation in reversed(jaxpr.eqns):
+        for var in equation.outvars:
+            uses = users.get(var, [])
+            if all(u.primitive.name in _LINEAR and all(o in good for o in u.outvars) for u in uses) and (
+                uses or var in outputs
+            ):
+                good.add(var)
+    return good
+
+
+def _unify_all(composer: Composer, left: Sequence[Any], right: Sequence[Any]) -> None:
+    for a, b in zip(left, right, strict=True):
+        for x, y in zip(a, b, strict=True):
+            composer.unify(x, y)
+
+
+def _lower(equations: Sequence[Equation]) -> list[Any]:
+    """Lower all at once; if one cannot be lowered, find it and give None for it alone."""
+    if not equations:
+        return []
+    try:
+        return list(lower_with_rules(equations))
+    except Exception as error:  # whatever a primitive's lowering raises: it falls back to replication
+        if len(equations) == 1:
+            warnings.warn(
+                f"{equations[0].primitive.name} at {source_line(equations[0])} runs whole on every device: it could not "
+                f"be analysed ({type(error).__name__}: {error})",
+                ReplicationWarning,
+                stacklevel=2,
+            )
+            return [None]
+        half = len(equations) // 2
+        return [*_lower(equations[:half]), *_lower(equations[half:])]
+
+
+def _signature(equation: Equation) -> tuple[Any, ...]:
+    """Equal for equations with the same rule."""
+    params = equation.params
+    described = id(equation) if is_call(equation) or equation.primitive.name == "scan" else str(sorted(params.items(), key=lambda kv: kv[0]))
+    atoms = tuple(
+        (a.aval.shape, str(a.aval.dtype), is_literal(a)) for a in equation.invars
+    )
+    return (equation.primitive.name, described, atoms, tuple((v.aval.shape, str(v.aval.dtype)) for v in equation.outvars))
+
+
+def _key_rule(equation: Equation) -> Rule:
+    """Typed keys are never split; the bits drawn from one key may be."""
+    operands = [atom.aval.shape for atom in equation.invars]
+    results = [var.aval.shape for var in equation.outvars]
+    composer = Composer()
+    rule = composer.rule([composer.tensor(s) for s in operands], [composer.tensor(s) for s in results])
+    if equation.primitive.name == "random_bits" and operands == [()]:
+        return rule
+    return rule.with_whole(range(len(rule.factors)))
+
+
+def _top_k_rule(equation: Equation) -> Rule:
+    """Shardy meets top_k only after it is expanded: all dims but the searched one pass through."""
+    (shape,) = [atom.aval.shape for atom in equation.invars]
+    composer = Composer()
+    operand = composer.tensor(shape)
+    composer.mark(operand[-1], "whole")
+    last = [composer.atom(equation.outvars[0].aval.shape[-1], "whole")]
+    return composer.rule([operand], [[*operand[:-1], last]] * len(equation.outvars))
+

@@ -1,0 +1,261 @@
+"""The user's step, traced: the program to be planned and what surrounds it.
+
+A training step that calls `meshwright.value_and_grad` has a *core*, the loss function, whose forward graph is planned for
+both passes; the rest (preprocessing, the optimizer's update) is elementwise or small and follows the layouts of the state.
+Any other step (plain `jax.grad`, inference) is planned whole, as one forward program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._jax.grad import inline_value_and_grad, value_and_grad_p
+from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, is_literal, open_jaxpr
+from ..errors import PlanError
+from .build import build_graph
+from .graph import Graph
+from .rules import Rules
+from .state import StateLeaf, relate_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A traced step.
+
+    Args:
+      outer: the whole step at the full batch, `jit` calls inlined.
+      core: the planned program at the size of one microbatch.
+      graph: its operators.
+      rules: their factor rules.
+      marker: position of the `value_and_grad` equation in `outer`; None if the step is planned whole.
+      num_consts: how many of the core's inputs are not differentiated (they come first).
+      split_dims: for each of those, the dim that microbatches cut, or None.
+      microbatches: into how many parts the batch is cut.
+      input_names: path of each input of the step.
+      state_inputs: how many of the step's leading inputs are state, that is, come back as its leading outputs.
+      state: for each state input, how its dims relate to the parameters'.
+      parameter_inputs: for each differentiated core input, the input of the step it is, or None if it is computed.
+      core_inputs: for each other core input, the input of the step it is, or None.
+      in_tree: structure of the step's arguments.
+      out_tree: structure of its results.
+      fingerprint: equal for equal programs at equal shapes.
+      reduction: how losses of microbatches combine, "mean" or "sum".
+    """
+
+    outer: ClosedJaxpr
+    core: ClosedJaxpr
+    graph: Graph
+    rules: Rules
+    marker: int | None
+    num_consts: int
+    split_dims: tuple[int | None, ...]
+    microbatches: int
+    input_names: tuple[str, ...]
+    state_inputs: int
+    state: tuple[StateLeaf | None, ...]
+    parameter_inputs: tuple[int | None, ...]
+    core_inputs: tuple[int | None, ...]
+    in_tree: Any
+    out_tree: Any
+    fingerprint: str
+    reduction: str
+
+    @property
+    def marked(self) -> bool:
+        return self.marker is not None
+
+
+def abstract(args: Any) -> Any:
+    """The arguments as shapes and dtypes; refuses leaves that are not arrays, naming them."""
+
+    def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(leaf, (bool, int, float, complex, np.generic)):
+            leaf = jax.numpy.asarray(leaf)
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise PlanError(
+                refused="an argument of the step", got=f"{type(leaf).__name__} {leaf!r:.60}",
+                needed="arrays (or ShapeDtypeStructs) at every leaf", where=f"argument{jax.tree_util.keystr(path)}",
+                try_="closing over it, or splitting it off first (eqx.partition, nnx.split)",
+            )  # fmt: skip
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, args)
+
+
+def trace_program(
+    step: Callable[..., Any], args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None
+) -> Program:
+    """Trace `step` on arguments of the given shapes.
+
+    Args:
+      step: a function of arrays; the first argument is the state if the first result has its structure and shapes.
+      args: its arguments; only shapes and dtypes are looked at.
+      microbatches: into how many parts to cut the batch.
+      batch_axis: which axis of every array outside the state is the batch.
+      reduction: "mean" or "sum", how losses of microbatches combine; None to find out from the program.
+
+    Raises:
+      PlanError: for arguments that are not arrays, a batch that does not divide, microbatches without a core.
+    """
+    shapes = tuple(abstract(tuple(args)))
+    outer, out_tree = _trace(step, shapes)
+    flat, in_tree = jax.tree.flatten(shapes)
+    names = tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
+    state_inputs = _state_inputs(outer, shapes, out_tree)
+    markers = [i for i, eqn in enumerate(open_jaxpr(outer).eqns) if eqn.primitive is value_and_grad_p]
+    _check_batch(flat, names, len(jax.tree.leaves(shapes[0])) if shapes else 0, microbatches, batch_axis, bool(markers))
+    if len(markers) != 1:
+        if microbatches > 1:
+            raise PlanError(
+                refused=f"microbatches={microbatches}", got=f"a step with {len(markers)} calls of meshwright.value_and_grad",
+                needed="exactly one", where=getattr(step, "__name__", "the step"),
+                try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
+            )  # fmt: skip
+        return _whole(inline_value_and_grad(outer), names, state_inputs, in_tree, out_tree)
+    marker = markers[0]
+    equation = open_jaxpr(outer).eqns[marker]
+    num_consts = equation.params["num_consts"]
+    core = eliminate_dead_code(inline(equation.params["jaxpr"]))
+    split_dims: tuple[int | None, ...] = (None,) * num_consts
+    if microbatches > 1:
+        small = _microbatch_shapes(shapes, microbatches, batch_axis)
+        small_outer, _ = _trace(step, small)
+        small_equation = next(e for e in open_jaxpr(small_outer).eqns if e.primitive is value_and_grad_p)
+        split_dims = _split_dims(equation, small_equation, microbatches)
+        full_core, core = core, eliminate_dead_code(inline(small_equation.params["jaxpr"]))
+        if reduction is None:
+            from .reduction import loss_reduction
+
+            reduction = loss_reduction(full_core, core, microbatches, split_dims)
+    positions = {var: i for i, var in enumerate(open_jaxpr(outer).invars)}
+    sources = tuple(None if is_literal(a) else positions.get(a) for a in equation.invars)
+    input_names = [names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
+    parameters = range(num_consts, len(equation.invars))
+    graph, rules = build_graph(core, parameters=parameters, losses=[0], input_names=input_names)
+    state = relate_state(outer, marker, sources[num_consts:], state_inputs, rules)
+    return Program(
+        outer=outer,
+        core=core,
+        graph=graph,
+        rules=rules,
+        marker=marker,
+        num_consts=num_consts,
+        split_dims=split_dims,
+        microbatches=microbatches,
+        input_names=names,
+        state_inputs=state_inputs,
+        state=state,
+        parameter_inputs=sources[num_consts:],
+        core_inputs=sources[:num_consts],
+        in_tree=in_tree,
+        out_tree=out_tree,
+        fingerprint=_fingerprint(outer, microbatches),
+        reduction=reduction or "mean",
+    )
+
+
+def _trace(step: Callable[..., Any], shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
+    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
+    return inline(closed), jax.tree.structure(out_shape)
+
+
+def _whole(outer: ClosedJaxpr, names: tuple[str, ...], state_inputs: int, in_tree: Any, out_tree: Any) -> Program:
+    core = eliminate_dead_code(inline(outer))
+    graph, rules = build_graph(core, input_names=names)
+    inputs = tuple(range(len(names)))
+    return Program(
+        outer=core, core=core, graph=graph, rules=rules, marker=None, num_consts=len(names), split_dims=(None,) * len(names),
+        microbatches=1, input_names=names, state_inputs=state_inputs, state=(None,) * state_inputs, parameter_inputs=(),
+        core_inputs=inputs, in_tree=in_tree, out_tree=out_tree, fingerprint=_fingerprint(core, 1), reduction="mean",
+    )  # fmt: skip
+
+
+def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) -> int:
+    """How many leading inputs come back as the leading outputs."""
+    if not shapes:
+        return 0
+    first = jax.tree.structure(shapes[0])
+    children = out_tree.children() if out_tree.node_data() is not None else []
+    heads = [out_tree, *(children[:1] if children else [])]
+    avals = [(a.aval.shape, a.aval.dtype) for a in open_jaxpr(outer).outvars]
+    want = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes[0])]
+    if any(head == first for head in heads) and avals[: len(want)] == want:
+        return len(want)
+    return 0
+
+
+def _check_batch(
+    flat: Sequence[Any], names: Sequence[str], state: int, microbatches: int, batch_axis: int, marked: bool
+) -> None:
+    if microbatches < 1:
+        raise PlanError(
+            refused="the number of microbatches", got=str(microbatches), needed="at least 1", where="microbatches=",
+            try_="microbatches=1",
+        )  # fmt: skip
+    for leaf, name in zip(flat[state:], names[state:], strict=True):
+        if len(leaf.shape) <= batch_axis or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        extent = leaf.shape[batch_axis]
+        if extent == 0:
+            raise PlanError(
+                refused="an empty batch", got=f"shape {leaf.shape}", needed="at least one example", where=name,
+                try_="dropping the last, empty batch",
+            )  # fmt: skip
+        if microbatches > 1 and extent % microbatches:
+            raise PlanError(
+                refused=f"microbatches={microbatches}", got=f"a batch of {extent}", needed="a batch that they divide",
+                where=name, try_=f"microbatches={_divisor(extent, microbatches)}, or a batch of "
+                f"{extent - extent % microbatches or microbatches}",
+            )  # fmt: skip
+
+
+def _divisor(extent: int, near: int) -> int:
+    return max(d for d in range(1, min(extent, near) + 1) if extent % d == 0)
+
+
+def _microbatch_shapes(shapes: tuple[Any, ...], microbatches: int, batch_axis: int) -> tuple[Any, ...]:
+    def cut(leaf: Any) -> jax.ShapeDtypeStruct:
+        if len(leaf.shape) <= batch_axis or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        shape = list(leaf.shape)
+        shape[batch_axis] //= microbatches
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return (shapes[0], *(jax.tree.map(cut, arg) for arg in shapes[1:]))
+
+
+def _split_dims(full: Equation, small: Equation, microbatches: int) -> tuple[int | None, ...]:
+    """The dim of each captured array that shrinks with the batch."""
+    found: list[int | None] = []
+    num_consts = full.params["num_consts"]
+    if small.params["num_consts"] != num_consts:
+        raise PlanError(
+            refused=f"microbatches={microbatches}", got="a loss function that reads other arrays at another batch size",
+            needed="the same arrays", where="the loss function", try_="microbatches=1",
+        )  # fmt: skip
+    for position, (a, b) in enumerate(zip(full.invars, small.invars, strict=True)):
+        dims = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y]
+        if position >= num_consts and dims:
+            raise PlanError(
+                refused=f"microbatches={microbatches}", got="a differentiated array whose shape depends on the batch",
+                needed="parameters of fixed shape", where="meshwright.value_and_grad", try_="microbatches=1",
+            )  # fmt: skip
+        if position < num_consts:
+            found.append(dims[0] if dims else None)
+    return tuple(found)
+
+
+def _fingerprint(outer: ClosedJaxpr, microbatches: int) -> str:
+    digest = hashlib.sha256(f"{microbatches}\n".encode())
+    for equation in open_jaxpr(outer).eqns:
+        shapes = " ".join(str(a.aval) for a in (*equation.invars, *equation.outvars))
+        digest.update(f"{equation.primitive.name} {shapes}\n".encode())
+        if equation.primitive is value_and_grad_p:
+            digest.update(_fingerprint(inline(equation.params["jaxpr"]), 1).encode())
+    return digest.hexdigest()[:16]

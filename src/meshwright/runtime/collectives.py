@@ -1,0 +1,77 @@
+"""Conversion steps as JAX operations whose derivatives are exactly their duals (`sharding.conversion`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..sharding import Conversion, Step
+
+
+def run_conversion(x: jax.Array, conversion: Conversion, sizes: Mapping[str, int], *, differentiated: bool) -> jax.Array:
+    """Move one device's shard `x` through the steps of a conversion. Call inside a manual `shard_map`."""
+    for step in conversion:
+        x = _differentiable(step, sizes)(x) if differentiated else _forward(step, x, sizes)
+    return x
+
+
+def _differentiable(step: Step, sizes: Mapping[str, int]) -> Any:
+    @jax.custom_vjp
+    def move(x: jax.Array) -> jax.Array:
+        return _forward(step, x, sizes)
+
+    move.defvjp(lambda x: (_forward(step, x, sizes), None), lambda _, g: (_backward(step, g, sizes),))
+    return move
+
+
+def _forward(step: Step, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
+    match step.kind:
+        case "slice":
+            return _block(x, step.axes, step.to_dim, sizes)
+        case "reduce_scatter":
+            return lax.psum_scatter(x, step.axes, scatter_dimension=step.to_dim, tiled=True)
+        case "all_to_all":
+            return lax.all_to_all(x, step.axes, split_axis=step.to_dim, concat_axis=step.from_dim, tiled=True)
+        case "all_reduce":
+            return lax.psum(x, step.axes)
+        case "all_gather":
+            return lax.all_gather(x, step.axes, axis=step.from_dim, tiled=True)
+        case "mark_broadcast":
+            return x
+
+
+def _backward(step: Step, g: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
+    match step.kind, step.partial_cotangent:
+        case "slice", True:
+            return _padded(g, step.axes, step.to_dim, sizes)
+        case ("slice" | "reduce_scatter"), _:
+            return lax.all_gather(g, step.axes, axis=step.to_dim, tiled=True)
+        case "all_to_all", _:
+            return lax.all_to_all(g, step.axes, split_axis=step.from_dim, concat_axis=step.to_dim, tiled=True)
+        case ("all_reduce" | "mark_broadcast"), True:
+            return lax.psum(g, step.axes)
+        case "all_gather", True:
+            return lax.psum_scatter(g, step.axes, scatter_dimension=step.from_dim, tiled=True)
+        case "all_gather", False:
+            return _block(g, step.axes, step.from_dim, sizes)
+    return g
+
+
+def _block(x: jax.Array, axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int]) -> jax.Array:
+    """This device's block of `x` along `dim`."""
+    assert dim is not None
+    extent = x.shape[dim] // prod(sizes[a] for a in axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dim)
+
+
+def _padded(g: jax.Array, axes: tuple[str, ...], dim: int | None, sizes: Mapping[str, int]) -> jax.Array:
+    """`g` at this device's place along `dim`, zeros elsewhere."""
+    assert dim is not None
+    extent = g.shape[dim]
+    shape = (*g.shape[:dim], extent * prod(sizes[a] for a in axes), *g.shape[dim + 1 :])
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, g.dtype), g, lax.axis_index(axes) * extent, dim)

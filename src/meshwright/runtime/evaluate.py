@@ -1,0 +1,274 @@
+"""The planned program on one device's shards: every equation by its algorithm, every operand moved to where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .._jax.jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    consts_of,
+    is_dropped,
+    is_literal,
+    is_remat,
+    open_jaxpr,
+    scan_parts,
+    user_context,
+)
+from ..program.graph import Graph, Path
+from ..program.local import COMBINE, Split, evaluate_local
+from ..program.rules import Rules, is_call
+from ..sharding import Algorithm, Spec, algorithm_of
+from .follow import Follower
+from .local_value import LocalValue
+
+Env = dict[Any, LocalValue]
+
+
+class ShardedProgram:
+    """A program together with an algorithm for each of its operators.
+
+    Args:
+      closed: the inlined program that `graph` was built from.
+      graph: its operators.
+      rules: their factor rules.
+      algorithms: by operator index.
+      settled: for values read by several operators, the spec they are moved to once.
+      sizes: mesh axis sizes.
+      segments: runs of equations whose results are rematerialised in the backward pass: for a nesting path, the first
+        and one past the last position.
+    """
+
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        graph: Graph,
+        rules: Rules,
+        algorithms: Sequence[Algorithm],
+        settled: Mapping[int, Spec],
+        sizes: Mapping[str, int],
+        segments: Mapping[Path, Sequence[tuple[int, int]]],
+    ) -> None:
+        self._closed = closed
+        self._graph = graph
+        self._rules = rules
+        self._algorithms = algorithms
+        self._settled = settled
+        self._sizes = sizes
+        self._segments = segments
+        self._operator = {operator.path: operator for operator in graph.operators}
+        self._follower = Follower(rules, sizes)
+
+    def __call__(self, shards: Sequence[Any], specs: Sequence[Spec], out_specs: Sequence[Spec]) -> list[Any]:
+        """Evaluate on one device. Call inside a manual `shard_map`.
+
+        Args:
+          shards: this device's blocks of the program's inputs.
+          specs: their specs.
+          out_specs: the specs to leave the outputs in.
+        """
+        jaxpr = open_jaxpr(self._closed)
+        env: Env = {}
+        for var, index, shard, spec in zip(jaxpr.invars, self._graph.inputs, shards, specs, strict=True):
+            value = LocalValue(shard, spec, self._sizes, differentiated=self._graph.values[index].differentiated)
+            env[var] = self._settle(index, value)
+        for var, const in zip(jaxpr.constvars, consts_of(self._closed), strict=True):
+            env[var] = self._whole(const)
+        self._run(jaxpr, env, ())
+        outs = []
+        for atom, spec in zip(jaxpr.outvars, out_specs, strict=True):
+            outs.append(self._read(env, atom).read(spec))
+        return outs
+
+    def output_specs(self, specs: Sequence[Spec]) -> list[Spec]:
+        """The specs the outputs have when the inputs have `specs`, before anything is done to them."""
+        graph = self._graph
+        known = dict(zip(graph.inputs, specs, strict=True))
+        for operator in graph.operators:
+            for value, spec in zip(operator.results, self._algorithms[operator.index].results, strict=True):
+                if value is not None and not graph.values[value].constant:
+                    known[value] = spec
+        known.update(self._settled)
+        outs = []
+        for atom, value in zip(open_jaxpr(self._closed).outvars, graph.outputs, strict=True):
+            rank = len(getattr(atom.aval, "shape", ()))
+            outs.append(known.get(value, Spec.replicated(rank)) if value is not None else Spec.replicated(rank))
+        return outs
+
+    def _whole(self, x: Any) -> LocalValue:
+        return LocalValue(x, Spec.replicated(len(getattr(x, "shape", ()))), self._sizes)
+
+    def _read(self, env: Env, atom: Any) -> LocalValue:
+        return self._whole(atom.val) if is_literal(atom) else env[atom]
+
+    def _settle(self, index: int | None, value: LocalValue) -> LocalValue:
+        spec = self._settled.get(index) if index is not None else None
+        return value if spec is None or value.is_lazy else value.settle(spec)
+
+    def _run(self, jaxpr: Jaxpr, env: Env, prefix: Path) -> None:
+        """Evaluate the equations of one level, rematerialised segments as `jax.checkpoint` regions."""
+        done = 0
+        for start, stop in self._segments.get(prefix, ()):
+            self._equations(jaxpr, env, prefix, done, start)
+            self._segment(jaxpr, env, prefix, start, stop)
+            done = stop
+        self._equations(jaxpr, env, prefix, done, len(jaxpr.eqns))
+
+    def _equations(self, jaxpr: Jaxpr, env: Env, prefix: Path, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            equation = jaxpr.eqns[position]
+            with user_context(equation):
+                results = self._equation(equation, env, (*prefix, position))
+            for var, value in zip(equation.outvars, results, strict=True):
+                if not is_dropped(var):
+                    env[var] = value
+
+    def _segment(self, jaxpr: Jaxpr, env: Env, prefix: Path, start: int, stop: int) -> None:
+        inside = jaxpr.eqns[start:stop]
+        made = {var for eqn in inside for var in eqn.outvars}
+        later = {a for eqn in jaxpr.eqns[stop:] for a in eqn.invars if not is_literal(a)}
+        later |= {a for a in jaxpr.outvars if not is_literal(a)}
+        results = [var for eqn in inside for var in eqn.outvars if var in later and not is_dropped(var)]
+        read = {a: None for eqn in inside for a in eqn.invars if not is_literal(a) and a not in made}
+
+        def run(inner: Env) -> list[LocalValue]:
+            self._equations(jaxpr, inner, prefix, start, stop)
+            return [inner[var] for var in results]
+
+        env.update(zip(results, self._checkpoint(run, {a: env[a] for a in read}, {}), strict=True))
+
+    def _checkpoint(self, run: Any, operands: Env, options: Mapping[str, Any]) -> list[LocalValue]:
+        """`run` on copies of `operands`, its intermediate results rematerialised in the backward pass."""
+        lazy = {var: value for var, value in operands.items() if value.is_lazy}
+        real = {var: value for var, value in operands.items() if not value.is_lazy}
+        made: list[LocalValue] = []
+
+        def on_shards(shards: list[Any]) -> list[Any]:
+            inner = dict(lazy)
+            for (var, value), shard in zip(real.items(), shards, strict=True):
+                inner[var] = LocalValue(shard, value.spec, self._sizes, differentiated=value.differentiated)
+            made[:] = run(inner)
+            return [value.shard for value in made if not value.is_lazy]
+
+        shards = iter(jax.checkpoint(on_shards, **options)([value.shard for value in real.values()]))
+        return [
+            value
+            if value.is_lazy
+            else LocalValue(next(shards), value.spec, self._sizes, differentiated=value.differentiated)
+            for value in made
+        ]
+
+    def _equation(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
+        if equation.primitive.name == "scan":
+            return self._scan(equation, env, path)
+        if is_remat(equation):
+            return self._remat(equation, env, path)
+        operator = self._operator[path]
+        values = [self._read(env, atom) for atom in equation.invars]
+        indices = operator.results
+        if all(v is None or self._graph.values[v].constant for v in indices) and not is_call(equation):
+            return [self._constant(equation, values, i) for i in range(len(indices))]
+        algorithm = self._algorithms[operator.index]
+        shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
+        if is_call(equation):
+            results = self._follower.call(equation, algorithm, shards, differentiated=operator.differentiated)
+        else:
+            results = evaluate_local(equation, Split(operator.rule, algorithm.axes, self._sizes), shards)
+        return [
+            self._settle(
+                index,
+                LocalValue(
+                    shard, spec, self._sizes, differentiated=index is not None and self._graph.values[index].differentiated
+                ),
+            )
+            for index, shard, spec in zip(indices, results, algorithm.results, strict=True)
+        ]
+
+    def _constant(self, equation: Equation, operands: list[LocalValue], position: int) -> LocalValue:
+        """A result that depends on no input: each reader computes the block it needs."""
+        rule = self._rules.rule(equation, differentiated=False)
+        allowed = set(rule.splittable())
+
+        def make(spec: Spec) -> Any:
+            axes: list[tuple[str, ...]] = [()] * len(rule.factors)
+            for dim, split in zip(rule.results[position], spec.dims, strict=True):
+                lead = next((f for f in dim if rule.factors[f].size > 1), None)
+                if split and lead in allowed:
+                    axes[lead] = split
+            combines = COMBINE.get(equation.primitive.name) in ("max", "min")
+            algorithm = algorithm_of(rule, tuple(axes), [False] * len(operands), combines_at_once=combines)
+            shards = [value.read(s) for value, s in zip(operands, algorithm.operands, strict=True)]
+            results = evaluate_local(equation, Split(rule, algorithm.axes, self._sizes), shards)
+            return LocalValue(results[position], algorithm.results[position], self._sizes).read(Spec(spec.dims))
+
+        return LocalValue(None, Spec.replicated(len(rule.results[position])), self._sizes, make=make)
+
+    def _remat(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
+        body = open_jaxpr(equation.params["jaxpr"])
+        operands = {var: self._read(env, atom) for var, atom in zip(body.invars, equation.invars, strict=True)}
+
+        def run(inner: Env) -> list[LocalValue]:
+            self._run(body, inner, path)
+            return [self._read(inner, atom) for atom in body.outvars]
+
+        options = {"policy": equation.params["policy"], "prevent_cse": equation.params["prevent_cse"]}
+        return self._checkpoint(run, operands, options)
+
+    def _scan(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
+        parts = scan_parts(equation)
+        body = open_jaxpr(parts.body)
+        first_xs = parts.num_consts + parts.num_carry
+        links = [self._operator[*path, -1, i] for i in range(len(body.invars))]
+        chosen = [self._algorithms[link.index] for link in links]
+        operands = [
+            self._read(env, atom).read(algorithm.operands[0])
+            for atom, algorithm in zip(equation.invars, chosen, strict=True)
+        ]
+        consts, carry, xs = operands[: parts.num_consts], operands[parts.num_consts : first_xs], operands[first_xs:]
+        stacks: dict[int, Any] = {}
+        for i in range(parts.num_carry, len(equation.outvars)):
+            link = self._operator.get((*path, -1, len(body.invars) + i))
+            if link is not None:
+                stacks[i] = (link, self._algorithms[link.index])
+
+        def inside(i: int, shard: Any) -> LocalValue:
+            index = links[i].results[0]
+            assert index is not None
+            moving = self._graph.values[index].differentiated
+            return self._settle(index, LocalValue(shard, chosen[i].results[0], self._sizes, differentiated=moving))
+
+        def trip(carried: Any, row: Any) -> tuple[list[Any], list[Any]]:
+            inner: Env = {}
+            for i, (var, shard) in enumerate(zip(body.invars, [*consts, *carried, *row], strict=True)):
+                inner[var] = inside(i, shard)
+            for var, const in zip(body.constvars, consts_of(parts.body), strict=True):
+                inner[var] = self._whole(const)
+            self._run(body, inner, path)
+            kept = [
+                self._read(inner, atom).read(algorithm.operands[1])
+                for atom, algorithm in zip(body.outvars, chosen[parts.num_consts : first_xs], strict=False)
+            ]
+            out = [self._read(inner, body.outvars[i]).read(algorithm.operands[0]) for i, (_, algorithm) in stacks.items()]
+            return kept, out
+
+        final, stacked = lax.scan(trip, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
+        results: list[LocalValue] = []
+        made = dict(zip(stacks, stacked, strict=True))
+        for i, var in enumerate(equation.outvars):
+            if i < parts.num_carry:
+                link, spec, shard = links[parts.num_consts + i], chosen[parts.num_consts + i].results[1], final[i]
+                index = link.results[1]
+            elif i in made:
+                (link, algorithm), shard = stacks[i], made[i]
+                index, spec = link.results[0], algorithm.results[0]
+            else:
+                results.append(self._whole(None))
+                continue
+            moving = index is not None and not is_dropped(var) and self._graph.values[index].differentiated
+            results.append(self._settle(index, LocalValue(shard, spec, self._sizes, differentiated=moving)))
+        return results

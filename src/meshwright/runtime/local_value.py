@@ -1,0 +1,76 @@
+"""A value on one device: its shard, the spec it is in, and the shards it has been converted to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..sharding import Spec, convert
+from .collectives import run_conversion
+
+
+class LocalValue:
+    """One device's part of a program value.
+
+    Conversions are remembered, so that several readers of one spec share one collective, and its backward one.
+
+    Args:
+      shard: this device's block, or None for a constant that is made where it is read.
+      spec: the spec of `shard`.
+      sizes: mesh axis sizes.
+      differentiated: whether a cotangent flows back through it.
+      make: for a constant, makes its block in a given spec.
+    """
+
+    __slots__ = ("_made", "_make", "differentiated", "shard", "sizes", "spec")
+
+    def __init__(
+        self,
+        shard: Any,
+        spec: Spec,
+        sizes: Mapping[str, int],
+        *,
+        differentiated: bool = False,
+        make: Callable[[Spec], Any] | None = None,
+    ) -> None:
+        self.shard = shard
+        self.spec = spec
+        self.sizes = sizes
+        self.differentiated = differentiated
+        self._make = make
+        self._made: dict[Spec, Any] = {}
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it is a constant, computed in whatever spec it is read."""
+        return self._make is not None
+
+    def read(self, spec: Spec) -> Any:
+        """The shard in `spec`."""
+        if self._make is not None:
+            # Not remembered: the reader may be inside a loop or a checkpoint, whose arrays must not leave it.
+            return self._make(spec)
+        if spec == self.spec:
+            return self.shard
+        if spec not in self._made:
+            self._made[spec] = self._convert(spec)
+        return self._made[spec]
+
+    def _convert(self, spec: Spec) -> Any:
+        source = self.spec
+        if not self.differentiated:
+            source, spec = source.without_broadcast(), spec.without_broadcast()
+        conversion = convert(source, spec)
+        if conversion is None:
+            raise AssertionError(f"a plan asks for a conversion that does not exist: {source} to {spec}")
+        return run_conversion(self.shard, conversion, self.sizes, differentiated=self.differentiated)
+
+    def enter(self) -> LocalValue:
+        """The same value for readers inside a loop body, whose conversions stay there."""
+        if self.is_lazy:
+            return self
+        return LocalValue(self.shard, self.spec, self.sizes, differentiated=self.differentiated)
+
+    def settle(self, spec: Spec) -> LocalValue:
+        """The same value, moved to `spec` once for all its readers."""
+        return LocalValue(self.read(spec), spec, self.sizes, differentiated=self.differentiated)

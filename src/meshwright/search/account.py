@@ -1,0 +1,132 @@
+"""What a solved plan moves and computes: the collectives the runtime will issue, counted the way it issues them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ..plan import Collective
+from ..sharding import Conversion, Spec, convert
+from .intra_op import IntraOpProblem, IntraOpSolution
+
+
+@dataclass(slots=True)
+class Account:
+    """Totals of one step on one device."""
+
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    flops: float = 0.0
+    traffic: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def add(self, kind: str, size_bytes: float, seconds: float, count: int) -> None:
+        have = self.traffic.get(kind, (0, 0.0))
+        self.traffic[kind] = (have[0] + count, have[1] + count * size_bytes)
+        self.communication_seconds += count * seconds
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(Collective(kind=k, count=c, bytes=b) for k, (c, b) in sorted(self.traffic.items()))
+
+
+def account(problem: IntraOpProblem, chosen: IntraOpSolution) -> Account:
+    """Totals of a solution. Collectives on single elements are left out: they carry no bytes worth counting."""
+    total = Account()
+    for conversion, value, forward_runs, count in _conversions(problem, chosen):
+        _count(problem, total, conversion, value, forward_runs, count)
+    _operators(problem, chosen, total)
+    _parameters(problem, chosen, total)
+    return total
+
+
+def _count(
+    problem: IntraOpProblem, total: Account, conversion: Conversion, value: int, forward_runs: int, count: int
+) -> None:
+    array = problem.graph.values[value]
+    if prod(array.shape) == 1:
+        return
+    for step in conversion:
+        size = array.bytes * step.buffer_fraction(problem.sizes)
+        if step.forward is not None:
+            total.add(step.forward, size, problem.prices.collective(step.forward, size, step.axes), forward_runs * count)
+        if step.backward is not None and array.differentiated:
+            total.add(step.backward, size, problem.prices.collective(step.backward, size, step.axes), count)
+
+
+def _conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
+    """Each conversion the runtime makes: readers of one value in one spec and one scope share it."""
+    graph, m = problem.graph, problem.microbatches
+    spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is not None:
+            for position, value in enumerate(operator.results):
+                if value is not None:
+                    spec_of[value] = choice.algorithm.results[position]
+    for value, target in chosen.settled.items():
+        maker = graph.operators[graph.producer[value][0]]
+        runs = problem.forward_runs_of(value, maker)
+        found = _plain(problem, value, spec_of[value], target)
+        yield found, value, runs, m * problem.trips(maker, value)
+        spec_of[value] = target
+    seen: set[tuple[Any, ...]] = set()
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
+        for position, value in enumerate(operator.operands):
+            if value is None or value not in spec_of:
+                continue
+            target = choice.algorithm.operands[position]
+            repeats = operator.operand_repeats[position]
+            key = (value, target, operator.region, repeats)
+            if key not in seen:
+                seen.add(key)
+                found = _plain(problem, value, spec_of[value], target)
+                yield found, value, problem.forward_runs_of(value, operator), m * repeats
+    for value in graph.outputs:
+        if value is not None and value in spec_of:
+            spec = spec_of[value]
+            if (value, Spec(spec.dims), None, 1) not in seen:
+                yield _plain(problem, value, spec, Spec(spec.dims)), value, 1, m
+
+
+def _plain(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> Conversion:
+    if not problem.graph.values[value].differentiated:
+        source, target = source.without_broadcast(), target.without_broadcast()
+    conversion = convert(source, target)
+    assert conversion is not None, (source, target)
+    return conversion
+
+
+def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:
+    graph, m, prices = problem.graph, problem.microbatches, problem.prices
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
+        runs = problem.forward_runs(operator)
+        compute, inside = prices.operator(graph, operator, choice.algorithm, forward_runs=runs)
+        total.compute_seconds += m * operator.repeats * compute
+        shards = prod(problem.sizes[a] for split in choice.algorithm.axes for a in split)
+        if operator.matmul:
+            moving = sum(1 for v in operator.operands if v is not None and graph.values[v].differentiated)
+            total.flops += m * operator.repeats * operator.flops / shards * (runs + moving * operator.differentiated)
+        if inside:
+            for position, value in enumerate(operator.results):
+                if value is not None and prod(graph.values[value].shape) > 1:
+                    size = graph.values[value].bytes / choice.algorithm.results[position].shards(problem.sizes)
+                    total.add("all_reduce", size, inside / runs, m * operator.repeats * runs)
+
+
+def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:
+    graph = problem.graph
+    for position, choice in zip(graph.parameters, chosen.parameters, strict=True):
+        value = graph.values[graph.inputs[position]]
+        gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
+        fetch = convert(choice.storage, Spec(choice.use.dims))
+        assert gradient is not None and fetch is not None
+        for conversion in (gradient, fetch):
+            for step in conversion:
+                if step.forward is not None and prod(value.shape) > 1:
+                    size = value.bytes * step.buffer_fraction(problem.sizes)
+                    total.add(step.forward, size, problem.prices.collective(step.forward, size, step.axes), 1)

@@ -1,0 +1,250 @@
+"""The default search: for each logical mesh and each way to rematerialise, the optimal intra-operator plan; the best wins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..cluster import Cluster, LogicalMesh
+from ..errors import PlanError
+from ..plan import InputPlan, Memory, OperatorPlan, ParameterPlan, Plan, Prediction, Stage
+from ..program.graph import Graph
+from ..program.segments import Segments, layer_segments, rematerialise
+from ..solve import Infeasible
+from .account import account
+from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
+from .pins import Pins
+
+
+# Relative gain below which the simpler of two plans is taken: the cost model is not that exact.
+_WORTHWHILE = 5e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """What to plan.
+
+    Args:
+      graph: the program at the size of one microbatch.
+      fingerprint: of the program.
+      parameters: what belongs to each differentiated input.
+      cluster: where it runs.
+      microbatches: how many parts the batch is cut into.
+      mesh: logical meshes to consider, as (names, sizes); empty for all factorisations of the devices.
+      pins: what is fixed.
+      remat: "none", "layer", or None for the planner's choice.
+      workspace_bytes: memory a device needs beside what the solver counts.
+      gap: relative optimality gap at which to stop.
+      time_limit_seconds: for all solving together.
+    """
+
+    graph: Graph
+    fingerprint: str
+    parameters: Sequence[ParameterInfo]
+    cluster: Cluster
+    microbatches: int
+    mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
+    pins: Pins
+    remat: str | None
+    gap: float = 1e-3
+    time_limit_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """A plan and what finding it took."""
+
+    plan: Plan
+    solve_seconds: float
+    considered: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    problem: IntraOpProblem
+    chosen: IntraOpSolution
+    mesh: LogicalMesh
+    segments: Segments
+    remat: str
+
+
+def search(request: SearchRequest) -> SearchResult:
+    """The fastest plan that fits.
+
+    Raises:
+      PlanError: if none fits, with the least memory that would do.
+    """
+    start = time.perf_counter()
+    graph, cluster = request.graph, request.cluster
+    if request.remat not in (None, "none", "layer"):
+        raise PlanError(
+            refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
+            try_="remat=None",
+        )  # fmt: skip
+    limit = cluster.device.usable_memory_bytes
+    best: _Candidate | None = None
+    least = float("inf")
+    considered = []
+    for mesh in _meshes(request):
+        plain = _solve(request, graph, mesh, {}, "none", limit) if request.remat in (None, "none") else None
+        found = [plain] if plain is not None else []
+        if request.remat == "layer" or (request.remat is None and _binds(plain, limit)):
+            segments = layer_segments(graph)
+            if segments:
+                found.append(_solve(request, rematerialise(graph, segments), mesh, segments, "layer", limit))
+        for candidate in found:
+            if isinstance(candidate, float):
+                least = min(least, candidate)
+                continue
+            shape = "x".join(str(axis.size) for axis in mesh.axes)
+            considered.append(f"{shape} remat={candidate.remat}: {candidate.chosen.solution.objective:.6g} s")
+            # Meshes come with the fewest axes first; a further axis has to earn its keep.
+            if best is None or candidate.chosen.solution.objective < best.chosen.solution.objective * (1 - _WORTHWHILE):
+                best = candidate
+    if best is None:
+        raise _nothing_fits(request, limit, least)
+    plan = _assemble(request, best, limit)
+    return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=tuple(considered))
+
+
+def _meshes(request: SearchRequest) -> list[LogicalMesh]:
+    cluster = request.cluster
+    if request.mesh:
+        return [cluster.logical_mesh(sizes, names) for names, sizes in request.mesh]
+    meshes: list[LogicalMesh] = []
+    seen: set[object] = set()
+    for shape in cluster.logical_shapes():
+        mesh = cluster.logical_mesh(shape)
+        # Meshes whose axes differ only in their order give the same plans.
+        key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
+        if key not in seen:
+            seen.add(key)
+            meshes.append(mesh)
+    return meshes
+
+
+def _solve(
+    request: SearchRequest, graph: Graph, mesh: LogicalMesh, segments: Segments, remat: str, limit: float
+) -> _Candidate | float:
+    """The best choice on one mesh, or the least memory that would be enough."""
+    problem = IntraOpProblem(
+        graph, mesh, request.cluster.device, parameters=request.parameters, microbatches=request.microbatches,
+        pins=request.pins,
+    )  # fmt: skip
+    try:
+        chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)
+    except Infeasible as error:
+        return error.least_memory if error.least_memory is not None else float("inf")
+    return _Candidate(problem, chosen, mesh, segments, remat)
+
+
+def _binds(plain: _Candidate | float | None, limit: float) -> bool:
+    """Whether memory, not time, decided: only then can rematerialisation pay."""
+    return not isinstance(plain, _Candidate) or plain.chosen.solution.memory > 0.5 * limit
+
+
+def _nothing_fits(request: SearchRequest, limit: float, least: float) -> PlanError:
+    device = request.cluster.device
+    graph = request.graph
+    largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
+    what = f"; largest parameter: {largest.name} {largest.shape}, {largest.bytes / 2**20:.1f} MiB" if largest else ""
+    return PlanError(
+        refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
+        got=f"{limit / 2**20:.1f} MiB usable on a device",
+        needed=f"at least {least / 2**20:.1f} MiB for the whole program as stage 1 of 1{what}",
+        where="memory",
+        try_=f"microbatches={2 * request.microbatches}, more devices, or remat=\"layer\"",
+    )
+
+
+def _assemble(request: SearchRequest, best: _Candidate, limit: float) -> Plan:
+    problem, chosen, graph = best.problem, best.chosen, best.problem.graph
+    totals = account(problem, chosen)
+    memory = _memory(problem, chosen)
+    operators = tuple(
+        OperatorPlan(
+            path=operator.path,
+            name=operator.name,
+            axes=choice.algorithm.axes if choice is not None else ((),) * len(operator.rule.factors),
+            broadcast=choice.broadcast if choice is not None else frozenset(),
+        )
+        for operator, choice in zip(graph.operators, chosen.operators, strict=True)
+    )
+    parameters = tuple(
+        ParameterPlan(
+            name=info.name, shape=graph.values[graph.inputs[p]].shape, use=choice.use, storage=choice.storage
+        )
+        for info, p, choice in zip(request.parameters, graph.parameters, chosen.parameters, strict=True)
+    )
+    inputs = tuple(
+        InputPlan(name=graph.values[v].name, shape=graph.values[v].shape, spec=chosen.inputs[i])
+        for i, v in enumerate(graph.inputs)
+        if i not in graph.parameters
+    )
+    num_devices = prod(problem.sizes.values())
+    stage = Stage(
+        layers=(0, 1),
+        devices=tuple(range(num_devices)),
+        mesh=tuple(problem.sizes.items()),
+        operators=operators,
+        settled=tuple(sorted(chosen.settled.items())),
+        parameters=parameters,
+        inputs=inputs,
+        rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in best.segments.items())),
+        memory=memory,
+        memory_limit_bytes=limit,
+        communication=totals.collectives,
+        compute_seconds=totals.compute_seconds,
+        communication_seconds=totals.communication_seconds,
+    )
+    seconds = chosen.solution.objective
+    model_flops = request.graph.flops * request.microbatches * (3 if graph.parameters else 1)
+    return Plan(
+        program=request.fingerprint,
+        cluster=request.cluster.name,
+        cluster_fingerprint=request.cluster.fingerprint(),
+        microbatches=request.microbatches,
+        schedule="none",
+        stages=(stage,),
+        predicted=Prediction(
+            step_seconds=seconds,
+            tflops_per_device=model_flops / max(seconds, 1e-30) / num_devices / 1e12,
+            flops_per_device=totals.flops,
+            optimality_gap=chosen.solution.gap,
+        ),
+    )
+
+
+def _memory(problem: IntraOpProblem, chosen: IntraOpSolution) -> Memory:
+    graph, sizes = problem.graph, problem.sizes
+    parameters = gradients = optimizer = 0.0
+    for info, position, choice in zip(problem.parameters, graph.parameters, chosen.parameters, strict=True):
+        size = graph.values[graph.inputs[position]].bytes
+        parameters += size / choice.use.shards(sizes)
+        gradients += size / choice.use.shards(sizes)
+        optimizer += info.optimizer_bytes / choice.storage.shards(sizes)
+    rest = chosen.solution.memory - parameters - gradients - optimizer
+    return Memory(
+        parameters=parameters, gradients=gradients, optimizer=optimizer, activations=max(rest, 0.0), workspace=0.0
+    )
+
+
+def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """A user's `mesh=`: None, a shape, a mapping of axis names to sizes, or a list of those."""
+    if mesh is None:
+        return []
+    if isinstance(mesh, Mapping):
+        return [(tuple(mesh), tuple(int(n) for n in mesh.values()))]
+    if isinstance(mesh, Sequence) and mesh and all(isinstance(n, int) for n in mesh):
+        names = ("x", "y", "z")
+        return [(names[: len(mesh)], tuple(mesh))]
+    if isinstance(mesh, Sequence) and not isinstance(mesh, str):
+        return [entry for one in mesh for entry in mesh_argument(one)]
+    raise PlanError(
+        refused="the logical mesh", got=repr(mesh), needed="a shape, or axis names with sizes", where="mesh=",
+        try_='mesh=(2, 4) or mesh={"data": 2, "model": 4}',
+    )  # fmt: skip
+
+

@@ -1,0 +1,325 @@
+"""Intra-operator parallelism: the best algorithm of every operator of one stage on one logical mesh.
+
+The problem (design of Alpa, OSDI '22, with compute, both passes and storage in the objective): nodes are operators,
+inputs, parameters and *shared values* (a value with several readers is moved once for all of them); an edge costs the
+conversion between what its producer leaves and what its reader needs. One memory row bounds parameters, optimizer
+state, gradients and the activations kept for the backward pass. `solve` proves the optimum or prints its gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cluster import Device, LogicalMesh
+from ..cost.compute import elementwise_seconds
+from ..program.graph import Graph, Operator
+from ..program.residuals import kept_values, needed_again
+from ..sharding import Spec
+from ..solve import Problem, Solution, solve
+from .choices import (
+    OperatorChoice,
+    ParameterChoice,
+    operator_choices,
+    parameter_choices,
+    spec_choices,
+    values_of_parameters,
+)
+from .pins import Pins
+from .prices import Prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """What belongs to a differentiated input.
+
+    Args:
+      name: its path in the user's state.
+      optimizer_bytes: bytes of the optimizer state that is laid out like it.
+    """
+
+    name: str
+    optimizer_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntraOpSolution:
+    """A choice for every node.
+
+    Args:
+      operators: by operator index; None for operators that depend on no input.
+      settled: the spec shared values are moved to.
+      parameters: by position in `Graph.parameters`.
+      inputs: spec of every program input, parameters included.
+      solution: the solver's objective, bound and method.
+    """
+
+    operators: tuple[OperatorChoice | None, ...]
+    settled: Mapping[int, Spec]
+    parameters: tuple[ParameterChoice, ...]
+    inputs: tuple[Spec, ...]
+    solution: Solution
+
+
+class IntraOpProblem:
+    """Builds the problem of one stage on one mesh.
+
+    Args:
+      graph: the stage's operators, at the size of one microbatch.
+      mesh: logical mesh.
+      device: what it is made of.
+      parameters: by position in `graph.parameters`.
+      microbatches: how often the program runs in a step.
+      pins: what the user has fixed.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: LogicalMesh,
+        device: Device,
+        *,
+        parameters: Sequence[ParameterInfo],
+        microbatches: int,
+        pins: Pins,
+    ) -> None:
+        self.graph = graph
+        self.prices = Prices(mesh, device)
+        self.sizes = self.prices.sizes
+        self.parameters = parameters
+        self.microbatches = microbatches
+        self._pins = pins
+        self._again, self._read_again = needed_again(graph)
+        self._kept = kept_values(graph)
+        self._of_parameters = values_of_parameters(graph)
+        # Node tables: choices, seconds, bytes; and the spec each choice gives each value it defines.
+        self.choices: list[tuple[Any, ...]] = []
+        self._seconds: list[np.ndarray] = []
+        self._bytes: list[np.ndarray] = []
+        self._edges: dict[tuple[int, int], np.ndarray] = {}
+        self.operator_node: dict[int, int] = {}
+        self.shared_node: dict[int, int] = {}
+        self.input_node: dict[int, int] = {}
+        self._defines: dict[int, tuple[int, tuple[Spec, ...]]] = {}
+        self._add_inputs()
+        self._add_operators()
+        self._add_operands()
+
+    # Nodes
+
+    def _node(self, choices: Sequence[Any], seconds: Sequence[float]) -> int:
+        self.choices.append(tuple(choices))
+        self._seconds.append(np.asarray(seconds, dtype=float))
+        self._bytes.append(np.zeros(len(choices)))
+        return len(self.choices) - 1
+
+    def _add_inputs(self) -> None:
+        graph = self.graph
+        for position, index in enumerate(graph.inputs):
+            value = graph.values[index]
+            if position in graph.parameters:
+                info = self.parameters[graph.parameters.index(position)]
+                choices = self._pins.parameter(info.name, parameter_choices(value.shape, self.sizes), self.sizes)
+                priced = [self._parameter_price(value.bytes, info, choice) for choice in choices]
+                node = self._node(choices, [seconds for seconds, _ in priced])
+                self._bytes[node] += [size for _, size in priced]
+                self._defines[index] = (node, tuple(choice.use for choice in choices))
+            else:
+                specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
+                specs = self._pins.input(value.name, specs or (Spec.replicated(len(value.shape)),), self.sizes)
+                node = self._node(specs, [0.0] * len(specs))
+                self._bytes[node] += [value.bytes * self.microbatches / s.shards(self.sizes) for s in specs]
+                self._defines[index] = (node, tuple(specs))
+            self.input_node[index] = node
+
+    def _parameter_price(self, value_bytes: float, info: ParameterInfo, choice: ParameterChoice) -> tuple[float, float]:
+        """Seconds a step for gradient synchronisation and update, and bytes on one device."""
+        prices, sizes = self.prices, self.sizes
+        use, storage = choice.use, choice.storage
+        local = value_bytes / use.shards(sizes)
+        stored = tuple(a for a in storage.sharded_axes if a not in use.sharded_axes)
+        scattered = tuple(a for a in stored if a in use.broadcast)
+        summed = tuple(sorted(use.broadcast - set(scattered)))
+        seconds = 0.0
+        if scattered:
+            seconds += prices.collective("reduce_scatter", local, scattered)
+            local_gradient = local / np.prod([sizes[a] for a in scattered])
+        else:
+            local_gradient = local
+        if summed:
+            # Plain sums of all gradients run as one collective: its fixed cost is shared.
+            fixed = prices.collective("all_reduce", 1.0, summed)
+            whole = prices.collective("all_reduce", local_gradient, summed)
+            seconds += max(whole - fixed, 0.0) + fixed / max(len(self.parameters), 1)
+        if stored:
+            seconds += prices.collective("all_gather", local, stored)
+        optimizer = info.optimizer_bytes / storage.shards(sizes)
+        # The update reads and writes optimizer state and parameter once and reads the gradient.
+        seconds += elementwise_seconds(2 * optimizer + 3 * value_bytes / storage.shards(sizes), prices.device)
+        return seconds, local + local + optimizer
+
+    def _is_constant(self, operator: Operator) -> bool:
+        return all(v is None or self.graph.values[v].constant for v in operator.results)
+
+    def forward_runs(self, operator: Operator) -> int:
+        """How often an operator runs for one backward pass: twice where it is rematerialised."""
+        return 2 if operator.index in self._again else 1
+
+    def forward_runs_of(self, value: int, operator: Operator) -> int:
+        """How often a conversion of `value` made for (or right after) `operator` runs forward."""
+        return 2 if operator.region is not None and value in self._read_again else 1
+
+    def _add_operators(self) -> None:
+        graph, m = self.graph, self.microbatches
+        cache: dict[Any, tuple[tuple[OperatorChoice, ...], list[float]]] = {}
+        for operator in graph.operators:
+            if self._is_constant(operator):
+                continue
+            signature = self._signature(operator)
+            if signature not in cache:
+                of_parameters = self._is_of_parameters(operator)
+                choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
+                seconds = [
+                    sum(self.prices.operator(graph, operator, c.algorithm, forward_runs=self.forward_runs(operator)))
+                    for c in choices
+                ]
+                cache[signature] = (choices, seconds)
+            choices, seconds = cache[signature]
+            node = self._node(choices, [m * operator.repeats * s for s in seconds])
+            self.operator_node[operator.index] = node
+            for position, value in enumerate(operator.results):
+                if value is not None:
+                    self._defines[value] = (node, tuple(c.algorithm.results[position] for c in choices))
+        for value, users in graph.consumers.items():
+            if value in self._defines and self._is_shared(value, users):
+                self._add_shared(value)
+
+    def _is_of_parameters(self, operator: Operator) -> bool:
+        return all(v in self._of_parameters for v in operator.results if v is not None)
+
+    def _signature(self, operator: Operator) -> tuple[Any, ...]:
+        values = self.graph.values
+
+        def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
+            return tuple(None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices)
+
+        return (
+            operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
+            operator.combine, self.forward_runs(operator), operator.differentiated,
+            self._is_of_parameters(operator),
+        )  # fmt: skip
+
+    def _is_shared(self, value: int, users: Sequence[tuple[int, int]]) -> bool:
+        if value in self.input_node:
+            return False
+        made_by = self.graph.producer.get(value)
+        if made_by is not None and self.graph.operators[made_by[0]].name in ("scan_const", "scan_slice"):
+            return False
+        return sum(1 for operator, _ in users if operator in self.operator_node) > 1
+
+    def _add_shared(self, index: int) -> None:
+        value = self.graph.values[index]
+        producer, specs = self._defines[index]
+        # Any other spec would be converted from and to one of these anyway.
+        wanted = [Spec(spec.dims) for spec in specs]
+        for user, position in self.graph.consumers[index]:
+            if user in self.operator_node:
+                node_choices = self.choices[self.operator_node[user]]
+                wanted += [choice.algorithm.operands[position] for choice in node_choices]
+        choices = tuple(dict.fromkeys(wanted))
+        node = self._node(choices, [0.0] * len(choices))
+        self.shared_node[index] = node
+        made_by = self.graph.operators[self.graph.producer[index][0]]
+        table = self._conversions(index, specs, choices, self.forward_runs_of(index, made_by))
+        self._connect(producer, node, self.microbatches * self.trips(made_by, index) * table)
+        self._defines[index] = (node, choices)
+        if index in self._kept:
+            self._bytes[node] += self._kept_bytes(index, choices)
+
+    def trips(self, operator: Operator, value: int) -> int:
+        """How often `value`, a result of `operator`, is made: the outer result of a carry or stack is made once."""
+        if operator.name == "scan_stack" or (operator.name == "scan_carry" and operator.results[1] == value):
+            return operator.outer_repeats
+        return operator.repeats
+
+    def _kept_bytes(self, index: int, specs: Sequence[Spec]) -> np.ndarray:
+        value = self.graph.values[index]
+        trips = self.trips(self.graph.operators[self.graph.producer[index][0]], index)
+        return np.array([trips * value.bytes / spec.shards(self.sizes) for spec in specs])
+
+    def _conversions(self, index: int, sources: Sequence[Spec], targets: Sequence[Spec], runs: int) -> np.ndarray:
+        value = self.graph.values[index]
+        return self.prices.conversion_table(
+            sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated
+        )
+
+    def _connect(self, u: int, v: int, table: np.ndarray) -> None:
+        if u == v:
+            self._seconds[u] = self._seconds[u] + np.diag(table)
+        elif u < v:
+            self._edges[u, v] = self._edges[u, v] + table if (u, v) in self._edges else table
+        else:
+            self._connect(v, u, table.T)
+
+    def _add_operands(self) -> None:
+        graph, m = self.graph, self.microbatches
+        for operator in graph.operators:
+            node = self.operator_node.get(operator.index)
+            if node is None:
+                continue
+            algorithms = [choice.algorithm for choice in self.choices[node]]
+            for position, index in enumerate(operator.operands):
+                if index is None or index not in self._defines:
+                    continue
+                source, specs = self._defines[index]
+                targets = tuple(a.operands[position] for a in algorithms)
+                table = self._conversions(index, specs, targets, self.forward_runs_of(index, operator))
+                self._connect(source, node, m * operator.operand_repeats[position] * table)
+                if index in self._kept and index not in self.shared_node and index not in self.input_node:
+                    self._bytes[node] += self._kept_bytes(index, targets)
+        self._sum_outputs()
+
+    def _sum_outputs(self) -> None:
+        """An output may leave in any layout, but a partial one has to be summed for whoever reads it."""
+        for index in self.graph.outputs:
+            if index is None or index not in self._defines:
+                continue
+            node, specs = self._defines[index]
+            value = self.graph.values[index]
+            for i, spec in enumerate(specs):
+                if spec.partial or spec.broadcast:
+                    self._seconds[node][i] += self._conversions(index, (spec,), (Spec(spec.dims),), 1)[0, 0] * self.microbatches
+
+    # Solving
+
+    def problem(self, memory_limit_bytes: float) -> Problem:
+        return Problem(
+            costs=tuple(self._seconds), edges=dict(self._edges), memory=tuple(self._bytes), memory_limit=memory_limit_bytes
+        )
+
+    def solve(self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0) -> IntraOpSolution:
+        """The best choice for every node within the memory limit.
+
+        Raises:
+          solve.Infeasible: if no choice fits.
+        """
+        solution = solve(self.problem(memory_limit_bytes), gap=gap, time_limit_seconds=time_limit_seconds)
+        picked = [choices[c] for choices, c in zip(self.choices, solution.choices, strict=True)]
+        graph = self.graph
+        parameters = tuple(picked[self.input_node[graph.inputs[p]]] for p in graph.parameters)
+        inputs = tuple(
+            picked[self.input_node[v]].use if i in graph.parameters else picked[self.input_node[v]]
+            for i, v in enumerate(graph.inputs)
+        )
+        return IntraOpSolution(
+            operators=tuple(
+                picked[self.operator_node[o.index]] if o.index in self.operator_node else None for o in graph.operators
+            ),
+            settled={value: picked[node] for value, node in self.shared_node.items()},
+            parameters=parameters,
+            inputs=inputs,
+            solution=solution,
+        )

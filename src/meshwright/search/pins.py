@@ -1,0 +1,93 @@
+"""What the user has fixed: layouts of inputs and parameters by path, and the ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from ..errors import PlanError
+from ..sharding import Spec
+from .choices import ParameterChoice
+
+Layout = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Decisions taken from the planner.
+
+    Args:
+      layouts: for a path pattern (`*` matches within and across levels), the axes that split each dim.
+      zero: None to choose per parameter; 0 nothing split that operators do not need split; 1 or 2 optimizer state split
+        over every axis it divides; 3 parameters split likewise.
+    """
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    zero: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise PlanError(
+                refused="the ZeRO stage", got=repr(self.zero), needed="0, 1, 2, 3 or None", where="zero=", try_="zero=None"
+            )
+
+    def layout(self, name: str, rank: int, sizes: Mapping[str, int]) -> Layout | None:
+        """The pinned layout of the array called `name`, checked against the mesh."""
+        matching = {pattern: layout for pattern, layout in self.layouts.items() if fnmatchcase(name, pattern)}
+        found = set(matching.values())
+        if len(found) > 1:
+            raise PlanError(
+                refused=f"the pins of {name}", got=f"{len(found)} different layouts from the patterns {sorted(matching)}",
+                needed="one layout for each array", where="pins=", try_="patterns that do not overlap",
+            )  # fmt: skip
+        if not found:
+            return None
+        (layout,) = found
+        unknown = sorted({axis for dim in layout for axis in dim} - set(sizes))
+        if unknown:
+            raise PlanError(
+                refused=f"the pin of {name}", got=f"axis {unknown[0]!r}", needed=f"axes of the mesh: {', '.join(sizes)}",
+                where="pins=", try_="mesh= with the axis names you want",
+            )  # fmt: skip
+        used = [axis for dim in layout for axis in dim]
+        if len(layout) != rank or len(set(used)) != len(used):
+            raise PlanError(
+                refused=f"the pin of {name}", got=f"{layout} for an array of {rank} dims",
+                needed="one tuple of axes for each dim, no axis twice", where="pins=", try_="() for a dim that is not split",
+            )  # fmt: skip
+        return layout
+
+    def input(self, name: str, choices: Sequence[Spec], sizes: Mapping[str, int]) -> tuple[Spec, ...]:
+        """The specs of an input that respect the pins."""
+        layout = self.layout(name, len(choices[0].dims), sizes)
+        if layout is None:
+            return tuple(choices)
+        kept = tuple(spec for spec in choices if spec.dims == layout)
+        return kept or self._refuse(name, layout)
+
+    def parameter(
+        self, name: str, choices: Sequence[ParameterChoice], sizes: Mapping[str, int]
+    ) -> tuple[ParameterChoice, ...]:
+        """The choices of a parameter that respect the pins."""
+        layout = self.layout(name, len(choices[0].use.dims), sizes)
+        kept = tuple(c for c in choices if layout is None or c.use.dims == layout)
+        if not kept:
+            return self._refuse(name, layout)
+        if self.zero is None or layout is not None:
+            return kept
+        if self.zero == 0:
+            return tuple(c for c in kept if c.storage.dims == c.use.dims)
+        whole = kept
+        if self.zero in (1, 2):
+            kept = tuple(c for c in kept if c.storage.dims != c.use.dims or len(c.use.sharded_axes) == len(sizes))
+            kept = tuple(c for c in kept if not c.use.sharded_axes) or kept
+        most = max((len((c.use if self.zero == 3 else c.storage).sharded_axes) for c in kept), default=0)
+        best = tuple(c for c in kept if len((c.use if self.zero == 3 else c.storage).sharded_axes) == most)
+        return best or whole
+
+    def _refuse(self, name: str, layout: Layout | None) -> tuple[()]:
+        raise PlanError(
+            refused=f"the pin of {name}", got=f"the layout {layout}", needed="axes whose sizes divide the dims they split",
+            where="pins=", try_="another dim, or a mesh of another shape",
+        )  # fmt: skip

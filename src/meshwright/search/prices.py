@@ -1,0 +1,150 @@
+"""Seconds of conversions and operators on one logical mesh, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from ..cluster import Device, LogicalMesh
+from ..cost.collective import collective_seconds
+from ..cost.compute import elementwise_seconds, matmul_seconds
+from ..program.graph import Graph, Operator
+from ..sharding import Algorithm, Spec, convert
+
+
+class Prices:
+    """The cost model of one submesh seen as one logical mesh.
+
+    Args:
+      mesh: its axes.
+      device: the device all of it is made of.
+    """
+
+    def __init__(self, mesh: LogicalMesh, device: Device) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.sizes = {axis.name: axis.size for axis in mesh.axes}
+        self._axes = {axis.name: axis for axis in mesh.axes}
+        self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
+        self._tables: dict[tuple[object, ...], np.ndarray] = {}
+        self._linear: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._pairs: dict[tuple[Spec, Spec], tuple[float, float, float, float]] = {}
+        self._lines: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+
+    def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
+        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`)."""
+        key = (kind, tuple(axes), size_bytes)
+        if key not in self._collectives:
+            self._collectives[key] = collective_seconds(kind, size_bytes, [self._axes[a] for a in axes])
+        return self._collectives[key]
+
+    def conversion_table(
+        self, sources: Sequence[Spec], targets: Sequence[Spec], value_bytes: float, *, forward_runs: int, differentiated: bool
+    ) -> np.ndarray:
+        """Seconds from each source spec to each target spec; infinite where no conversion exists.
+
+        Args:
+          forward_runs: how often the forward collectives run for one backward (2 where they are rematerialised).
+          differentiated: whether the value has a cotangent; if not, backward collectives do not run.
+        """
+        key = (tuple(sources), tuple(targets), value_bytes, forward_runs, differentiated)
+        if key not in self._tables:
+            forward, backward = self._linear_tables(key[0], key[1], differentiated)
+            table = forward_runs * (forward[0] + forward[1] * value_bytes)
+            self._tables[key] = table + (backward[0] + backward[1] * value_bytes) if differentiated else table
+        return self._tables[key]
+
+    def _linear_tables(
+        self, sources: tuple[Spec, ...], targets: tuple[Spec, ...], differentiated: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fixed seconds and seconds per byte of the whole value, forward and backward: each `[2, source, target]`."""
+        key = (sources, targets, differentiated)
+        if key not in self._linear:
+            rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
+            columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}
+            small = np.empty((4, len(rows), len(columns)))
+            for source, i in rows.items():
+                for target, j in columns.items():
+                    small[:, i, j] = self._terms(source, target, differentiated)
+            where = np.ix_([0, 1, 2, 3], [rows[s] for s in sources], [columns[t] for t in targets])
+            whole = small[where]
+            self._linear[key] = (whole[:2], whole[2:])
+        return self._linear[key]
+
+    def _terms(self, source: Spec, target: Spec, differentiated: bool) -> tuple[float, float, float, float]:
+        """Fixed and per-byte seconds forward, then backward."""
+        if not differentiated:
+            source, target = source.without_broadcast(), target.without_broadcast()
+        if source == target:
+            return 0.0, 0.0, 0.0, 0.0
+        key = (source, target)
+        if key not in self._pairs:
+            conversion = convert(source, target)
+            if conversion is None:
+                self._pairs[key] = (np.inf, 0.0, np.inf, 0.0)
+            else:
+                forward = backward = (0.0, 0.0)
+                for step in conversion:
+                    fraction = step.buffer_fraction(self.sizes)
+                    if step.forward is not None:
+                        fixed, rate = self._line(step.forward, step.axes)
+                        forward = forward[0] + fixed, forward[1] + rate * fraction
+                    if step.backward is not None:
+                        fixed, rate = self._line(step.backward, step.axes)
+                        backward = backward[0] + fixed, backward[1] + rate * fraction
+                self._pairs[key] = (*forward, *backward)
+        return self._pairs[key]
+
+    def _line(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+        """A collective's seconds as fixed plus rate times bytes, exact for all but short multi-axis exchanges."""
+        key = (kind, axes)
+        if key not in self._lines:
+            large = float(1 << 24)
+            far, near = self.collective(kind, 2 * large, axes), self.collective(kind, large, axes)
+            rate = (far - near) / large
+            self._lines[key] = (near - rate * large, rate)
+        return self._lines[key]
+
+    def operator(
+        self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int
+    ) -> tuple[float, float]:
+        """Seconds of compute and of collectives inside one run of an operator, backward included.
+
+        Args:
+          forward_runs: 2 if it is rematerialised, else 1.
+        """
+        if operator.is_link:
+            return 0.0, 0.0
+        shards = prod(self.sizes[axis] for split in algorithm.axes for axis in split)
+        results = [v for v in operator.results if v is not None]
+        moving = sum(1 for v in operator.operands if v is not None and graph.values[v].differentiated)
+        runs = forward_runs
+        written = sum(
+            graph.values[v].bytes / algorithm.results[i].shards(self.sizes)
+            for i, v in enumerate(operator.results)
+            if v is not None
+        )
+        inside = 0.0
+        reduced = [
+            a
+            for factor, split in zip(operator.rule.factors, algorithm.axes, strict=True)
+            if factor.kind == "reduction"
+            for a in split
+        ]
+        if reduced and operator.combine in ("max", "min"):
+            inside = runs * self.collective("all_reduce", written, reduced)
+        if operator.matmul:
+            read = sum(
+                graph.values[v].bytes / algorithm.operands[i].shards(self.sizes)
+                for i, v in enumerate(operator.operands)
+                if v is not None
+            )
+            if operator.differentiated:
+                runs += moving
+            dtype = graph.values[results[0]].dtype if results else "float32"
+            return runs * matmul_seconds(operator.flops / shards, read + written, dtype, self.device), inside
+        if operator.differentiated:
+            runs += 1
+        return runs * elementwise_seconds(written, self.device), inside

@@ -1,0 +1,270 @@
+"""Make a problem smaller without changing its optimum.
+
+Four reductions, repeated until none applies:
+
+* a choice is dropped when it is forbidden, when every pair it takes part in on some edge is forbidden, or when it alone
+  takes more memory than the limit leaves (arc consistency);
+* a choice is dropped when another one of the same node is no worse whatever the neighbours choose, and takes no more
+  memory ("dead-end elimination", Goldstein 1994);
+* a node with one choice left is folded into its neighbours;
+* a node whose choices all take the same memory and that has at most `fold_degree` neighbours is eliminated: what
+  remains of it is a cost on its neighbour or an edge between its two neighbours.
+
+Cost: per node, choices squared times choices of each neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.solve.problem import Infeasible, Problem
+
+# Dominance compares all pairs of choices against all of a neighbour's at once, up to this many entries.
+_PIECE = 1 << 20
+# Relative slack on the limit: subtracting fixed memory from it rounds, and must not lose an assignment that just fits.
+_SLACK = 1e-13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Removed:
+    """A node that left the problem: its best choice follows from those of its neighbours."""
+
+    node: int
+    cost: np.ndarray
+    tables: tuple[tuple[int, np.ndarray], ...]
+
+    def best(self, choices: Sequence[int]) -> int:
+        vector = self.cost
+        for u, table in self.tables:
+            vector = vector + table[:, choices[u]]
+        return int(vector.argmin())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reduction:
+    """A smaller problem and the way back.
+
+    Args:
+        problem: the smaller problem; its optimum plus `offset_seconds` is the optimum of the original.
+        offset_seconds: the cost that was folded out, in seconds.
+        nodes: for each node of the smaller problem, its number in the original.
+        choices: for each node of the smaller problem, the original numbers of its choices.
+    """
+
+    problem: Problem
+    offset_seconds: float
+    nodes: tuple[int, ...]
+    choices: tuple[np.ndarray, ...]
+    removed: tuple[_Removed, ...]
+
+    def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The original's assignment for an assignment of the smaller problem."""
+        full = [0] * (len(self.nodes) + len(self.removed))
+        for v, names, s in zip(self.nodes, self.choices, choices, strict=True):
+            full[v] = int(names[s])
+        for gone in reversed(self.removed):
+            full[gone.node] = gone.best(full)
+        return tuple(full)
+
+
+def presolve(problem: Problem, *, dominance: bool = True, fold_degree: int = 2) -> Reduction:
+    """Reduce a problem.
+
+    >>> presolve(Problem(costs=([1.0, 0.0], [0.0, 4.0]))).restore(())
+    (1, 0)
+
+    Args:
+        problem: the problem.
+        dominance: whether to drop dominated choices.
+        fold_degree: eliminate nodes of indifferent memory with at most this many neighbours (0, 1 or 2).
+
+    Raises:
+        Infeasible: some node has no choice left. The least memory is not worked out here.
+    """
+    work = _Work(problem)
+    pending = set(range(len(problem.costs)))
+    while pending:
+        work.forbid(pending)
+        for v in sorted(pending):
+            if dominance and v in work.around:
+                work.drop_dominated(v)
+        work.forbid_heavy()
+        pending = work.fold(fold_degree)
+        if not dominance:
+            break
+    return work.result()
+
+
+class _Work:
+    """The problem while it is being reduced; choices keep their numbers, dead ones cost infinity."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.costs = {v: np.array(c) for v, c in enumerate(problem.costs)}
+        memory = problem.memory if problem.limited and problem.memory is not None else None
+        self.memory = [np.zeros(c.size) for c in problem.costs] if memory is None else list(memory)
+        self.limit = problem.memory_limit * (1 + _SLACK) if memory is not None else math.inf
+        self.limited = memory is not None
+        self.around: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.costs}
+        for (u, v), table in problem.edges.items():
+            self.around[u][v] = table
+            self.around[v][u] = table.T
+        self.offset: list[float] = []
+        self.removed: list[_Removed] = []
+        self.changed: set[int] = set()
+
+    def alive(self, v: int) -> np.ndarray:
+        names = np.flatnonzero(np.isfinite(self.costs[v]))
+        if names.size == 0:
+            raise Infeasible.no_finite(f"node {v}, which has no choice left that its neighbours and the memory allow")
+        return names
+
+    def forbid(self, nodes: Iterable[int]) -> None:
+        """Drop choices that have no allowed partner on some edge, and follow the consequences."""
+        queue = sorted(nodes)
+        waiting = set(queue)
+        while queue:
+            v = queue.pop()
+            waiting.discard(v)
+            names = self.alive(v)
+            for u, table in self.around[v].items():
+                hopeless = np.isinf(table[names].min(axis=0)) & np.isfinite(self.costs[u])
+                if hopeless.any():
+                    self.costs[u][hopeless] = np.inf
+                    self.changed.add(u)
+                    if u not in waiting:
+                        waiting.add(u)
+                        queue.append(u)
+
+    def forbid_heavy(self) -> None:
+        """Drop choices that do not fit even when all other nodes take their least memory."""
+        if not self.limited:
+            return
+        least = {v: float(self.memory[v][self.alive(v)].min()) for v in self.around}
+        slack = self.limit * (1 + 1e-12) - math.fsum(least.values())
+        touched = []
+        for v, base in least.items():
+            heavy = (self.memory[v] - base > slack) & np.isfinite(self.costs[v])
+            if heavy.any():
+                self.costs[v][heavy] = np.inf
+                touched.append(v)
+        self.changed.update(touched)
+        self.forbid(touched)
+
+    def drop_dominated(self, v: int) -> None:
+        names = self.alive(v)
+        if names.size == 1:
+            return
+        cost = self.costs[v][names]
+        worse = cost[:, None] - cost[None, :]  # [b, a]: at most this much is lost by choosing b instead of a
+        with np.errstate(invalid="ignore"):
+            for u, table in self.around[v].items():
+                worse = worse + _greatest_loss(table[np.ix_(names, self.alive(u))])
+        memory = self.memory[v][names]
+        covers = (worse <= 0) & (memory[:, None] <= memory[None, :])
+        np.fill_diagonal(covers, False)
+        keep = np.ones(names.size, dtype=bool)
+        for a in range(names.size - 1, -1, -1):  # of equal choices the lowest stays
+            if (covers[:, a] & keep).any():
+                keep[a] = False
+        if not keep.all():
+            self.costs[v][names[~keep]] = np.inf
+            self.changed.add(v)
+
+    def fold(self, degree: int) -> set[int]:
+        """Remove what can be removed; the nodes whose surroundings changed."""
+        queue = sorted(self.around, reverse=True)
+        waiting = set(queue)
+        changed, self.changed = self.changed, set()
+        pending = {u for v in changed if v in self.around for u in (v, *self.around[v])}
+        while queue:
+            v = queue.pop()
+            waiting.discard(v)
+            names = self.alive(v)
+            memory = self.memory[v][names]
+            neighbours = sorted(self.around[v])
+            if names.size > 1 and (len(neighbours) > degree or memory.min() < memory.max()):
+                continue
+            self._remove(v, names, neighbours)
+            pending.discard(v)
+            for u in neighbours:
+                pending.add(u)
+                if u not in waiting:
+                    waiting.add(u)
+                    queue.append(u)
+        return pending
+
+    def _remove(self, v: int, names: np.ndarray, neighbours: list[int]) -> None:
+        tables = [self.around[v][u] for u in neighbours]
+        self.removed.append(_Removed(node=v, cost=self.costs[v], tables=tuple(zip(neighbours, tables, strict=True))))
+        if self.limited:
+            self.limit -= float(self.memory[v][names[0]])
+        cost = self.costs[v][names]
+        if not neighbours:
+            self.offset.append(float(cost.min()))
+        elif names.size == 1:
+            self.offset.append(float(cost[0]))
+            for u, table in zip(neighbours, tables, strict=True):
+                self.costs[u] = self.costs[u] + table[names[0]]
+        elif len(neighbours) == 1:
+            (u,) = neighbours
+            self.costs[u] = self.costs[u] + (cost[:, None] + tables[0][names]).min(axis=0)
+        else:
+            u, w = neighbours
+            new = np.full((tables[0].shape[1], tables[1].shape[1]), np.inf)
+            for s in names:
+                np.minimum(new, (self.costs[v][s] + tables[0][s])[:, None] + tables[1][s][None, :], out=new)
+            if w in self.around[u]:
+                new = new + self.around[u][w]
+            self.around[u][w] = new
+            self.around[w][u] = new.T
+        for u in neighbours:
+            del self.around[u][v]
+        del self.around[v], self.costs[v]
+
+    def result(self) -> Reduction:
+        nodes = tuple(sorted(self.around))
+        names = tuple(self.alive(v) for v in nodes)
+        number = {v: i for i, v in enumerate(nodes)}
+        edges = {
+            (number[u], number[v]): table[np.ix_(names[number[u]], names[number[v]])]
+            for u in nodes
+            for v, table in self.around[u].items()
+            if u < v
+        }
+        limit = self.limit
+        if limit < 0:
+            raise Infeasible.no_finite("the memory of the nodes that have one choice left, which exceeds the limit")
+        return Reduction(
+            problem=Problem(
+                costs=tuple(self.costs[v][n] for v, n in zip(nodes, names, strict=True)),
+                edges=edges,
+                memory=tuple(self.memory[v][n] for v, n in zip(nodes, names, strict=True)) if self.limited else None,
+                memory_limit=limit,
+            ),
+            offset_seconds=math.fsum(self.offset),
+            nodes=nodes,
+            choices=names,
+            removed=tuple(self.removed),
+        )
+
+
+def _greatest_loss(table: np.ndarray) -> np.ndarray:
+    """[b, a]: the most that choosing b instead of a adds on one edge, whatever the other end x chooses.
+
+    Where (a, x) is forbidden, nothing is lost; where only (b, x) is, everything.
+    """
+    if table.shape[0] ** 2 * table.shape[1] <= _PIECE:
+        loss = table[:, None, :] - table[None, :, :]
+        loss[np.broadcast_to(np.isinf(table)[None], loss.shape)] = -np.inf
+        return loss.max(axis=2)
+    rows = []
+    forbidden = np.isinf(table)
+    for row in table:
+        loss = row[None, :] - table
+        loss[forbidden] = -np.inf
+        rows.append(loss.max(axis=1))
+    return np.stack(rows)

@@ -1,0 +1,9 @@
+"""Reference models in the shapes the literature uses, as pure functions over dict pytrees.
+
+`build(name)` gives a `Target`: a training step, its abstract state and batch, its FLOPs and its parameter count.
+"""
+
+from .bert import bert_layers as bert_layers
+from .perceptron import mlp as mlp
+from .registry import build as build, names as names
+from .train import Model as Model, Target as Target, make_target as make_target

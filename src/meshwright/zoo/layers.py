@@ -1,0 +1,116 @@
+"""Layers shared by the families: dense products, normalisations, attention and losses.
+
+Everywhere parameters are float32 and are cast to the activations' dtype where they are used; statistics (means,
+variances, softmax, losses) are computed in float32. Dims in comments: b batch, s or q or k sequence, m hidden,
+h heads, d head dim, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .parameters import normal, ones, zeros
+
+
+def layer_norm_parameters(hidden: int) -> dict[str, Any]:
+    """Declares the scale and the bias of `layer_norm`, each of shape (hidden,)."""
+    return {"scale": ones(hidden), "bias": zeros(hidden)}
+
+
+def layer_norm(params: dict[str, jax.Array], x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """Layer normalisation over the last dim, (..., m) -> (..., m)."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return (centred * lax.rsqrt(variance + epsilon) * params["scale"] + params["bias"]).astype(x.dtype)
+
+
+def rms_norm(scale: jax.Array, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """Root-mean-square normalisation over the last dim, (..., m) -> (..., m)."""
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    return (x32 * lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)
+
+
+def attention_parameters(name: str, hidden: int, heads: int, *, out_deviation: float = 0.02) -> dict[str, Any]:
+    """Declares `self_attention`: queries, keys and values in one weight of shape (hidden, 3, heads, head dim).
+
+    Heads stay a dim of their own, so that splitting heads over devices is splitting one dim of each tensor.
+
+    Raises:
+        ValueError: `hidden` is not a multiple of `heads`; the message calls the model `name`.
+    """
+    if hidden % heads:
+        raise ValueError(
+            f"refused to build {name!r}: got hidden={hidden} with heads={heads}, needed a multiple of the heads; "
+            f"try hidden={hidden // heads * heads + heads}"
+        )
+    head_dim = hidden // heads
+    return {
+        "qkv": normal(hidden, 3, heads, head_dim),
+        "qkv_bias": zeros(3, heads, head_dim),
+        "out": normal(heads, head_dim, hidden, deviation=out_deviation),
+        "out_bias": zeros(hidden),
+    }
+
+
+def causal_mask(queries: int, keys: int) -> jax.Array:
+    """Boolean (queries, keys), True where the key is not later than the query."""
+    shape = (queries, keys)
+    return lax.broadcasted_iota(jnp.int32, shape, 0) >= lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool) -> jax.Array:
+    """Multi-head self-attention, (b, s, m) -> (b, s, m); one product makes queries, keys and values."""
+    qkv = jnp.einsum("bsm,mthd->bsthd", x, params["qkv"].astype(x.dtype)) + params["qkv_bias"].astype(x.dtype)
+    query, key, value = (lax.index_in_dim(qkv, i, axis=2, keepdims=False) for i in range(3))  # (b, s, h, d) each
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores = scores * query.shape[-1] ** -0.5
+    if causal:
+        scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
+
+
+def feed_forward_parameters(hidden: int, intermediate: int, *, out_deviation: float = 0.02) -> dict[str, Any]:
+    """Declares `feed_forward`: (hidden, intermediate), (intermediate, hidden) and their biases."""
+    return {
+        "in": normal(hidden, intermediate),
+        "in_bias": zeros(intermediate),
+        "out": normal(intermediate, hidden, deviation=out_deviation),
+        "out_bias": zeros(hidden),
+    }
+
+
+def feed_forward(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Two dense products around a GELU, (..., m) -> (..., m)."""
+    inner = jnp.einsum("...m,mf->...f", x, params["in"].astype(x.dtype)) + params["in_bias"].astype(x.dtype)
+    inner = jax.nn.gelu(inner)
+    return jnp.einsum("...f,fm->...m", inner, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
+
+
+def embed(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the (v, m) table for int tokens (b, s) -> (b, s, m) in `dtype`; tokens must lie in [0, v)."""
+    return jnp.take(table.astype(dtype), tokens, axis=0, mode="clip")
+
+
+def token_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats over all labels: float32 logits (..., v) and int labels (...) -> scalar.
+
+    Both terms, the log-sum-exp and the label's own logit, are reductions over the vocabulary, so logits split over the
+    vocabulary need two small all-reduces and are never gathered.
+    """
+    log_normaliser = jax.nn.logsumexp(logits, axis=-1)
+    label_logit = jnp.take_along_axis(logits, labels[..., None], axis=-1, mode="clip")[..., 0]
+    return jnp.mean(log_normaliser - label_logit)
+
+
+def random_tokens(key: jax.Array, *, batch: int, sequence: int, vocabulary: int) -> dict[str, jax.Array]:
+    """A batch of uniformly random text: int32 `tokens` (b, s) and `labels`, the tokens one place later."""
+    tokens = jax.random.randint(key, (batch, sequence + 1), 0, vocabulary, jnp.int32)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}

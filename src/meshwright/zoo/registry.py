@@ -1,0 +1,71 @@
+"""Reference models by name.
+
+Each family's module offers `CONFIGS`, frozen shapes by name, and `build(config, optimizer=, remat=)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from . import bert, gpt, llama, moe, perceptron, unet, wide_resnet
+from .train import Optimizer, Target
+
+FAMILIES: tuple[Any, ...] = (bert, gpt, llama, moe, perceptron, unet, wide_resnet)
+_ENTRIES: dict[str, tuple[Any, Any]] = {
+    name: (family, config) for family in FAMILIES for name, config in family.CONFIGS.items()
+}
+
+
+def names() -> tuple[str, ...]:
+    """All names that `build` takes, sorted.
+
+    >>> "gpt3-1.3b" in names()
+    True
+    """
+    return tuple(sorted(_ENTRIES))
+
+
+def build(
+    name: str,
+    *,
+    global_batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    optimizer: Optimizer = "adam",
+    remat: bool = False,
+) -> Target:
+    """The reference model of this name, abstract: no array is made, so the largest cost no more than the smallest.
+
+    Args:
+        name: one of `names()`.
+        global_batch: samples a step; the literature's by default.
+        sequence: tokens a sample; only for families that have one.
+        dtype: of the activations ("float32", "bfloat16", "float16"); parameters stay float32.
+        optimizer: "adam", "adamw" or "sgd".
+        remat: recompute each layer (block) in the backward pass.
+
+    Raises:
+        KeyError: no model of this name; the message names the nearest.
+        ValueError: the model has no such dim, or the sizes do not divide.
+
+    >>> build("gpt3-125m", global_batch=8).example_batch["tokens"].shape
+    (8, 1024)
+    """
+    if name not in _ENTRIES:
+        near = difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.4)
+        raise KeyError(
+            f"refused to build a model: got the name {name!r}, needed one of the {len(_ENTRIES)} in zoo.names(); "
+            f"try {' or '.join(repr(n) for n in near) if near else repr('gpt-tiny')}"
+        )
+    family, config = _ENTRIES[name]
+    asked = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
+    changes = {key: value for key, value in asked.items() if value is not None}
+    known = {field.name for field in dataclasses.fields(config)}
+    for key, value in changes.items():
+        if key not in known:
+            raise ValueError(
+                f"refused to build {name!r}: got {key}={value!r}, needed a model with a {key}; try without {key}="
+            )
+    return family.build(dataclasses.replace(config, **changes), optimizer=optimizer, remat=remat)

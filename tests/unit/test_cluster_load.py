@@ -1,0 +1,123 @@
+"""Presets, files and the local machine by a short text."""
+
+from importlib import resources
+
+import jax
+import pytest
+
+from meshwright._jax import devices as jax_devices
+from meshwright._jax.devices import VisibleDevices
+from meshwright.cluster import ClusterError, load_cluster, preset_names
+
+
+def test_presets_by_name_and_number_of_hosts():
+    assert {"cpu", "dgx-a100-80", "dgx-h100", "dgx-h200", "p3.16xlarge", "p4d.24xlarge", "p5.48xlarge"} <= set(
+        preset_names()
+    )
+    for name in preset_names():
+        one, three = load_cluster(name), load_cluster(f"{name}:3")
+        assert (one.name, three.name) == (name, f"{name}:3")
+        assert len(one.hosts) == 1
+        assert three.hosts == one.hosts * 3
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_number_of_a_preset_names_its_source(name):
+    """A comment on the line, on the line above, or on the header of a table of numbers from one source."""
+    lines = resources.files("meshwright.cluster").joinpath(f"presets/{name}.toml").read_text("utf-8").splitlines()
+    header = above = ""
+    for line in lines:
+        if line.startswith("["):
+            header = line
+        elif "=" in line and not line.startswith(("#", "name")):
+            shared = header if header.startswith("[host.device.peak_flops]") else ""
+            assert "#" in line or above.startswith("#") or "#" in shared, line
+        above = line
+
+
+def test_presets_that_share_a_kind_of_device_describe_it_alike():
+    by_kind = {}
+    for name in preset_names():
+        device = load_cluster(name).device
+        assert by_kind.setdefault(device.kind, device) == device
+
+
+def test_link_latencies_and_bandwidths_are_in_si_units():
+    """A slip of a prefix (GB/s for bytes/s, microseconds for seconds) leaves these ranges."""
+    for name in preset_names():
+        host = load_cluster(name).hosts[0]
+        for link in (host.link, host.nic):
+            assert 1e8 < link.bandwidth_bytes_per_second < 1e12
+            assert 1e-7 < link.latency_seconds < 1e-3
+        assert 1e9 < min(host.device.peak_flops.values()) <= max(host.device.peak_flops.values()) < 1e16
+        assert 1e9 < host.device.memory_bytes < 1e12
+
+
+def test_reads_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(load_cluster("p4d.24xlarge:2").to_toml(), "utf-8")
+    assert load_cluster(str(path)) == load_cluster("p4d.24xlarge:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("p3.16xlarg", "did you mean 'p3.16xlarge'"),
+        ("", "one of cpu, "),
+        ("../presets/cpu", "one of cpu, "),
+        ("p3.16xlarge:", "'p3.16xlarge:2'"),
+        ("p3.16xlarge:0", "'p3.16xlarge:2'"),
+        ("p3.16xlarge:-1", "'p3.16xlarge:2'"),
+        ("p3.16xlarge:two", "'p3.16xlarge:2'"),
+        ("p3.16xlarge:1000000", "from 1 to 999999"),
+        ("/no/such/place.toml", "a file that cannot be read"),
+    ],
+)
+def test_refuses_texts_that_name_nothing(text, words):
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(text)
+    assert words in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+def test_refuses_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "bytes.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterError, match="a file that cannot be read"):
+        load_cluster(str(path))
+
+
+def test_local_is_the_cpu_preset_with_the_devices_jax_sees():
+    local, cpu = load_cluster("local"), load_cluster("cpu")
+    assert local.num_devices == jax.device_count()
+    assert len(local.hosts) == 1
+    assert local.device == cpu.device
+    assert local.hosts[0].link == cpu.hosts[0].link
+
+
+def see(monkeypatch, kind, *devices_of_process):
+    seen = VisibleDevices(kind=kind, devices_of_process=devices_of_process)
+    monkeypatch.setattr(jax_devices, "visible_devices", lambda: seen)
+
+
+def test_local_finds_the_preset_of_a_gpu(monkeypatch):
+    see(monkeypatch, "NVIDIA H200", 4)
+    local = load_cluster("local")
+    assert local.num_devices == 4
+    assert local.device == load_cluster("dgx-h200").device
+
+
+def test_local_takes_each_process_for_a_host(monkeypatch):
+    see(monkeypatch, "cpu", 2, 4)
+    assert [host.devices for host in load_cluster("local").hosts] == [2, 4]
+
+
+def test_local_refuses_what_it_cannot_know(monkeypatch):
+    see(monkeypatch, "NVIDIA Unheard-of", 8)
+    with pytest.raises(ClusterError, match=r"8 devices of kind 'NVIDIA Unheard-of'.*write a TOML file"):
+        load_cluster("local")
+    see(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 8)
+    with pytest.raises(ClusterError, match=r"dgx-h100 or p5\.48xlarge.*try: 'dgx-h100:2'"):
+        load_cluster("local")
+    see(monkeypatch, "NVIDIA H100 80GB HBM3", 8)  # one host: the NICs do not matter
+    assert load_cluster("local").num_devices == 8
