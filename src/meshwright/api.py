@@ -94,7 +94,7 @@ def plan_for(
         request = SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=_parameters(program), cluster=where,
             microbatches=counts[-1], mesh=mesh_argument(mesh), pins=pinned, remat=remat,
-            time_limit_seconds=time_limit_seconds,
+            carried=0 if program.marked else program.state_inputs, time_limit_seconds=time_limit_seconds,
         )  # fmt: skip
         begun = time.perf_counter()
         try:

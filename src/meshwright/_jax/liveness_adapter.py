@@ -1,8 +1,8 @@
 """From a traced step to the memory model's program: which kind each primitive is.
 
 Calls are written in line, the start of a recomputation becomes a barrier, and loops get their slices and stacked
-results explicitly. A primitive not known here is arithmetic if its one result has its operands' shape, and otherwise has its
-own kernel and result; new primitives appear with each release of JAX.
+results explicitly. A primitive not known here is arithmetic if its one result has its operands' shape, and otherwise
+has its own kernel and result; new primitives appear with each release of JAX.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ONE_BY_ONE = ("psum", "psum2", "psum_invariant", "pmax", "pmin")  # several ope
 def dataflow_of(function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = ()) -> Program:
     """The memory model's program of ``jax.jit(function, donate_argnums=...)`` on these (abstract) arguments.
 
-    `meshwright.cost.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all bytes
-    are those of one device.
+    `meshwright.cost.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all
+    bytes are those of one device.
 
     Raises:
       ValueError: if a `jax.shard_map` stands beside other operations, which then have no size per device.
@@ -80,6 +80,7 @@ def program_of(closed: Any, donated: Sequence[bool] = (), *, partitioned: bool =
 
 def _unwrapped(jaxpr: Any, donated: list[bool], partitioned: bool) -> tuple[Any, list[bool], bool]:
     """The body of a jaxpr that is nothing but one call, with the donated flags of the body's inputs."""
+    given: dict[Any, bool]
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("shard_map", "jit", "pjit"):
         (call,) = jaxpr.eqns
         if list(jaxpr.outvars) != list(call.outvars):
@@ -110,6 +111,7 @@ class _Reader(Builder):
     """Adds the equations of a jaxpr to a program."""
 
     def equations(self, jaxpr: Any, env: dict[Any, int]) -> None:
+        """Adds every equation of `jaxpr`; `env` maps its variables to values and learns the new ones."""
         for equation in jaxpr.eqns:
             results = self._equation(equation, env)
             for var, value in zip(equation.outvars, results, strict=True):
@@ -171,7 +173,9 @@ class _Reader(Builder):
         if name == "broadcast_in_dim":
             return (self.spread(reads[0], shape, params["broadcast_dimensions"]),)
         if name == "transpose":
-            return (self.arranged(reads[0], params["permutation"]),)
+            turned = self.arranged(reads[0], params["permutation"])
+            self.transposed.add(turned)
+            return (turned,)
         if name == "split":
             parts = enumerate(avals)
             return tuple(self.emit(Kind.PERMUTE, "slice", reads, [aval], key=(key, rank))[0] for rank, aval in parts)

@@ -23,7 +23,7 @@ from meshwright._jax.jaxpr import is_literal
 
 # Up to JAX 0.10 XLA's CPU backend forgets barriers before it orders kernels, so recomputation starts early.
 _BARRIERS_HOLD = jax.__version_info__ >= (0, 11)
-# From JAX 0.11 XLA's CPU backend multiplies bfloat16 matrices as they are; before, it made float32 copies.
+# From JAX 0.11 XLA's CPU backend multiplies most bfloat16 matrices as they are; before, it made float32 copies of all.
 _BFLOAT16_PRODUCTS = jax.__version_info__ >= (0, 11)
 
 
@@ -48,9 +48,11 @@ class Builder:
         self._known: dict[Any, tuple[int, ...]] = {}
         self.source: dict[int, Operation] = {}
         self.unrounded: dict[int, int] = {}  # the float32 value a bfloat16 result was rounded from
+        self.transposed: set[int] = set()  # results of transpositions the program itself asks for
         self._order: dict[int, tuple[int, tuple[int, ...]]] = {}  # what a transposed value is a transposition of
 
     def program(self, arguments: list[int], outputs: list[int], kept: tuple[tuple[int, int], ...]) -> Program:
+        """What was built so far, between these arguments and outputs."""
         return Program(
             values=tuple(self.values),
             operations=tuple(self.operations),
@@ -60,11 +62,13 @@ class Builder:
         )
 
     def value(self, aval: Any) -> int:
+        """A new value of this abstract array; tokens and other shapeless things take no bytes."""
         shape = tuple(int(dim) for dim in getattr(aval, "shape", ()))
         dtype = getattr(aval, "dtype", None)
         return self.array(shape, dtype)
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> int:
+        """A new value of this shape and dtype."""
         itemsize = getattr(dtype, "itemsize", 0) or 0
         elements = math.prod(shape)
         self.values.append(
@@ -74,6 +78,7 @@ class Builder:
         return len(self.values) - 1
 
     def read(self, env: dict[Any, int], atom: Any) -> int:
+        """The value of a jaxpr variable or literal."""
         if is_literal(atom):
             # A literal is a scalar folded into its kernel; as an output or operand of a loop it needs a value.
             return self.emit(
@@ -98,6 +103,7 @@ class Builder:
         return writes
 
     def barrier(self, reads: Sequence[int]) -> list[int]:
+        """The same values, but not equal to them, and not before all of them exist."""
         avals = [jax.ShapeDtypeStruct(*self.types[value]) for value in reads]
         if _BARRIERS_HOLD:
             return list(self.emit(Kind.BARRIER, "barrier", reads, avals))
@@ -188,10 +194,12 @@ class Builder:
         return self.arithmetic("mul", [reads[0], spread], avals, "inverse", expensive=False, library=True)
 
     def dot(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
+        """A matrix product: its operands as the kernel wants them, its result in the equation's shape."""
         (contracted, batch) = equation.params["dimension_numbers"]
         if len(reads) < 2:
             return self.emit(Kind.CONTRACT, "dot_general", reads, [equation.outvars[0].aval], key=key)
         sides: list[int] = []
+        folded = False
         library = True  # the kernel library wants the left operand's contracted dim last
         result: list[int] = [self.types[reads[0]][0][dim] for dim in batch[0]]
         for side, (value, inner, outer) in enumerate(zip(reads, contracted, batch, strict=True)):
@@ -203,6 +211,8 @@ class Builder:
             # XLA's kernels read a matrix either way round; groups of dims must lie in the order the kernel wants.
             order = swapped if matrix and _is_view(shape, swapped) and not _is_view(shape, wanted) else wanted
             library = library and (side == 1 or order is wanted)
+            # XLA folds a transposition the program asks for into the product, which then is none for the library.
+            folded = folded or (value in self.transposed and _is_view(shape, wanted))
             arranged = self.arranged(value, order)
             groups = {dim: math.prod(shape[d] for d in part) for part in (inner, free) for dim in part[:1]}
             flat = tuple(groups.get(d, shape[d]) for d in order if d in outer or d in groups)
@@ -210,7 +220,7 @@ class Builder:
             result.append(math.prod(shape[dim] for dim in free))
         aval = equation.outvars[0].aval
         dtype = aval.dtype
-        if str(dtype) == "bfloat16" and not _BFLOAT16_PRODUCTS:
+        if str(dtype) == "bfloat16" and (folded or not library or not _BFLOAT16_PRODUCTS):
             sides, dtype = [self._widened(value) for value in sides], np.dtype(np.float32)
         flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
         (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)
@@ -219,6 +229,7 @@ class Builder:
         return (self.reshaped(product, tuple(aval.shape)),)
 
     def convolution(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
+        """A convolution with channels last, and its result back in the equation's order."""
         numbers = equation.params["dimension_numbers"]
         (lhs, rhs, out) = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
         image = self.arranged(reads[0], (lhs[0], *lhs[2:], lhs[1]))

@@ -12,11 +12,13 @@ Cost: a few set operations an edge, and one bit set of ancestors per operation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from meshwright._jax.dataflow import Kind, Operation, Program, Use
 
 _FUSIBLE = (Kind.VIEW, Kind.ELEMENTWISE, Kind.BROADCAST, Kind.PERMUTE, Kind.REDUCE, Kind.UPDATE)
 _LIBRARY_LIMIT = 64  # operations the library takes into one kernel
+_DEEPEST = 200  # operations in a row that may become one kernel
 _LIBRARY_ELEMENTS = 4096  # below this XLA thinks a call of the library not worth it (IsInstructionPreferredByYnn)
 
 
@@ -195,7 +197,8 @@ class Fusion:
                 continue
             seen: dict[int, bool] = {}
             everywhere = value not in self._outputs and all(
-                self._on_all_paths(position, user, above, blocked, seen) for user in self._users.get(value, {})
+                self._on_all_paths(position, user, above, blocked, seen, _DEEPEST)
+                for user in self._users.get(value, {})
             )
             if not everywhere:
                 blocked.add(value)
@@ -206,11 +209,13 @@ class Fusion:
         return producer is not None and producer.operation.kind is Kind.BROADCAST
 
     def _on_all_paths(
-        self, start: int, position: int, above: dict[int, int], blocked: set[int], seen: dict[int, bool]
+        self, start: int, position: int, above: dict[int, int], blocked: set[int], seen: dict[int, bool], depth: int
     ) -> bool:
         """Whether everything between kernel `start` and kernel `position` could be one kernel."""
         if start == position:
             return True
+        if depth == 0:
+            return False
         if position not in seen:
             consumer = self._kernels[position]
             seen[position] = True
@@ -219,22 +224,24 @@ class Fusion:
                 if above.get(producer, 0) >> start & 1 and (
                     value in blocked
                     or not self._may_fuse(consumer, value)
-                    or not self._on_all_paths(start, producer, above, blocked, seen)
+                    or not self._on_all_paths(start, producer, above, blocked, seen, depth - 1)
                 ):
                     seen[position] = False
                     break
         return seen[position]
 
     def _swallow(self, kernel: Kernel, blocked: set[int]) -> None:
-        """Takes in producers, the latest first, until none may be."""
-        refused: set[int] = set()
-        while True:
-            candidates = [v for v in kernel.uses if v not in refused and v not in blocked and v in self._producer]
-            if not candidates:
-                return
-            value = max(candidates, key=lambda v: self._producer[v])
-            if self._may_fuse(kernel, value):
-                self._merge(kernel, self._kernels[self._producer[value]], value)
-                refused.clear()
-            else:
-                refused.add(value)
+        """Takes in producers, the latest first: whatever a producer brings along comes before it in the program."""
+        waiting = [(-self._producer[value], value) for value in kernel.uses if value in self._producer]
+        heapify(waiting)
+        seen = {value for _, value in waiting}
+        while waiting:
+            _, value = heappop(waiting)
+            if value in blocked or not self._may_fuse(kernel, value):
+                continue
+            producer = self._kernels[self._producer[value]]
+            fresh = [v for v in producer.uses if v in self._producer and v not in seen]
+            seen.update(fresh)
+            self._merge(kernel, producer, value)
+            for operand in fresh:
+                heappush(waiting, (-self._producer[operand], operand))

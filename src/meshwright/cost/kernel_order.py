@@ -81,6 +81,7 @@ def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
 
 
 def may_overwrite(program: Program, kernel: Kernel, operand: int, result: int) -> bool:
+    """Whether `kernel` can write `result` into the buffer of `operand`: equally large, read where it is written."""
     if kernel.operation.kind is Kind.LOOP:
         return any(
             kernel.operation.reads[read] == operand and kernel.operation.writes[write] == result

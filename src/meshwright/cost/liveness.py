@@ -18,6 +18,7 @@ Fragmentation is not modelled: XLA packs within a few per cent of the bytes aliv
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from meshwright._jax.dataflow import Kind, Program
@@ -59,7 +60,16 @@ class PredictedMemory:
 
 
 def predict(program: Program) -> PredictedMemory:
-    """The memory `program` will need once compiled, in bytes on the device that runs it."""
+    """The memory `program` will need once compiled, in bytes on the device that runs it.
+
+    >>> from meshwright._jax.dataflow import Kind, Operation, Program, Value
+    >>> array = Value(size_bytes=400, elements=100, rank=1)
+    >>> sort = Operation(kind=Kind.OPAQUE, name="sort", reads=(0,), writes=(1,))
+    >>> add = Operation(kind=Kind.ELEMENTWISE, name="add", reads=(0, 1), writes=(2,))
+    >>> program = Program(values=(array,) * 3, operations=(sort, add), arguments=(0,), outputs=(2,))
+    >>> predict(program).temp_bytes
+    400
+    """
     sizes = [value.size_bytes for value in program.values]
     program = without_dead_code(program)
     read = {value for operation in program.operations for value in operation.reads}.union(program.outputs)
@@ -82,7 +92,6 @@ class _Buffer:
     size_bytes: int
     first: int
     last: int
-    inner_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,14 +116,17 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     for moment, step in enumerate(order):
         for value in (step,) if isinstance(step, int) else step.uses:
             last[value] = moment
-    buffers, slots = _buffers(program, order, copied, last, end)
+    buffers, slots = _buffers(program, order, last)
     remaining = [buffer for buffer in _placed(buffers, slots) if buffer.size_bytes]
     change = [0] * (end + 2)
     for buffer in remaining:
         change[buffer.first] += buffer.size_bytes
         change[buffer.last + 1] -= buffer.size_bytes
-    inner = {moment: max((_temporaries(b)[0] for b in step.operation.bodies), default=0)
-             for moment, step in enumerate(order) if isinstance(step, Kernel) and step.operation.bodies}  # fmt: skip
+    inner = {
+        moment: max(_temporaries(body)[0] for body in step.operation.bodies)
+        for moment, step in enumerate(order)
+        if isinstance(step, Kernel) and step.operation.bodies
+    }
     alive, peak, at = 0, 0, 0
     for moment in range(end + 1):
         alive += change[moment]
@@ -127,13 +139,10 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     return peak, tuple(sorted(named, key=lambda b: -b.size_bytes))
 
 
-def _buffers(
-    program: Program, order: list[Kernel | int], copied: set[int], last: dict[int, int], end: int
-) -> tuple[list[_Buffer], list[_Slot]]:
+def _buffers(program: Program, order: list[Kernel | int], last: dict[int, int]) -> tuple[list[_Buffer], list[_Slot]]:
     """Every temporary buffer with its lifetime, and the outputs' buffers with the times they are taken."""
     sizes = [value.size_bytes for value in program.values]
     outputs = set(program.outputs)
-    arguments = set(program.arguments)
     home: dict[int, _Buffer] = {}  # the temporary a value lives in
     buffers: list[_Buffer] = []
     born: dict[int, int] = {}
@@ -171,22 +180,23 @@ def _buffers(
                 home[value].last = max(home[value].last, last.get(value, moment))
             else:
                 reserve(step.operation.name, value, moment)
+    return buffers, _slots(program, order, last, born)
+
+
+def _slots(program: Program, order: list[Kernel | int], last: dict[int, int], born: dict[int, int]) -> list[_Slot]:
+    """The outputs' buffers; one taken over from an argument is first taken until the argument is read or copied."""
+    copied = {step: moment for moment, step in enumerate(order) if isinstance(step, int)}
+    giver = {program.outputs[output]: program.arguments[argument] for argument, output in program.kept}
     slots: list[_Slot] = []
-    kept_outputs = {program.outputs[o]: program.arguments[a] for a, o in program.kept}
     for value in dict.fromkeys(program.outputs):
-        if value in arguments:
+        if value in program.arguments:
             continue
-        slot = _Slot(size_bytes=sizes[value], taken=[(born.get(value, 0), end)])
-        if value in kept_outputs:
-            argument = kept_outputs[value]
-            until = 0
-            if argument in copied:
-                until = next(m for m, step in enumerate(order) if step == argument)
-            elif argument in last:
-                until = last[argument]
-            slot.taken.append((-1, until))
+        slot = _Slot(size_bytes=program.values[value].size_bytes, taken=[(born.get(value, 0), len(order))])
+        if value in giver:
+            argument = giver[value]
+            slot.taken.append((-1, copied.get(argument, last.get(argument, 0))))
         slots.append(slot)
-    return buffers, slots
+    return slots
 
 
 def _taken_over(
@@ -198,20 +208,18 @@ def _taken_over(
         return next((kernel.operation.reads[read] for read, write in kernel.operation.kept if write == rank), None)
     if kernel.in_place is not None and kernel.in_place in kernel.uses:
         return kernel.in_place
-    for operand in kernel.uses:
-        if last[operand] == moment and operand not in outputs and operand not in program.arguments:
-            if may_overwrite(program, kernel, operand, result):
-                return operand
-    return None
+    dying = (v for v in kernel.uses if last[v] == moment and v not in outputs and v not in program.arguments)
+    return next((operand for operand in dying if may_overwrite(program, kernel, operand, result)), None)
 
 
 def _placed(buffers: list[_Buffer], slots: list[_Slot]) -> list[_Buffer]:
     """The temporaries left after filling the free stretches of output buffers, largest temporary first."""
     slots = sorted(slots, key=lambda slot: slot.size_bytes)
+    sizes = [slot.size_bytes for slot in slots]
     remaining: list[_Buffer] = []
     for buffer in sorted(buffers, key=lambda b: -b.size_bytes):
-        for slot in slots:
-            if slot.size_bytes >= buffer.size_bytes and slot.free(buffer.first, buffer.last):
+        for slot in slots[bisect_left(sizes, buffer.size_bytes) :]:
+            if slot.free(buffer.first, buffer.last):
                 slot.taken.append((buffer.first, buffer.last))
                 break
         else:

@@ -1,6 +1,8 @@
 """The Plan: everything needed to run a program on a cluster, and nothing of how it was found. Frozen data."""
 
 from ..errors import PlanError as PlanError
+from .io import load_plan as load_plan
+from .io import save_plan as save_plan
 from .plan import Collective as Collective
 from .plan import InputPlan as InputPlan
 from .plan import Memory as Memory

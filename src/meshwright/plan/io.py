@@ -48,7 +48,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     try:
         try:
             with open(temporary, "x", encoding="utf-8") as file:
-                file.write("".join(_layout(document, 0)) + "\n")
+                file.write("".join(_layout(document, 0, 0)) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -286,10 +286,10 @@ def _constant(name: str) -> float:
     raise ValueError(f"{name}, which JSON lacks")
 
 
-def _layout(value: Any, indent: int) -> Iterator[str]:
+def _layout(value: Any, indent: int, column: int) -> Iterator[str]:
     """JSON with every object and list on one line that fits on one, so that text diffs are short."""
-    line = json.dumps(value, ensure_ascii=False)
-    if len(line) <= _WIDTH - indent or not isinstance(value, (dict, list)):
+    line = json.dumps(value)
+    if column + len(line) < _WIDTH or not isinstance(value, (dict, list)):
         yield line
         return
     inner = indent + 1
@@ -298,12 +298,12 @@ def _layout(value: Any, indent: int) -> Iterator[str]:
     entries = value.items() if isinstance(value, dict) else ((None, v) for v in value)
     column, separator = _WIDTH, ""
     for key, entry in entries:
-        prefix = f"{json.dumps(key, ensure_ascii=False)}: " if key is not None else ""
+        prefix = f"{json.dumps(key)}: " if key is not None else ""
         # Numbers share lines; everything else has its own.
         width = len(json.dumps(entry)) + 2 if isinstance(entry, (int, float)) and key is None else _WIDTH
         fresh = column + width > _WIDTH
         yield separator + ("\n" + " " * inner if fresh else " ") + prefix
-        yield from _layout(entry, inner)
+        yield from _layout(entry, inner, inner + len(prefix))
         column = (inner if fresh else column) + width
         separator = ","
     yield "\n" + " " * indent + closing

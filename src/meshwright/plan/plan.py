@@ -191,9 +191,20 @@ class Plan:
         return replace(self, predicted=predicted)
 
     def __str__(self) -> str:
-        from .explain import explain_plan
-
-        return explain_plan(self)
+        """A short paragraph; `meshwright.report.explain` shows all of it."""
+        meshes = ", ".join(" ".join(f"{name}={size}" for name, size in s.mesh) or "one device" for s in self.stages)
+        text = (
+            f"Plan for {self.num_devices} devices of cluster {self.cluster}: mesh {meshes}, "
+            f"stages: {len(self.stages)}, schedule: {self.schedule}, microbatches: {self.microbatches}, "
+            f"parameters: {sum(len(s.parameters) for s in self.stages)}."
+        )
+        if self.predicted is not None:
+            peak = max((s.memory.total for s in self.stages), default=0.0)
+            text += (
+                f" Predicted: {self.predicted.step_seconds:.4g} s a step, {peak / 2**20:.1f} MiB on a device, "
+                f"optimality gap {100 * self.predicted.optimality_gap:.3g} %."
+            )
+        return text
 
     def collectives(self) -> Mapping[str, Collective]:
         """Predicted collectives of all stages by kind."""

@@ -195,8 +195,14 @@ class Composer:
         return Rule(operand_dims, tuple(number(tensor) for tensor in results), tuple(factors))
 
 
-def compose(lowered: Lowered, operand_shapes: Sequence[Sequence[int]]) -> Rule:
-    """The rule of one equation from the annotated operations behind it."""
+def compose(lowered: Lowered, operand_shapes: Sequence[Sequence[int]], *, masks: bool = False) -> Rule:
+    """The rule of one equation from the annotated operations behind it.
+
+    Args:
+      lowered: the operations.
+      operand_shapes: shapes of the equation's operands, literals included.
+      masks: whether what follows a reduction only masks it (a gather's fill value), which our evaluator does blockwise.
+    """
     composer = Composer()
     tensors: dict[int, list[list[int]]] = {}
     final = set(lowered.results)
@@ -239,7 +245,7 @@ def compose(lowered: Lowered, operand_shapes: Sequence[Sequence[int]]) -> Rule:
         for value, dims in zip(values, (*rule.operands, *rule.results), strict=True):
             for dim, names in zip(tensor(value), dims, strict=True):
                 composer.unify(dim, [atoms[name] for name in names])
-        keeps_partial = all(reaches_results_linearly(r) for r in op.results)
+        keeps_partial = masks or all(reaches_results_linearly(r) for r in op.results)
         for name, atom in atoms.items():
             if name in rule.need_replication:
                 composer.mark([atom], "whole")

@@ -80,7 +80,7 @@ class Rules:
             if lowered is None:
                 self._plain[key] = whole_rule(operands, [v.aval.shape for v in eqn.outvars])
             else:
-                self._plain[key] = compose(lowered, operands)
+                self._plain[key] = compose(lowered, operands, masks=eqn.primitive.name in ("gather", "scatter-add"))
 
     def _plain_equations(self, equation: Equation, differentiated: bool) -> Iterable[Equation]:
         if is_call(equation):

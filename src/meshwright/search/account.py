@@ -84,11 +84,12 @@ def _conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[t
                 seen.add(key)
                 found = _plain(problem, value, spec_of[value], target)
                 yield found, value, problem.forward_runs_of(value, operator), m * repeats
-    for value in graph.outputs:
+    for position, value in enumerate(graph.outputs):
         if value is not None and value in spec_of:
             spec = spec_of[value]
-            if (value, Spec(spec.dims), None, 1) not in seen:
-                yield _plain(problem, value, spec, Spec(spec.dims)), value, 1, m
+            target = chosen.inputs[position] if position < problem.carried else Spec(spec.dims)
+            if (value, target, None, 1) not in seen:
+                yield _plain(problem, value, spec, target), value, 1, m
 
 
 def _plain(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> Conversion:

@@ -18,6 +18,9 @@ from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .pins import Pins
 
 
+# Logical meshes of up to this many axes are tried unless the user names one.
+_MAX_AXES = 2
+
 # Relative gain below which the simpler of two plans is taken: the cost model is not that exact.
 _WORTHWHILE = 5e-3
 
@@ -35,7 +38,7 @@ class SearchRequest:
       mesh: logical meshes to consider, as (names, sizes); empty for all factorisations of the devices.
       pins: what is fixed.
       remat: "none", "layer", or None for the planner's choice.
-      workspace_bytes: memory a device needs beside what the solver counts.
+      carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
       gap: relative optimality gap at which to stop.
       time_limit_seconds: for all solving together.
     """
@@ -48,6 +51,7 @@ class SearchRequest:
     mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
     pins: Pins
     remat: str | None
+    carried: int = 0
     gap: float = 1e-3
     time_limit_seconds: float = 60.0
 
@@ -115,7 +119,7 @@ def _meshes(request: SearchRequest) -> list[LogicalMesh]:
         return [cluster.logical_mesh(sizes, names) for names, sizes in request.mesh]
     meshes: list[LogicalMesh] = []
     seen: set[object] = set()
-    for shape in cluster.logical_shapes():
+    for shape in cluster.logical_shapes(max_axes=_MAX_AXES):
         mesh = cluster.logical_mesh(shape)
         # Meshes whose axes differ only in their order give the same plans.
         key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
@@ -131,7 +135,7 @@ def _solve(
     """The best choice on one mesh, or the least memory that would be enough."""
     problem = IntraOpProblem(
         graph, mesh, request.cluster.device, parameters=request.parameters, microbatches=request.microbatches,
-        pins=request.pins,
+        pins=request.pins, carried=request.carried,
     )  # fmt: skip
     try:
         chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)

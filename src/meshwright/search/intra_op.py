@@ -74,6 +74,7 @@ class IntraOpProblem:
       parameters: by position in `graph.parameters`.
       microbatches: how often the program runs in a step.
       pins: what the user has fixed.
+      carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
     """
 
     def __init__(
@@ -85,12 +86,14 @@ class IntraOpProblem:
         parameters: Sequence[ParameterInfo],
         microbatches: int,
         pins: Pins,
+        carried: int,
     ) -> None:
         self.graph = graph
         self.prices = Prices(mesh, device)
         self.sizes = self.prices.sizes
         self.parameters = parameters
         self.microbatches = microbatches
+        self.carried = carried
         self._pins = pins
         self._again, self._read_again = needed_again(graph)
         self._kept = kept_values(graph)
@@ -107,6 +110,7 @@ class IntraOpProblem:
         self._add_inputs()
         self._add_operators()
         self._add_operands()
+        self._add_outputs()
 
     # Nodes
 
@@ -201,7 +205,7 @@ class IntraOpProblem:
         return all(v in self._of_parameters for v in operator.results if v is not None)
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
-        values = self.graph.values
+        graph, values = self.graph, self.graph.values
 
         def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
             return tuple(None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices)
@@ -209,7 +213,7 @@ class IntraOpProblem:
         return (
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
             operator.combine, self.forward_runs(operator), operator.differentiated,
-            self._is_of_parameters(operator),
+            self._is_of_parameters(operator), self.prices.is_stored(graph, operator),
         )  # fmt: skip
 
     def _is_shared(self, value: int, users: Sequence[tuple[int, int]]) -> bool:
@@ -280,15 +284,18 @@ class IntraOpProblem:
                 self._connect(source, node, m * operator.operand_repeats[position] * table)
                 if index in self._kept and index not in self.shared_node and index not in self.input_node:
                     self._bytes[node] += self._kept_bytes(index, targets)
-        self._sum_outputs()
 
-    def _sum_outputs(self) -> None:
-        """An output may leave in any layout, but a partial one has to be summed for whoever reads it."""
-        for index in self.graph.outputs:
+    def _add_outputs(self) -> None:
+        """An output may leave in any layout, but a partial one has to be summed for whoever reads it, and one that is
+        carried to the next step leaves as the input it becomes."""
+        for position, index in enumerate(self.graph.outputs):
             if index is None or index not in self._defines:
                 continue
             node, specs = self._defines[index]
-            value = self.graph.values[index]
+            if position < self.carried:
+                target, wanted = self._defines[self.graph.inputs[position]]
+                self._connect(node, target, self._conversions(index, specs, wanted, 1))
+                continue
             for i, spec in enumerate(specs):
                 if spec.partial or spec.broadcast:
                     self._seconds[node][i] += self._conversions(index, (spec,), (Spec(spec.dims),), 1)[0, 0] * self.microbatches

@@ -80,8 +80,8 @@ class Pins:
             return tuple(c for c in kept if c.storage.dims == c.use.dims)
         whole = kept
         if self.zero in (1, 2):
-            kept = tuple(c for c in kept if c.storage.dims != c.use.dims or len(c.use.sharded_axes) == len(sizes))
-            kept = tuple(c for c in kept if not c.use.sharded_axes) or kept
+            # Whole in use, its gradient summed over every axis: the data-parallel form that ZeRO divides.
+            kept = tuple(c for c in kept if c.use.broadcast == frozenset(sizes)) or kept
         most = max((len((c.use if self.zero == 3 else c.storage).sharded_axes) for c in kept), default=0)
         best = tuple(c for c in kept if len((c.use if self.zero == 3 else c.storage).sharded_axes) == most)
         return best or whole

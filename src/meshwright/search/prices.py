@@ -11,7 +11,11 @@ from ..cluster import Device, LogicalMesh
 from ..cost.collective import collective_seconds
 from ..cost.compute import elementwise_seconds, matmul_seconds
 from ..program.graph import Graph, Operator
+from ..program.residuals import is_fusible
 from ..sharding import Algorithm, Spec, convert
+
+# Share of an elementwise operator's memory traffic that is left when it is fused into its readers: its arithmetic.
+_FUSED_SHARE = 0.1
 
 
 class Prices:
@@ -147,4 +151,11 @@ class Prices:
             return runs * matmul_seconds(operator.flops / shards, read + written, dtype, self.device), inside
         if operator.differentiated:
             runs += 1
+        if not self.is_stored(graph, operator):
+            written *= _FUSED_SHARE
         return runs * elementwise_seconds(written, self.device), inside
+
+    def is_stored(self, graph: Graph, operator: Operator) -> bool:
+        """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain."""
+        readers = [graph.operators[user] for v in operator.results if v is not None for user, _ in graph.consumers.get(v, ())]
+        return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)

@@ -24,8 +24,8 @@ Optimizer = Literal["adam", "adamw", "sgd"]
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     # A larger epsilon than the default keeps gradients that are zero but for rounding (a key bias) from becoming noise.
-    "adam": lambda: optax.adam(1e-3, eps=1e-6),
-    "adamw": lambda: optax.adamw(1e-3, eps=1e-6, weight_decay=0.01),
+    "adam": lambda: optax.adam(1e-3, eps=1e-5),
+    "adamw": lambda: optax.adamw(1e-3, eps=1e-5, weight_decay=0.01),
     "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
 }
 

@@ -1,0 +1,246 @@
+"""A plan as a page that a person reads: what it is, what it is predicted to take, where everything lies, and why.
+
+Everything follows from the plan; nothing is measured or priced here. What the plan does not say (`report.strategy`
+tells when) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isfinite, prod
+
+from ..plan import ParameterPlan, Plan, Stage
+from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
+from ..sharding import Spec
+from .strategy import AxisRole, axis_roles, side
+from .table import (
+    format_bytes,
+    format_count,
+    format_flops,
+    format_flops_rate,
+    format_percent,
+    format_seconds,
+    format_table,
+)
+
+# From this share of the limit on, memory is said to bind.
+_BINDS = 0.9
+
+
+def explain_plan(plan: Plan, *, considered: Sequence[str] = ()) -> str:
+    """The plan as text, without a final newline.
+
+    Args:
+      plan: to be explained.
+      considered: the candidates that the search compared, a line each.
+    """
+    parts = ["\n".join(_header(plan))]
+    for number, stage in enumerate(plan.stages, start=1):
+        if len(plan.stages) > 1:
+            first, last = stage.layers
+            parts.append(
+                f"STAGE {number} of {len(plan.stages)}: layers {first} to {last - 1}, {len(stage.devices)} devices, "
+                f"mesh {mesh_words(stage.mesh)}"
+            )
+        parts += _stage(plan, stage)
+    if considered:
+        parts.append(_section("Considered by the search", considered))
+    if plan.notes:
+        parts.append(_section("Notes", plan.notes))
+    return "\n\n".join(parts)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+# What it is
+
+
+def _header(plan: Plan) -> Iterator[str]:
+    yield f"Plan of program {plan.program} for cluster {plan.cluster}, {_count(plan.num_devices, 'device')}"
+    if len(plan.stages) == 1:
+        yield f"mesh: {mesh_words(plan.stages[0].mesh)}"
+    cut = f"{plan.microbatches}, one after the other" if plan.microbatches > 1 else "1 (the whole batch at once)"
+    yield f"microbatches: {cut}"
+    yield f"stages: {len(plan.stages)}" + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
+    predicted = plan.predicted
+    if predicted is None:
+        yield "predicted step time: none, the plan has not been priced"
+        return
+    yield f"predicted step time: {format_seconds(predicted.step_seconds)}{_where_it_goes(plan, predicted.step_seconds)}"
+    rate = format_flops_rate(predicted.tflops_per_device * 1e12)
+    yield f"predicted rate: {rate} of the model a device, {format_flops(predicted.flops_per_device)} executed a device"
+    gap = predicted.optimality_gap
+    if isfinite(gap):
+        yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none under the cost model'}"
+
+
+def _where_it_goes(plan: Plan, step_seconds: float) -> str:
+    """The step's parts; with several stages they overlap, and each stage tells its own."""
+    if len(plan.stages) != 1:
+        return ""
+    stage = plan.stages[0]
+    rest = step_seconds - stage.compute_seconds - stage.communication_seconds
+    parts = [("compute", stage.compute_seconds), ("communication", stage.communication_seconds)]
+    if rest > 1e-3 * step_seconds:
+        parts.append(("the rest (update, memory traffic)", rest))
+    said = (f"{name} {format_seconds(s)}{_share(s, step_seconds)}" for name, s in parts)
+    return f" = {' + '.join(said)}" if rest > -1e-3 * step_seconds else ""
+
+
+def _stage(plan: Plan, stage: Stage) -> Iterator[str]:
+    roles = axis_roles(stage)
+    named = [f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names]
+    if named:
+        yield _section("Strategy", named)
+    if len(plan.stages) > 1:
+        seconds = (
+            f"compute {format_seconds(stage.compute_seconds)}",
+            f"communication {format_seconds(stage.communication_seconds)}",
+        )
+        yield _section("Predicted time of a step", seconds)
+    yield _section("Predicted memory of a device", _memory(stage).split("\n"))
+    if stage.communication:
+        rows = [(c.kind, format_count(c.count), format_bytes(c.bytes)) for c in stage.communication]
+        table = format_table(("collective", "count", "buffers"), rows)
+        yield _section("Predicted collectives of a step, on a device", table.split("\n"))
+    else:
+        yield _section("Predicted collectives of a step, on a device", ["none"])
+    if stage.parameters:
+        yield _section("Parameters", _parameters(stage).split("\n"))
+    if stage.inputs:
+        rows = [(given.name, _shape(given.shape), _layout(given.shape, given.spec)) for given in stage.inputs]
+        yield _section("Inputs", format_table(("input", "shape", "layout"), rows, left=3).split("\n"))
+    yield _section("Why", [*_reasons(plan, stage, roles)])
+
+
+def _memory(stage: Stage) -> str:
+    memory, limit = stage.memory, stage.memory_limit_bytes
+    items = [
+        ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
+        ("activations", memory.activations), ("workspace", memory.workspace), ("total", memory.total), ("limit", limit),
+    ]  # fmt: skip
+    rows = [
+        (name, format_bytes(n), format_percent(n / limit) if limit > 0 and isfinite(limit) else "-")
+        for name, n in items
+    ]
+    return format_table(("memory", "size", "of the limit"), rows)
+
+
+# Where everything lies
+
+
+def _parameters(stage: Stage) -> str:
+    """A row for all parameters that differ in the numbers of their names only."""
+    groups: dict[tuple[str, tuple[int, ...], Spec, Spec], list[str]] = {}
+    of: dict[tuple[str, tuple[int, ...], Spec, Spec], ParameterPlan] = {}
+    for p in stage.parameters:
+        key = (name_pattern(p.name), p.shape, p.use, p.storage)
+        groups.setdefault(key, []).append(p.name)
+        of.setdefault(key, p)
+    rows = [
+        (
+            common_name(names), str(len(names)), _shape(p.shape), _layout(p.shape, p.use),
+            optimizer_words(p) or "as the parameter", " ".join(sorted(p.use.broadcast)) or "-",
+        )
+        for names, p in ((names, of[key]) for key, names in groups.items())
+    ]  # fmt: skip
+    return format_table(
+        ("parameter", "count", "shape", "layout", "optimizer state", "gradient summed over"), rows, left=6
+    )
+
+
+def _layout(shape: tuple[int, ...], spec: Spec) -> str:
+    parts = []
+    for dim, axes in enumerate(spec.dims):
+        if axes:
+            way = side(shape, dim)
+            parts.append(f"split dim {dim} over {' '.join(axes)}" + (f" ({way})" if way else ""))
+    return ", ".join(parts) or "whole"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# Why
+
+
+def _reasons(plan: Plan, stage: Stage, roles: Sequence[AxisRole]) -> Iterator[str]:
+    for role in roles:
+        if role.summed:
+            yield f"gradients of {_parameters_of(role.summed)} summed over {role.axis}: {_cause(role)}"
+    if plan.microbatches > 1 and any(role.summed for role in roles):
+        yield f"gradients of the {plan.microbatches} microbatches are added up first: one sum over devices a step"
+    yield from _storage(stage, [role.axis for role in roles if role.stored])
+    for role in roles:
+        if role.split:
+            yield f"{_parameters_of(role.split)} split over {role.axis}: {_held(role)}"
+    unsummed = [p for p in stage.parameters if not p.use.broadcast]
+    if unsummed:
+        yield f"no reduction needed for the gradients of {_parameters_of(unsummed)}: each device has all of its part"
+    links = sum(bool(operator.broadcast) for operator in stage.operators)
+    if links:
+        yield f"{_count(links, 'operator')} on the way of a gradient leave its sum over devices to be taken once, later"
+    if stage.settled:
+        yield f"{_count(len(stage.settled), 'value')} with several readers moved once for all of them"
+    yield from _memory_reason(stage)
+
+
+def _cause(role: AxisRole) -> str:
+    if role.over_batch:
+        return f"the batch is split over {role.axis}"
+    if role.input_dims:
+        return f"inputs are split over {role.axis} on dim {', '.join(map(str, role.input_dims))}"
+    return f"the operators that read them are split over {role.axis} along a dim they lack"
+
+
+def _held(role: AxisRole) -> str:
+    match role.holding:
+        case "used split":
+            return "used as they are held, so each device computes with its part only"
+        case "gathered":
+            return "stored split, gathered at use (ZeRO-3)"
+    return "each device holds, and updates, its part only"
+
+
+def _storage(stage: Stage, axes: Sequence[str]) -> Iterator[str]:
+    """ZeRO-1 and 2, with the memory they save: the plan gives the optimizer state of all parameters together."""
+    stored = [p for p in stage.parameters if p.stored_axes]
+    if not stored:
+        return
+    sizes = stage.sizes
+    factors = {p.storage.shards(sizes) / p.use.shards(sizes) for p in stage.parameters}
+    held = sum(prod(p.shape) / p.storage.shards(sizes) for p in stage.parameters)
+    would = sum(prod(p.shape) / p.use.shards(sizes) for p in stage.parameters)
+    saved = stage.memory.optimizer * (would / held - 1) if held else 0.0
+    # Exact where every parameter is split further by the same factor, whatever the optimizer keeps of each.
+    about = "" if len(factors) == 1 else "about "
+    saying = f": saves {about}{format_bytes(saved)} a device" if saved > 0 else ""
+    yield f"optimizer state of {_parameters_of(stored)} split over {' '.join(axes)} (ZeRO-1/2){saying}"
+
+
+def _memory_reason(stage: Stage) -> Iterator[str]:
+    limit = stage.memory_limit_bytes
+    share = stage.memory.total / limit if limit > 0 and isfinite(limit) else 0.0
+    ranges = sum(len(runs) for _, runs in stage.rematerialised)
+    again = (
+        f"activations of {_count(ranges, 'range')} of equations computed again in the backward pass" if ranges else ""
+    )
+    if share >= _BINDS:
+        yield f"memory binds ({format_percent(share)} of the limit)" + (f": rematerialised, {again}" if again else "")
+    elif again:
+        yield f"rematerialised: {again}"
+
+
+def _parameters_of(parameters: Sequence[ParameterPlan]) -> str:
+    return _count(len(parameters), "parameter")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f" ({format_percent(part / whole)})" if whole > 0 and isfinite(whole) else ""

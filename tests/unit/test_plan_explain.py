@@ -1,0 +1,249 @@
+"""The page that explains a plan: what it calls a strategy, and what it gives as reasons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright.plan import (
+    Collective,
+    InputPlan,
+    Memory,
+    OperatorPlan,
+    ParameterPlan,
+    Plan,
+    Prediction,
+    Stage,
+)
+from meshwright.report.explain import explain_plan
+from meshwright.report.strategy import AxisRole, axis_roles
+from meshwright.sharding import Spec
+
+MIB = 2.0**20
+BATCH, COLUMN, NONE = (("x",), (), ()), ((), (), ("x",)), ((), (), ())
+SUMMED = Spec(((), ()), broadcast=frozenset({"x"}))
+BY_BATCH, BY_COLUMN, BY_ROW, WHOLE = Spec((("x",), ())), Spec(((), ("x",))), Spec((("x",), ())), Spec(((), ()))
+
+
+def parameter(name: str, use: Spec, storage: Spec | None = None, shape: tuple[int, ...] = (8, 16)) -> ParameterPlan:
+    return ParameterPlan(name=name, shape=shape, use=use, storage=storage or Spec(use.dims))
+
+
+def stage_of(
+    parameters: tuple[ParameterPlan, ...],
+    *,
+    products: tuple[Any, ...],
+    batch: Spec = WHOLE,
+    gathers: int = 0,
+    **changes: Any,
+) -> Stage:
+    """A stage on x=4 with one input and the matrix products split as given."""
+    stage = Stage(
+        layers=(0, 1),
+        devices=(0, 1, 2, 3),
+        mesh=(("x", 4),),
+        operators=tuple(OperatorPlan(path=(i,), name="dot_general", axes=axes) for i, axes in enumerate(products)),
+        settled=(),
+        parameters=parameters,
+        inputs=(InputPlan(name="batch", shape=(16, 8), spec=batch),),
+        rematerialised=(),
+        memory=Memory(parameters=MIB, gradients=MIB, optimizer=2 * MIB, activations=MIB, workspace=0.0),
+        memory_limit_bytes=10 * MIB,
+        communication=tuple(Collective(kind="all_gather", count=n, bytes=n * MIB) for n in (gathers,) if n),
+        compute_seconds=0.010,
+        communication_seconds=0.005,
+    )
+    return replace(stage, **changes)
+
+
+def plan_of(*stages: Stage, **changes: Any) -> Plan:
+    plan = Plan(
+        program="abc", cluster="two hosts", cluster_fingerprint="f", microbatches=1, schedule="none", stages=stages,
+        predicted=Prediction(step_seconds=0.020, tflops_per_device=1.5, flops_per_device=2e9, optimality_gap=0.0),
+    )  # fmt: skip
+    return replace(plan, **changes)
+
+
+def role_of(stage: Stage) -> AxisRole:
+    (role,) = axis_roles(stage)
+    return role
+
+
+# Strategies
+
+
+def test_data_parallel_by_the_inputs() -> None:
+    stage = stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_BATCH)
+    assert role_of(stage).names == ("data parallel",)
+    text = explain_plan(plan_of(stage))
+    assert "x: data parallel" in text
+    assert "gradients of 1 parameter summed over x: the batch is split over x" in text
+
+
+def test_data_parallel_by_the_matrix_products_when_inputs_are_whole() -> None:
+    assert role_of(stage_of((parameter("w", SUMMED),), products=(BATCH, NONE))).names == ("data parallel",)
+
+
+def test_a_sum_over_an_axis_of_mixed_use_has_no_name() -> None:
+    stage = stage_of((parameter("w", SUMMED),), products=(BATCH, COLUMN))
+    assert role_of(stage).names == ()
+    assert "along a dim they lack" in explain_plan(plan_of(stage))
+
+
+def test_inputs_split_on_another_dim_are_not_called_data_parallel() -> None:
+    stage = stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_COLUMN)
+    assert role_of(stage).names == ()
+    assert "inputs are split over x on dim 1" in explain_plan(plan_of(stage))
+
+
+def test_zero_1_says_what_it_saves() -> None:
+    """Every parameter is stored split by 4: 2 MiB would have been 8."""
+    stage = stage_of((parameter("w", SUMMED, BY_ROW),), products=(BATCH,), batch=BY_BATCH, gathers=1)
+    assert role_of(stage).names == ("data parallel", "ZeRO-1/2")
+    text = explain_plan(plan_of(stage))
+    assert "optimizer state of 1 parameter split over x (ZeRO-1/2): saves 6.0 MiB a device" in text
+
+
+def test_zero_1_of_some_parameters_saves_about() -> None:
+    """128 elements stored by 4 and 128 whole: 2 MiB holds 160 elements' state, and would hold 256."""
+    parameters = (parameter("w", SUMMED, BY_ROW), parameter("v", SUMMED))
+    text = explain_plan(plan_of(stage_of(parameters, products=(BATCH,), batch=BY_BATCH, gathers=1)))
+    assert "saves about 1.2 MiB a device" in text
+
+
+def test_zero_3_gathers_what_it_stores_split() -> None:
+    stage = stage_of((parameter("w", BY_ROW),), products=(BATCH,), batch=BY_BATCH, gathers=2)
+    assert role_of(stage).names == ("data parallel", "ZeRO-3")
+    assert "1 parameter split over x: stored split, gathered at use (ZeRO-3)" in explain_plan(plan_of(stage))
+
+
+def test_zero_3_with_whole_inputs_needs_a_gather_and_a_scatter_for_each() -> None:
+    parameters = (parameter("w", BY_ROW), parameter("v", BY_COLUMN))
+    for scatters, holding in ((1, "unknown"), (2, "gathered")):
+        traffic = tuple(
+            Collective(kind=kind, count=n, bytes=MIB) for kind, n in (("all_gather", 2), ("reduce_scatter", scatters))
+        )
+        assert role_of(stage_of(parameters, products=(BATCH,), communication=traffic)).holding == holding
+
+
+@pytest.mark.parametrize(("use", "way"), [(BY_COLUMN, "column"), (BY_ROW, "row")])
+def test_tensor_parallel_where_nothing_is_gathered(use: Spec, way: str) -> None:
+    stage = stage_of((parameter("w", use),), products=(COLUMN,))
+    assert role_of(stage).names == (f"tensor parallel ({way})",)
+    text = explain_plan(plan_of(stage))
+    assert f"over x ({way})" in text
+    assert "no reduction needed for the gradients of 1 parameter" in text
+
+
+def test_gathers_of_zero_1_are_not_held_against_tensor_parallelism() -> None:
+    """The one all-gather fetches `v` after its update."""
+    parameters = (parameter("w", BY_COLUMN), parameter("v", WHOLE, BY_ROW))
+    assert role_of(stage_of(parameters, products=(COLUMN,), gathers=1)).holding == "used split"
+
+
+def test_tensor_parallel_beside_other_gathers() -> None:
+    parameters = (parameter("w", BY_COLUMN), parameter("scale", WHOLE))
+    assert role_of(stage_of(parameters, products=(COLUMN, NONE), gathers=3)).holding == "used split"
+
+
+def test_a_split_with_two_readings_has_no_name() -> None:
+    """Gathered or used split: the products are split both ways, and something is gathered."""
+    stage = stage_of((parameter("w", BY_COLUMN),), products=(COLUMN, BATCH), gathers=3)
+    assert role_of(stage).names == ()
+    text = explain_plan(plan_of(stage))
+    assert "Strategy" not in text
+    assert "each device holds, and updates, its part only" in text
+
+
+def test_experts() -> None:
+    experts = parameter("moe/experts/w", Spec((("x",), (), ())), shape=(4, 8, 16))
+    assert role_of(stage_of((experts,), products=(BATCH,))).names == ("expert parallel",)
+    unnamed = replace(experts, name="moe/w")
+    assert role_of(stage_of((unnamed,), products=(BATCH,))).names == ("tensor parallel",)
+
+
+# The page
+
+
+def test_the_header_says_where_the_step_goes() -> None:
+    text = explain_plan(plan_of(stage_of((), products=())))
+    assert text.startswith("Plan of program abc for cluster two hosts, 4 devices\nmesh: x=4\n")
+    assert (
+        "predicted step time: 20.0 ms = compute 10.0 ms (50.0 %) + communication 5.0 ms (25.0 %)"
+        " + the rest (update, memory traffic) 5.0 ms (25.0 %)"
+    ) in text
+    assert "predicted rate: 1.5 TFLOP/s of the model a device, 2.0 GFLOP executed a device" in text
+    assert "optimality gap: none under the cost model" in text
+
+
+def test_parts_that_do_not_add_up_are_not_shown_as_a_sum() -> None:
+    text = explain_plan(plan_of(stage_of((), products=(), compute_seconds=1.0)))
+    assert "predicted step time: 20.0 ms\n" in text
+
+
+def test_a_gap_is_a_bound_and_an_infinite_one_says_nothing() -> None:
+    plan = plan_of(stage_of((), products=()))
+    assert plan.predicted is not None
+    assert "at most 3.0 %" in explain_plan(plan.with_prediction(replace(plan.predicted, optimality_gap=0.03)))
+    assert "gap" not in explain_plan(plan.with_prediction(replace(plan.predicted, optimality_gap=float("inf"))))
+    assert "has not been priced" in explain_plan(plan.with_prediction(None))
+
+
+def test_the_memory_table() -> None:
+    lines = [line.split() for line in explain_plan(plan_of(stage_of((), products=()))).splitlines()]
+    assert ["optimizer", "2.0", "MiB", "20.0", "%"] in lines
+    assert ["total", "5.0", "MiB", "50.0", "%"] in lines
+    assert ["limit", "10.0", "MiB", "100.0", "%"] in lines
+    endless = explain_plan(plan_of(stage_of((), products=(), memory_limit_bytes=float("inf"))))
+    assert ["total", "5.0", "MiB", "-"] in [line.split() for line in endless.splitlines()]
+
+
+def test_collectives_by_kind() -> None:
+    lines = [line.split() for line in explain_plan(plan_of(stage_of((), products=(), gathers=3))).splitlines()]
+    assert ["all_gather", "3", "3.0", "MiB"] in lines
+
+
+def test_equal_parameters_of_many_layers_share_a_row() -> None:
+    parameters = (
+        *(parameter(f"layers/{i}/w1", SUMMED, BY_ROW) for i in range(24)),
+        *(parameter(f"layers/{i}/w2", BY_ROW) for i in range(24)),
+    )
+    lines = explain_plan(plan_of(stage_of(parameters, products=(BATCH,)))).splitlines()
+    rows = [line.split() for line in lines if "layers/" in line]
+    assert rows == [
+        ["layers/*/w1", "24", "8x16", "whole", "over", "x", "on", "dim", "0", "x"],
+        ["layers/*/w2", "24", "8x16", "split", "dim", "0", "over", "x", "(row)", "as", "the", "parameter", "-"],
+    ]
+
+
+def test_memory_that_binds() -> None:
+    ranges = (((), ((0, 3), (3, 6))),)
+    tight = stage_of((), products=(), rematerialised=ranges, memory_limit_bytes=5.0 * MIB)
+    assert "memory binds (100.0 % of the limit): rematerialised, activations of 2 ranges" in explain_plan(
+        plan_of(tight)
+    )
+    roomy = explain_plan(plan_of(replace(tight, memory_limit_bytes=50 * MIB)))
+    assert "binds" not in roomy
+    assert "rematerialised: activations of 2 ranges of equations computed again" in roomy
+
+
+def test_microbatches_and_considered_and_notes() -> None:
+    stage = stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_BATCH)
+    text = explain_plan(plan_of(stage, microbatches=4, notes=("by hand",)), considered=("4 remat=none: 0.02 s",))
+    assert "microbatches: 4" in text
+    assert "gradients of the 4 microbatches are added up first" in text
+    assert text.endswith("Considered by the search\n  4 remat=none: 0.02 s\n\nNotes\n  by hand")
+
+
+def test_each_stage_has_its_own_part() -> None:
+    stage = stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_BATCH)
+    second = replace(stage, layers=(1, 3), devices=(4, 5, 6, 7), parameters=(parameter("v", BY_COLUMN),))
+    text = explain_plan(plan_of(stage, second, schedule="gpipe"))
+    assert "stages: 2, schedule gpipe" in text
+    first, other = text.split("STAGE 2 of 2: layers 1 to 2, 4 devices, mesh x=4")
+    assert "STAGE 1 of 2: layers 0 to 0" in first
+    assert "x: data parallel" in first
+    assert "tensor parallel (column)" in other
+    assert "compute 10.0 ms" in other
