@@ -41,7 +41,7 @@ def relate_state(
     jaxpr = open_jaxpr(outer)
     marked = jaxpr.eqns[marker]
     after = jaxpr.eqns[marker + 1 :]
-    rules.prepare([(equation, False) for equation in after])
+    rules.prepare([(equation, False) for equation in (*jaxpr.eqns[:marker], *after)])
     composer = Composer()
     env: dict[Any, Any] = {}
 

@@ -6,7 +6,7 @@ through it untouched. Its equations need no plan: each is split the way its oper
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,9 @@ from ..program.rules import Rules
 from ..sharding import Algorithm, Spec, algorithm_of
 from .local_value import LocalValue
 
+# Linear in all operands together.
+_LINEAR = frozenset("add add_any sub neg convert_element_type reshape transpose squeeze broadcast_in_dim reduce_sum copy".split())
+
 
 class Follower:
     """Evaluates the programs inside calls.
@@ -36,11 +39,18 @@ class Follower:
     Args:
       rules: factor rules of every equation inside.
       sizes: mesh axis sizes.
+      take_over: may evaluate an equation in the place of the follower, by returning its results.
     """
 
-    def __init__(self, rules: Rules, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        sizes: Mapping[str, int],
+        take_over: Callable[[Equation, Sequence[LocalValue]], Sequence[LocalValue] | None] | None = None,
+    ) -> None:
         self._rules = rules
         self._sizes = sizes
+        self._take_over = take_over
 
     def call(self, equation: Equation, algorithm: Algorithm, operands: Sequence[Any], *, differentiated: bool) -> list[Any]:
         """Results of a call on shards laid out as `algorithm` says."""
@@ -105,6 +115,8 @@ class Follower:
 
     def _equation(self, equation: Equation, operands: Sequence[LocalValue]) -> list[LocalValue]:
         name, params = equation.primitive.name, equation.params
+        if self._take_over is not None and (taken := self._take_over(equation, operands)) is not None:
+            return list(taken)
         if name in ("custom_jvp_call", "custom_vjp_call"):
             return self.program(inline(params["call_jaxpr"]), operands)
         if is_remat(equation):
@@ -116,10 +128,16 @@ class Follower:
         if name == "scan":
             return self._scan(equation, operands)
         algorithm = self._follow(equation, operands)
-        shards = [value.read(spec) for value, spec in zip(operands, algorithm.operands, strict=True)]
+        partial = _common_partial(equation, operands)
+        shards = [
+            value.read(Spec(spec.dims, partial=partial)) for value, spec in zip(operands, algorithm.operands, strict=True)
+        ]
         rule = self._rules.rule(equation, differentiated=False)
         results = evaluate_local(equation, Split(rule, algorithm.axes, self._sizes), shards)
-        return [LocalValue(x, s, self._sizes) for x, s in zip(results, algorithm.results, strict=True)]
+        return [
+            LocalValue(x, Spec(s.dims, partial=s.partial | partial), self._sizes)
+            for x, s in zip(results, algorithm.results, strict=True)
+        ]
 
     def _follow(self, equation: Equation, operands: Sequence[LocalValue]) -> Algorithm:
         """Split each factor as the first operand that has it split is."""
@@ -208,6 +226,14 @@ class Follower:
         )  # fmt: skip
         results = [LocalValue(x, s, self._sizes) for x, s in zip(final, carry_specs, strict=True)]
         return results + [LocalValue(x, s, self._sizes) for x, s in zip(ys, stacked, strict=True)]
+
+
+def _common_partial(equation: Equation, operands: Sequence[LocalValue]) -> frozenset[str]:
+    """Axes over which a linear equation may leave its result partial, as all its operands are: many sums then cost one
+    all-reduce, of their total."""
+    if equation.primitive.name not in _LINEAR or not operands:
+        return frozenset()
+    return frozenset.intersection(*(value.spec.partial for value in operands))
 
 
 def _settle(value: LocalValue, spec: Spec) -> Any:

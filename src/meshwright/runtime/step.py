@@ -1,7 +1,8 @@
 """A plan made executable: one jitted function of the step's arguments.
 
-The core runs inside one fully manual `shard_map` with the plan's collectives; what surrounds it (preprocessing, the
-optimizer) is left to JAX's automatic sharding, tied down at both ends by the layouts of the state.
+The step runs inside one fully manual `shard_map`. The core has the plan's algorithms and collectives; what surrounds it
+(preprocessing, the optimizer) is split the way the arrays it reads are, which the layouts of the state tie down at both
+ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._jax.grad import value_and_grad_p
-from .._jax.jaxpr import bind, evaluate, open_jaxpr
+from .._jax.jaxpr import open_jaxpr
 from .._jax.random import is_key
 from ..errors import PlanError
 from ..plan import Plan, Stage
@@ -24,6 +25,8 @@ from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
 from .collectives import run_conversion
 from .evaluate import ShardedProgram
+from .follow import Follower
+from .local_value import LocalValue
 
 
 class PlannedStep:
@@ -48,8 +51,10 @@ class PlannedStep:
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         self._sharded = _sharded_program(program, self._stage)
-        self.in_shardings = self._input_shardings()
-        self.out_shardings = self._output_shardings()
+        self.in_specs = self._input_specs()
+        self.in_shardings = tuple(self._named(spec) for spec in self.in_specs)
+        self._rest_specs: list[Spec] | None = None
+        self.out_shardings = tuple(self._named(spec) for spec in self._out_specs())
         self.jitted = jax.jit(
             self._step,
             in_shardings=self.in_shardings,
@@ -71,17 +76,21 @@ class PlannedStep:
 
     def lower(self) -> Any:
         """The lowered step, from shapes alone."""
-        avals = open_jaxpr(self.program.outer).invars
-        return self.jitted.lower(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in avals))
+        return self.jitted.lower(*self.avals())
+
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the step's flat arguments."""
+        invars = open_jaxpr(self.program.outer).invars
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
 
     # Layouts
 
     def _named(self, spec: Spec) -> NamedSharding:
         return NamedSharding(self.mesh, _partition(spec))
 
-    def _input_shardings(self) -> tuple[NamedSharding, ...]:
+    def _input_specs(self) -> list[Spec]:
         program, stage = self.program, self._stage
-        shardings: list[NamedSharding] = []
+        specs: list[Spec] = []
         consts = {source: plan.spec for source, plan in zip(program.core_inputs, stage.inputs, strict=True)}
         for index, var in enumerate(open_jaxpr(program.outer).invars):
             spec = Spec.replicated(var.aval.ndim if not is_key(var.aval) else len(var.aval.shape))
@@ -92,66 +101,63 @@ class PlannedStep:
                 spec = _fitting(tuple(storage.dims[d] if d is not None else () for d in leaf.dims), var.aval.shape, stage)
             elif index in consts:
                 spec = consts[index]
-            shardings.append(self._named(spec))
-        return tuple(shardings)
-
-    def _output_shardings(self) -> tuple[Any, ...]:
-        outputs = len(open_jaxpr(self.program.outer).outvars)
-        rest: list[Any] = [None] * (outputs - self.program.state_inputs)
-        return (*self.in_shardings[: self.program.state_inputs], *rest)
+            specs.append(spec)
+        return specs
 
     # The step
 
     def _step(self, *flat: Any) -> tuple[Any, ...]:
-        program = self.program
-        if not program.marked:
-            return tuple(self._whole(flat))
-        # Outside the core, parameters are read the way their update is stored.
-        stored: dict[int, Any] = {}
-        for position, index in enumerate(program.parameter_inputs):
-            if index is not None and self._stage.parameters[position].stored_axes:
-                sharding = self._named(self._stage.parameters[position].storage)
-                stored[id(flat[index])] = lax.with_sharding_constraint(flat[index], sharding)
-
-        def on_equation(equation: Any, operands: Sequence[Any]) -> Any:
-            if equation.primitive is value_and_grad_p:
-                return self._value_and_grad(operands)
-            return bind(equation, *(stored.get(id(x), x) for x in operands))
-
-        return tuple(evaluate(program.outer, *flat, on_equation=on_equation))
-
-    def _whole(self, flat: Sequence[Any]) -> list[Any]:
-        """The step as one forward program."""
-        program, graph = self.program, self.program.graph
-        specs = [plan.spec for plan in self._stage.inputs]
-        outs = [
-            Spec(spec.dims) if i >= program.state_inputs else specs[i]
-            for i, spec in enumerate(self._sharded.output_specs(specs))
-        ]
-        assert len(graph.inputs) == len(flat)
-
-        def local(*shards: Any) -> list[Any]:
-            return self._sharded(shards, specs, outs)
-
-        return self._shard_map(local, specs, outs)(*flat)
-
-    def _shard_map(self, function: Any, in_specs: Sequence[Spec], out_specs: Sequence[Spec]) -> Any:
-        return jax.shard_map(
-            function,
+        in_specs, out_specs = self.in_specs, self._out_specs()
+        run = jax.shard_map(
+            lambda *shards: tuple(v.read(s) for v, s in zip(self._local(shards, in_specs), out_specs, strict=True)),
             mesh=self.mesh,
             in_specs=tuple(_partition(s) for s in in_specs),
-            out_specs=[_partition(s) for s in out_specs],
+            out_specs=tuple(_partition(s) for s in out_specs),
             check_vma=False,
         )
+        return run(*flat)
 
-    def _value_and_grad(self, operands: Sequence[Any]) -> list[Any]:
+    def _out_specs(self) -> list[Spec]:
+        """State leaves as it came; the rest in whatever layout it has at the end."""
+        program = self.program
+        if self._rest_specs is None:
+            found: list[Spec] = []
+
+            def trace(*shards: Any) -> list[Any]:
+                made = self._local(shards, self.in_specs)[program.state_inputs :]
+                found[:] = [Spec(v.spec.dims) for v in made]
+                return [v.read(s) for v, s in zip(made, found, strict=True)]
+
+            in_specs = tuple(_partition(s) for s in self.in_specs)
+            probe = jax.shard_map(trace, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
+            jax.eval_shape(probe, *self.avals())
+            self._rest_specs = found
+        return [*self.in_specs[: program.state_inputs], *self._rest_specs]
+
+    def _local(self, shards: Sequence[Any], specs: Sequence[Spec]) -> list[LocalValue]:
+        """The whole step on one device's shards."""
+        program, sizes = self.program, self._stage.sizes
+        operands = [LocalValue(x, s, sizes) for x, s in zip(shards, specs, strict=True)]
+        if not program.marked:
+            inputs = [plan.spec for plan in self._stage.inputs]
+            outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
+            outs[: program.state_inputs] = inputs[: program.state_inputs]
+            made = self._sharded([v.read(s) for v, s in zip(operands, inputs, strict=True)], inputs, outs)
+            return [LocalValue(x, s, sizes) for x, s in zip(made, outs, strict=True)]
+
+        def take_over(equation: Any, values: Sequence[LocalValue]) -> Sequence[LocalValue] | None:
+            return self._value_and_grad(values) if equation.primitive is value_and_grad_p else None
+
+        return Follower(program.rules, sizes, take_over).program(program.outer, operands)
+
+    def _value_and_grad(self, operands: Sequence[LocalValue]) -> list[LocalValue]:
         """Loss, auxiliary results and gradients; gradients leave in their storage specs."""
         program, stage, sizes = self.program, self._stage, self._stage.sizes
         n = program.num_consts
         const_specs = [plan.spec for plan in stage.inputs]
         uses = [plan.use for plan in stage.parameters]
         storages = [plan.storage for plan in stage.parameters]
-        in_specs = [*const_specs, *(Spec(use.dims) for use in uses)]
+        shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
         made = [Spec(s.dims) for s in self._sharded.output_specs([*const_specs, *uses])]
 
         def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
@@ -163,21 +169,20 @@ class PlannedStep:
             (value, aux), grads = with_aux(*parameters)
             return value, aux, grads
 
-        def local(*shards: Any) -> list[Any]:
-            consts, parameters = shards[:n], shards[n:]
-            if program.microbatches == 1:
-                value, aux, grads = microbatch(consts, parameters)
-            else:
-                value, aux, grads = self._accumulate(microbatch, consts, parameters)
-            # One synchronisation a step: gradients are partial over the axes they were broadcast over.
-            synchronised = []
-            for grad, use, storage in zip(grads, uses, storages, strict=True):
-                conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
-                assert conversion is not None
-                synchronised.append(run_conversion(grad, conversion, sizes, differentiated=False))
-            return [value, *aux, *synchronised]
-
-        return self._shard_map(local, in_specs, [*made, *storages])(*operands)
+        consts, parameters = shards[:n], shards[n:]
+        if program.microbatches == 1:
+            value, aux, grads = microbatch(consts, parameters)
+        else:
+            value, aux, grads = self._accumulate(microbatch, consts, parameters)
+        # One synchronisation a step: gradients are partial over the axes they were broadcast over.
+        synchronised = []
+        for grad, use, storage in zip(grads, uses, storages, strict=True):
+            conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
+            assert conversion is not None
+            synchronised.append(run_conversion(grad, conversion, sizes, differentiated=False))
+        return [
+            LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)
+        ]
 
     def _accumulate(self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Microbatches one after the other, gradients summed locally."""
