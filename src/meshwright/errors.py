@@ -17,3 +17,7 @@ class PlanError(ValueError):
     def __init__(self, *, refused: str, got: str, needed: str, where: str, try_: str) -> None:
         super().__init__(f"refused {refused}: got {got}; needed {needed}; where: {where}; try {try_}")
         self.refused, self.got, self.needed, self.where, self.try_ = refused, got, needed, where, try_
+
+
+class MemoryExceeded(PlanError):
+    """Nothing that was asked for fits a device's memory."""

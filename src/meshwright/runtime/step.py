@@ -1,32 +1,18 @@
-"""A plan made executable: one jitted function of the step's arguments.
-
-The step runs inside one fully manual `shard_map`. The core has the plan's algorithms and collectives; what surrounds it
-(preprocessing, the optimizer) is split the way the arrays it reads are, which the layouts of the state tie down at both
-ends.
-"""
+"""A plan made executable: one jitted function of the step's arguments on real devices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from .._jax.grad import value_and_grad_p
-from .._jax.jaxpr import open_jaxpr
-from .._jax.random import is_key
 from ..errors import PlanError
-from ..plan import Plan, Stage
+from ..plan import Plan
 from ..program.trace import Program
-from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
-from .collectives import run_conversion
-from .evaluate import ShardedProgram
-from .follow import Follower
-from .local_value import LocalValue
+from .local_step import LocalStep, partition
 
 
 class PlannedStep:
@@ -42,21 +28,21 @@ class PlannedStep:
     """
 
     def __init__(self, program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
-        _check(program, plan, devices)
+        if plan.num_devices != len(devices):
+            raise PlanError(
+                refused="the plan", got=f"{len(devices)} devices", needed=f"{plan.num_devices}, as planned", where="plan=",
+                try_="planning again for the devices at hand",
+            )  # fmt: skip
         self.program = program
         self.plan = plan
-        self._stage = plan.stages[0]
-        shape = tuple(size for _, size in self._stage.mesh)
-        names = tuple(name for name, _ in self._stage.mesh)
+        self._local = LocalStep(program, plan)
+        names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-        self._sharded = _sharded_program(program, self._stage)
-        self.in_specs = self._input_specs()
-        self.in_shardings = tuple(self._named(spec) for spec in self.in_specs)
-        self._rest_specs: list[Spec] | None = None
-        self.out_shardings = tuple(self._named(spec) for spec in self._out_specs())
+        self.in_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.in_specs)
+        self.out_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.out_specs)
         self.jitted = jax.jit(
-            self._step,
+            self._local.on(self.mesh),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=tuple(range(program.state_inputs)),
@@ -80,246 +66,4 @@ class PlannedStep:
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the step's flat arguments."""
-        invars = open_jaxpr(self.program.outer).invars
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
-
-    # Layouts
-
-    def _named(self, spec: Spec) -> NamedSharding:
-        return NamedSharding(self.mesh, _partition(spec))
-
-    def _input_specs(self) -> list[Spec]:
-        program, stage = self.program, self._stage
-        specs: list[Spec] = []
-        consts = {source: plan.spec for source, plan in zip(program.core_inputs, stage.inputs, strict=True)}
-        for index, var in enumerate(open_jaxpr(program.outer).invars):
-            spec = Spec.replicated(var.aval.ndim if not is_key(var.aval) else len(var.aval.shape))
-            if index in program.parameter_inputs:
-                spec = Spec(stage.parameters[program.parameter_inputs.index(index)].use.dims)
-            elif index < program.state_inputs and (leaf := program.state[index]) is not None:
-                storage = stage.parameters[leaf.parameter].storage
-                spec = _fitting(tuple(storage.dims[d] if d is not None else () for d in leaf.dims), var.aval.shape, stage)
-            elif index in consts:
-                spec = consts[index]
-            specs.append(spec)
-        return specs
-
-    # The step
-
-    def _step(self, *flat: Any) -> tuple[Any, ...]:
-        in_specs, out_specs = self.in_specs, self._out_specs()
-        run = jax.shard_map(
-            lambda *shards: tuple(v.read(s) for v, s in zip(self._local(shards, in_specs), out_specs, strict=True)),
-            mesh=self.mesh,
-            in_specs=tuple(_partition(s) for s in in_specs),
-            out_specs=tuple(_partition(s) for s in out_specs),
-            check_vma=False,
-        )
-        return run(*flat)
-
-    def _out_specs(self) -> list[Spec]:
-        """State leaves as it came; the rest in whatever layout it has at the end."""
-        program = self.program
-        if self._rest_specs is None:
-            found: list[Spec] = []
-
-            def trace(*shards: Any) -> list[Any]:
-                made = self._local(shards, self.in_specs)[program.state_inputs :]
-                found[:] = [Spec(v.spec.dims) for v in made]
-                return [v.read(s) for v, s in zip(made, found, strict=True)]
-
-            in_specs = tuple(_partition(s) for s in self.in_specs)
-            probe = jax.shard_map(trace, mesh=self.mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
-            jax.eval_shape(probe, *self.avals())
-            self._rest_specs = found
-        return [*self.in_specs[: program.state_inputs], *self._rest_specs]
-
-    def _local(self, shards: Sequence[Any], specs: Sequence[Spec]) -> list[LocalValue]:
-        """The whole step on one device's shards."""
-        program, sizes = self.program, self._stage.sizes
-        operands = [LocalValue(x, s, sizes) for x, s in zip(shards, specs, strict=True)]
-        if not program.marked:
-            inputs = [plan.spec for plan in self._stage.inputs]
-            outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
-            outs[: program.state_inputs] = inputs[: program.state_inputs]
-            made = self._sharded([v.read(s) for v, s in zip(operands, inputs, strict=True)], inputs, outs)
-            return [LocalValue(x, s, sizes) for x, s in zip(made, outs, strict=True)]
-
-        def take_over(equation: Any, values: Sequence[LocalValue]) -> Sequence[LocalValue] | None:
-            return self._value_and_grad(values) if equation.primitive is value_and_grad_p else None
-
-        return Follower(program.rules, sizes, take_over).program(program.outer, operands)
-
-    def _value_and_grad(self, operands: Sequence[LocalValue]) -> list[LocalValue]:
-        """Loss, auxiliary results and gradients; gradients leave in their storage specs."""
-        program, stage, sizes = self.program, self._stage, self._stage.sizes
-        n = program.num_consts
-        const_specs = [plan.spec for plan in stage.inputs]
-        uses = [plan.use for plan in stage.parameters]
-        storages = [plan.storage for plan in stage.parameters]
-        shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
-        made = [Spec(s.dims) for s in self._sharded.output_specs([*const_specs, *uses])]
-
-        def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
-            def loss(*leaves: Any) -> tuple[Any, list[Any]]:
-                out = self._sharded([*consts, *leaves], [*const_specs, *uses], made)
-                return out[0], out[1:]
-
-            with_aux = jax.value_and_grad(loss, argnums=tuple(range(len(parameters))), has_aux=True)
-            (value, aux), grads = with_aux(*parameters)
-            return value, aux, grads
-
-        consts, parameters = shards[:n], shards[n:]
-        if program.microbatches == 1:
-            value, aux, grads = microbatch(consts, parameters)
-        else:
-            value, aux, grads = self._accumulate(microbatch, consts, parameters)
-        # One synchronisation a step: gradients are partial over the axes they were broadcast over.
-        synchronised = []
-        for grad, use, storage in zip(grads, uses, storages, strict=True):
-            conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
-            assert conversion is not None
-            synchronised.append(run_conversion(grad, conversion, sizes, differentiated=False))
-        return [
-            LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)
-        ]
-
-    def _accumulate(self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
-        """Microbatches one after the other, gradients summed locally."""
-        program, count = self.program, self.program.microbatches
-        split = program.split_dims
-        rows = [
-            jnp.moveaxis(c.reshape(*c.shape[:d], count, c.shape[d] // count, *c.shape[d + 1 :]), d, 0)
-            for c, d in zip(consts, split, strict=True)
-            if d is not None
-        ]
-        core = open_jaxpr(program.core)
-        marker = open_jaxpr(program.outer).eqns[program.marker]
-        grown = [
-            next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
-            for a, b in zip(core.outvars[1:], marker.outvars[1 : len(core.outvars)], strict=True)
-        ]
-
-        def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
-            position, cut = given
-            pieces = iter(cut)
-            inputs = []
-            for const, dim in zip(consts, split, strict=True):
-                if dim is not None:
-                    inputs.append(next(pieces))
-                elif is_key(const):
-                    # Every microbatch draws numbers of its own.
-                    inputs.append(_fold_in(const, position))
-                else:
-                    inputs.append(const)
-            value, aux, grads = microbatch(inputs, parameters)
-            total, sums, kept = carry
-            sums = jax.tree.map(jnp.add, sums, list(grads))
-            added = [k + a if _adds(a) and d is None else a for k, a, d in zip(kept, aux, grown, strict=True) if d is None]
-            stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
-            whole = iter(added)
-            kept = [next(whole) if d is None else k for k, d in zip(kept, grown, strict=True)]
-            return (total + value, sums, kept), stacked
-
-        shapes = jax.eval_shape(
-            lambda: microbatch(
-                [c if d is None else r for c, d, r in _aligned(consts, split, [row[0] for row in rows])], parameters
-            )
-        )
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], list(shapes[2])))
-        kept = [jnp.zeros(s.shape, s.dtype) if d is None else jnp.zeros(()) for s, d in zip(shapes[1], grown, strict=True)]
-        (value, grads, kept), stacked = lax.scan(trip, (*zeros, kept), (jnp.arange(count), rows))
-        scale = 1.0 / count if program.reduction == "mean" else 1.0
-        pieces = iter(stacked)
-        aux = []
-        for k, d in zip(kept, grown, strict=True):
-            if d is None:
-                aux.append(k * jnp.asarray(scale, k.dtype) if _adds(k) else k)
-            else:
-                piece = jnp.moveaxis(next(pieces), 0, d)
-                aux.append(piece.reshape(*piece.shape[:d], -1, *piece.shape[d + 2 :]))
-        return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
-
-
-def _aligned(consts: Sequence[Any], split: Sequence[int | None], rows: list[Any]) -> list[tuple[Any, int | None, Any]]:
-    given = iter(rows)
-    return [(c, d, next(given) if d is not None else None) for c, d in zip(consts, split, strict=True)]
-
-
-def _adds(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _fold_in(key: Any, position: Any) -> Any:
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, position)
-
-
-def _partition(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(axes if axes else None for axes in spec.dims))
-
-
-def _fitting(dims: tuple[tuple[str, ...], ...], shape: Sequence[int], stage: Stage) -> Spec:
-    """A spec with the splits among `dims` that divide `shape`, each axis used once."""
-    used: set[str] = set()
-    kept = []
-    for extent, axes in zip(shape, dims, strict=True):
-        size = int(np.prod([stage.sizes[a] for a in axes])) if axes else 1
-        good = extent % size == 0 and used.isdisjoint(axes)
-        kept.append(axes if good else ())
-        used.update(axes if good else ())
-    return Spec(tuple(kept))
-
-
-def _check(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
-    if plan.program != program.fingerprint:
-        raise PlanError(
-            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
-            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
-            try_="planning again: a step's code, shapes and microbatches are part of its plan",
-        )  # fmt: skip
-    if plan.num_devices != len(devices):
-        raise PlanError(
-            refused="the plan", got=f"{len(devices)} devices", needed=f"{plan.num_devices}, as planned", where="plan=",
-            try_="planning again for the devices at hand",
-        )  # fmt: skip
-    if len(plan.stages) != 1:
-        raise PlanError(
-            refused="the plan", got=f"{len(plan.stages)} stages", needed="one", where="plan=", try_="a plan with one stage"
-        )
-
-
-def algorithms_of(program: Program, stage: Stage) -> list[Algorithm]:
-    """The plan's algorithms over the program's operators.
-
-    Raises:
-      PlanError: if they are not the same operators.
-    """
-    graph = program.graph
-    found = []
-    if len(graph.operators) != len(stage.operators):
-        raise _other_program(len(graph.operators), len(stage.operators))
-    for operator, planned in zip(graph.operators, stage.operators, strict=True):
-        if (operator.path, operator.name, len(operator.rule.factors)) != (planned.path, planned.name, len(planned.axes)):
-            raise _other_program(operator.name, planned.name)
-        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
-        combines = operator.combine in ("max", "min")
-        algorithm = algorithm_of(operator.rule, planned.axes, moving, combines_at_once=combines)
-        found.append(with_broadcast(algorithm, planned.broadcast, moving) if planned.broadcast else algorithm)
-    return found
-
-
-def _other_program(have: object, planned: object) -> PlanError:
-    return PlanError(
-        refused="the plan", got=f"operator {planned}", needed=f"operator {have}, as the program has", where="plan=",
-        try_="planning again",
-    )  # fmt: skip
-
-
-def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
-    segments: Mapping[Any, Any] = dict(stage.rematerialised)
-    return ShardedProgram(
-        program.core, program.graph, program.rules, algorithms_of(program, stage), dict(stage.settled), stage.sizes, segments
-    )
+        return self._local.avals()

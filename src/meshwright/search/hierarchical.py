@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..cluster import Cluster, LogicalMesh
-from ..errors import PlanError
+from ..errors import MemoryExceeded, PlanError
 from ..plan import InputPlan, Memory, OperatorPlan, ParameterPlan, Plan, Prediction, Stage
 from ..program.graph import Graph
 from ..program.segments import Segments, layer_segments, rematerialise
@@ -39,6 +39,7 @@ class SearchRequest:
       pins: what is fixed.
       remat: "none", "layer", or None for the planner's choice.
       carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
+      memory_row_bytes: what the solver may count on one device; None for all that is usable.
       gap: relative optimality gap at which to stop.
       time_limit_seconds: for all solving together.
     """
@@ -52,6 +53,7 @@ class SearchRequest:
     pins: Pins
     remat: str | None
     carried: int = 0
+    memory_row_bytes: float | None = None
     gap: float = 1e-3
     time_limit_seconds: float = 60.0
 
@@ -87,7 +89,8 @@ def search(request: SearchRequest) -> SearchResult:
             refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
             try_="remat=None",
         )  # fmt: skip
-    limit = cluster.device.usable_memory_bytes
+    usable = cluster.device.usable_memory_bytes
+    limit = usable if request.memory_row_bytes is None else request.memory_row_bytes
     best: _Candidate | None = None
     least = float("inf")
     considered = []
@@ -109,7 +112,7 @@ def search(request: SearchRequest) -> SearchResult:
                 best = candidate
     if best is None:
         raise _nothing_fits(request, limit, least)
-    plan = _assemble(request, best, limit)
+    plan = _assemble(request, best, usable)
     return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=tuple(considered))
 
 
@@ -149,17 +152,17 @@ def _binds(plain: _Candidate | float | None, limit: float) -> bool:
     return not isinstance(plain, _Candidate) or plain.chosen.solution.memory > 0.5 * limit
 
 
-def _nothing_fits(request: SearchRequest, limit: float, least: float) -> PlanError:
+def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryExceeded:
     device = request.cluster.device
     graph = request.graph
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
-    what = f"; largest parameter: {largest.name} {largest.shape}, {largest.bytes / 2**20:.1f} MiB" if largest else ""
-    return PlanError(
+    what = f", largest parameter {largest.name} {largest.shape} of {largest.bytes / 2**20:.1f} MiB" if largest else ""
+    return MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
         got=f"{limit / 2**20:.1f} MiB usable on a device",
-        needed=f"at least {least / 2**20:.1f} MiB for the whole program as stage 1 of 1{what}",
-        where="memory",
-        try_=f"microbatches={2 * request.microbatches}, more devices, or remat=\"layer\"",
+        needed=f"at least {least / 2**20:.1f} MiB on a device, with {request.microbatches} microbatches{what}",
+        where="stage 1 of 1",
+        try_="more devices, a smaller batch" + ("" if request.remat == "layer" else ', or remat="layer"'),
     )
 
 

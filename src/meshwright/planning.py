@@ -1,0 +1,223 @@
+"""From a step and a cluster to a plan whose memory is checked against the traced program.
+
+The solver's memory row is linear: what is kept, by the spec it is kept in. The peak of the step it would run is known
+only once the step is written out; so the found plan is traced (nothing is compiled) and its predicted peak compared with
+what a device has. A plan that exceeds it is refused and the search repeated under a tighter row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from .cluster import Cluster, load_cluster
+from .errors import MemoryExceeded, PlanError
+from .plan import Memory, Plan
+from .program.trace import Program, abstract, trace_program
+from .runtime.local_step import LocalStep
+from .search.hierarchical import SearchRequest, SearchResult, mesh_argument, search
+from .search.intra_op import ParameterInfo
+from .search.pins import Pins
+
+# How often a plan whose traced peak is too high is searched again with less memory.
+_ATTEMPTS = 6
+
+# The predicted peak is a few percent off at times: this much of a device stays free.
+_MARGIN = 1.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """A plan and what finding it took.
+
+    Args:
+      program: the traced step.
+      plan: the plan.
+      seconds: in all.
+      trace_seconds: for tracing and analysing the step.
+      solve_seconds: for the search.
+      considered: the candidates, a line each.
+    """
+
+    program: Program
+    plan: Plan
+    seconds: float
+    trace_seconds: float
+    solve_seconds: float
+    considered: tuple[str, ...]
+
+
+def plan_for(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    cluster: Cluster | str = "local",
+    microbatches: int | None = None,
+    mesh: Any = None,
+    pins: Mapping[str, Sequence[Any]] | None = None,
+    zero: int | None = None,
+    remat: str | None = None,
+    memory_per_device: float | None = None,
+    batch_axis: int = 0,
+    reduction: str | None = None,
+    time_limit_seconds: float = 60.0,
+) -> Planning:
+    """Find the fastest plan that fits memory. No device is touched unless `cluster` is "local".
+
+    Args:
+      step: a train step `(state, batch, ...) -> (state, metrics)`, or any function of arrays.
+      args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
+      cluster: a Cluster, "local", "preset:hosts" or a TOML file.
+      microbatches: into how many parts the batch is cut; None for the fewest that fit.
+      mesh: logical mesh: a shape such as (2, 4), axis names with sizes, or a list of those; None to try all.
+      pins: layouts by path pattern: for each dim None, an axis or several; the rest is optimised around them.
+      zero: ZeRO stage for every parameter, None to choose for each.
+      remat: "none", "layer", or None to choose.
+      memory_per_device: bytes a device may use; None for what it has.
+      batch_axis: which axis of every array outside the state is the batch.
+      reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
+      time_limit_seconds: for the search.
+
+    Raises:
+      PlanError: if something is wrong with the request, or nothing fits.
+    """
+    start = time.perf_counter()
+    where = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    if memory_per_device is not None:
+        where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
+    pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
+    count = microbatches if microbatches is not None else 1
+    trace_seconds = solve_seconds = 0.0
+    while True:
+        begun = time.perf_counter()
+        program = trace_program(step, args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
+        trace_seconds += time.perf_counter() - begun
+        request = SearchRequest(
+            graph=program.graph, fingerprint=program.fingerprint, parameters=_parameters(program), cluster=where,
+            microbatches=count, mesh=mesh_argument(mesh), pins=pinned, remat=remat,
+            carried=0 if program.marked else program.state_inputs, time_limit_seconds=time_limit_seconds,
+        )  # fmt: skip
+        begun = time.perf_counter()
+        try:
+            result = _search_within_memory(program, request)
+        except MemoryExceeded:
+            solve_seconds += time.perf_counter() - begun
+            more = _more_microbatches(program, args, count, batch_axis)
+            if microbatches is not None or more is None:
+                raise
+            count = more
+            continue
+        solve_seconds += time.perf_counter() - begun
+        return Planning(
+            program=program, plan=result.plan, seconds=time.perf_counter() - start, trace_seconds=trace_seconds,
+            solve_seconds=solve_seconds, considered=result.considered,
+        )  # fmt: skip
+
+
+def _search_within_memory(program: Program, request: SearchRequest) -> SearchResult:
+    """The best plan whose traced peak fits."""
+    usable = request.cluster.device.usable_memory_bytes
+    row = usable
+    peak = 0.0
+    for _ in range(_ATTEMPTS):
+        try:
+            result = search(replace(request, memory_row_bytes=row))
+        except MemoryExceeded as error:
+            if peak:
+                raise _over(request, usable, peak) from error
+            raise
+        predicted = LocalStep(program, result.plan).predicted_memory()
+        peak = float(predicted.peak_bytes)
+        if peak * _MARGIN <= usable:
+            return replace(result, plan=_with_memory(result.plan, peak))
+        counted = result.plan.stages[0].memory.total
+        # What the row does not see stays about the same: leave room for it.
+        row = min(0.98 * counted, usable / _MARGIN - max(peak - counted, 0.0))
+        if row <= 0:
+            break
+    raise _over(request, usable, peak)
+
+
+def _over(request: SearchRequest, usable: float, peak: float) -> MemoryExceeded:
+    return MemoryExceeded(
+        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got=f"{usable / 2**20:.1f} MiB usable on a device",
+        needed=f"about {_MARGIN * peak / 2**20:.1f} MiB on a device, the predicted peak of the leanest plan found with "
+        f"{request.microbatches} microbatches",
+        where="stage 1 of 1",
+        try_="more devices, a smaller batch" + ("" if request.remat == "layer" else ', or remat="layer"'),
+    )
+
+
+def _with_memory(plan: Plan, peak: float) -> Plan:
+    """The plan with its activations and workspace as traced."""
+    (stage,) = plan.stages
+    known = stage.memory.parameters + stage.memory.gradients + stage.memory.optimizer
+    held = max(peak - known, 0.0)
+    activations = min(stage.memory.activations, held)
+    memory = Memory(
+        parameters=stage.memory.parameters,
+        gradients=min(stage.memory.gradients, max(peak - stage.memory.parameters - stage.memory.optimizer, 0.0)),
+        optimizer=stage.memory.optimizer,
+        activations=activations,
+        workspace=held - activations,
+    )
+    return replace(plan, stages=(replace(stage, memory=memory),))
+
+
+def _positive(value: float, name: str) -> float:
+    if not value > 0 or value == float("inf"):
+        raise PlanError(
+            refused=name, got=repr(value), needed="a positive number of bytes", where=f"{name}=", try_=f"{name}=16e9"
+        )
+    return float(value)
+
+
+def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    layout = []
+    for dim in tuple(dims):
+        if dim is None:
+            layout.append(())
+        elif isinstance(dim, str):
+            layout.append((dim,))
+        elif isinstance(dim, Sequence) and all(isinstance(axis, str) for axis in dim):
+            layout.append(tuple(dim))
+        else:
+            raise PlanError(
+                refused=f"the pin of {path}", got=repr(dim), needed="None, an axis name or a tuple of axis names",
+                where="pins=", try_='pins={"*kernel": (None, "model")}',
+            )  # fmt: skip
+    return tuple(layout)
+
+
+def _parameters(program: Program) -> list[ParameterInfo]:
+    """Each parameter with the bytes of the optimizer state that is laid out like it."""
+    graph = program.graph
+    extra = [0.0] * len(graph.parameters)
+    invars = program.outer.jaxpr.invars if hasattr(program.outer, "jaxpr") else program.outer.invars
+    for index, leaf in enumerate(program.state):
+        if leaf is not None and index not in program.parameter_inputs:
+            aval = invars[index].aval
+            extra[leaf.parameter] += float(aval.size) * aval.dtype.itemsize
+    return [
+        ParameterInfo(name=graph.values[graph.inputs[p]].name, optimizer_bytes=bytes_)
+        for p, bytes_ in zip(graph.parameters, extra, strict=True)
+    ]
+
+
+def _more_microbatches(program: Program, args: Sequence[Any], now: int, batch_axis: int) -> int | None:
+    """The next number of microbatches that divides the batch, or None."""
+    if not program.marked:
+        return None
+    extents = {
+        leaf.shape[batch_axis]
+        for leaf in jax.tree.leaves(abstract(tuple(args[1:])))
+        if len(leaf.shape) > batch_axis and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+    if not extents:
+        return None
+    return next((m for m in range(now * 2, min(extents) + 1) if all(e % m == 0 for e in extents)), None)
