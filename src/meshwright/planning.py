@@ -19,7 +19,7 @@ from .errors import MemoryExceeded, PlanError
 from .plan import Memory, Plan
 from .program.trace import Program, abstract, trace_program
 from .runtime.local_step import LocalStep
-from .search.hierarchical import SearchRequest, SearchResult, mesh_argument, search
+from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult, mesh_argument
 from .search.intra_op import ParameterInfo
 from .search.pins import Pins
 
@@ -121,11 +121,12 @@ def plan_for(
 def _search_within_memory(program: Program, request: SearchRequest) -> SearchResult:
     """The best plan whose traced peak fits."""
     usable = request.cluster.device.usable_memory_bytes
+    search = HierarchicalSearch(request)
     row = usable
     peak = 0.0
     for _ in range(_ATTEMPTS):
         try:
-            result = search(replace(request, memory_row_bytes=row))
+            result = search.plan(row)
         except MemoryExceeded as error:
             if peak:
                 raise _over(request, usable, peak) from error

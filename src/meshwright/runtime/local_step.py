@@ -190,8 +190,11 @@ class LocalStep:
                     inputs.append(_fold_in(const, position))
                 else:
                     inputs.append(const)
-            value, aux, grads = microbatch(inputs, parameters)
             total, sums, kept = carry
+            # What is computed from parameters alone (gathers above all) would be moved out of the loop and stay alive
+            # all through it. Tied to a value that changes, they no longer look the same in every trip.
+            total, fresh = lax.optimization_barrier((total, list(parameters)))
+            value, aux, grads = microbatch(inputs, fresh)
             sums = jax.tree.map(jnp.add, sums, list(grads))
             added = [k + a if _adds(a) and d is None else a for k, a, d in zip(kept, aux, grown, strict=True) if d is None]
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]

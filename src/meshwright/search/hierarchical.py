@@ -39,7 +39,6 @@ class SearchRequest:
       pins: what is fixed.
       remat: "none", "layer", or None for the planner's choice.
       carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
-      memory_row_bytes: what the solver may count on one device; None for all that is usable.
       gap: relative optimality gap at which to stop.
       time_limit_seconds: for all solving together.
     """
@@ -53,7 +52,6 @@ class SearchRequest:
     pins: Pins
     remat: str | None
     carried: int = 0
-    memory_row_bytes: float | None = None
     gap: float = 1e-3
     time_limit_seconds: float = 60.0
 
@@ -75,45 +73,91 @@ class _Candidate:
     segments: Segments
     remat: str
 
+    @property
+    def seconds(self) -> float:
+        return self.chosen.solution.objective
 
-def search(request: SearchRequest) -> SearchResult:
-    """The fastest plan that fits.
+
+class HierarchicalSearch:
+    """The default search over one request. Problems are built once and solved for as many memory limits as are asked.
 
     Raises:
-      PlanError: if none fits, with the least memory that would do.
+      PlanError: for a request that makes no sense.
     """
-    start = time.perf_counter()
-    graph, cluster = request.graph, request.cluster
-    if request.remat not in (None, "none", "layer"):
-        raise PlanError(
-            refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
-            try_="remat=None",
-        )  # fmt: skip
-    usable = cluster.device.usable_memory_bytes
-    limit = usable if request.memory_row_bytes is None else request.memory_row_bytes
-    best: _Candidate | None = None
-    least = float("inf")
-    considered = []
-    for mesh in _meshes(request):
-        plain = _solve(request, graph, mesh, {}, "none", limit) if request.remat in (None, "none") else None
-        found = [plain] if plain is not None else []
-        if request.remat == "layer" or (request.remat is None and _binds(plain, limit)):
-            segments = layer_segments(graph)
-            if segments:
-                found.append(_solve(request, rematerialise(graph, segments), mesh, segments, "layer", limit))
-        for candidate in found:
-            if isinstance(candidate, float):
-                least = min(least, candidate)
-                continue
-            shape = "x".join(str(axis.size) for axis in mesh.axes)
-            considered.append(f"{shape} remat={candidate.remat}: {candidate.chosen.solution.objective:.6g} s")
-            # Meshes come with the fewest axes first; a further axis has to earn its keep.
-            if best is None or candidate.chosen.solution.objective < best.chosen.solution.objective * (1 - _WORTHWHILE):
-                best = candidate
-    if best is None:
-        raise _nothing_fits(request, limit, least)
-    plan = _assemble(request, best, usable)
-    return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=tuple(considered))
+
+    def __init__(self, request: SearchRequest) -> None:
+        if request.remat not in (None, "none", "layer"):
+            raise PlanError(
+                refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
+                try_="remat=None",
+            )  # fmt: skip
+        self._request = request
+        self._meshes = _meshes(request)
+        self._problems: dict[tuple[int, str], tuple[IntraOpProblem, Segments]] = {}
+
+    def plan(self, memory_row_bytes: float) -> SearchResult:
+        """The fastest plan for which the solver counts at most `memory_row_bytes` on a device.
+
+        Raises:
+          MemoryExceeded: if there is none, with the least memory that would do.
+        """
+        start = time.perf_counter()
+        request = self._request
+        best: _Candidate | None = None
+        least = float("inf")
+        considered = []
+        for index, mesh in enumerate(self._meshes):
+            found: list[_Candidate | float] = []
+            if request.remat in (None, "none"):
+                found.append(self._solve(index, "none", memory_row_bytes))
+            if request.remat == "layer" or (request.remat is None and _binds(found[0], memory_row_bytes)):
+                found.append(self._solve(index, "layer", memory_row_bytes))
+            for candidate in found:
+                if isinstance(candidate, float):
+                    least = min(least, candidate)
+                    continue
+                shape = "x".join(str(axis.size) for axis in mesh.axes)
+                considered.append(f"{shape} remat={candidate.remat}: {candidate.chosen.solution.objective:.6g} s")
+                # Meshes come with the fewest axes first; a further axis has to earn its keep.
+                if best is None or candidate.seconds < best.seconds * (1 - _WORTHWHILE):
+                    best = candidate
+        if best is None:
+            raise _nothing_fits(request, memory_row_bytes, least)
+        plan = _assemble(request, best)
+        return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=tuple(considered))
+
+    def _solve(self, index: int, remat: str, limit: float) -> _Candidate | float:
+        """The best choice on one mesh, or the least memory that would be enough."""
+        problem, segments = self._problem(index, remat)
+        if remat == "layer" and not segments:
+            return float("inf")
+        request = self._request
+        try:
+            chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)
+        except Infeasible as error:
+            return error.least_memory if error.least_memory is not None else float("inf")
+        return _Candidate(problem, chosen, self._meshes[index], segments, remat)
+
+    def _problem(self, index: int, remat: str) -> tuple[IntraOpProblem, Segments]:
+        if (index, remat) not in self._problems:
+            request = self._request
+            segments: Segments = layer_segments(request.graph) if remat == "layer" else {}
+            graph = rematerialise(request.graph, segments) if segments else request.graph
+            problem = IntraOpProblem(
+                graph, self._meshes[index], request.cluster.device, parameters=request.parameters,
+                microbatches=request.microbatches, pins=request.pins, carried=request.carried,
+            )  # fmt: skip
+            self._problems[index, remat] = (problem, segments)
+        return self._problems[index, remat]
+
+
+def search(request: SearchRequest) -> SearchResult:
+    """The fastest plan that fits by the solver's count.
+
+    Raises:
+      PlanError: if the request makes no sense or nothing fits.
+    """
+    return HierarchicalSearch(request).plan(request.cluster.device.usable_memory_bytes)
 
 
 def _meshes(request: SearchRequest) -> list[LogicalMesh]:
@@ -132,22 +176,7 @@ def _meshes(request: SearchRequest) -> list[LogicalMesh]:
     return meshes
 
 
-def _solve(
-    request: SearchRequest, graph: Graph, mesh: LogicalMesh, segments: Segments, remat: str, limit: float
-) -> _Candidate | float:
-    """The best choice on one mesh, or the least memory that would be enough."""
-    problem = IntraOpProblem(
-        graph, mesh, request.cluster.device, parameters=request.parameters, microbatches=request.microbatches,
-        pins=request.pins, carried=request.carried,
-    )  # fmt: skip
-    try:
-        chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)
-    except Infeasible as error:
-        return error.least_memory if error.least_memory is not None else float("inf")
-    return _Candidate(problem, chosen, mesh, segments, remat)
-
-
-def _binds(plain: _Candidate | float | None, limit: float) -> bool:
+def _binds(plain: _Candidate | float, limit: float) -> bool:
     """Whether memory, not time, decided: only then can rematerialisation pay."""
     return not isinstance(plain, _Candidate) or plain.chosen.solution.memory > 0.5 * limit
 
@@ -166,7 +195,7 @@ def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryE
     )
 
 
-def _assemble(request: SearchRequest, best: _Candidate, limit: float) -> Plan:
+def _assemble(request: SearchRequest, best: _Candidate) -> Plan:
     problem, chosen, graph = best.problem, best.chosen, best.problem.graph
     totals = account(problem, chosen)
     memory = _memory(problem, chosen)
@@ -201,7 +230,7 @@ def _assemble(request: SearchRequest, best: _Candidate, limit: float) -> Plan:
         inputs=inputs,
         rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in best.segments.items())),
         memory=memory,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=request.cluster.device.usable_memory_bytes,
         communication=totals.collectives,
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,

@@ -134,8 +134,10 @@ class IntraOpProblem:
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
                 specs = self._pins.input(value.name, specs or (Spec.replicated(len(value.shape)),), self.sizes)
-                node = self._node(specs, [0.0] * len(specs))
-                self._bytes[node] += [value.bytes * self.microbatches / s.shards(self.sizes) for s in specs]
+                held = [value.bytes * self.microbatches / s.shards(self.sizes) for s in specs]
+                # Whatever a device is given has to be written to its memory.
+                node = self._node(specs, [elementwise_seconds(size, self.prices.device) for size in held])
+                self._bytes[node] += held
                 self._defines[index] = (node, tuple(specs))
             self.input_node[index] = node
 

@@ -1,0 +1,331 @@
+"""Whole small programs: every assignment of every node enumerated and priced from the definitions, against the search.
+
+The price here shares no code with `search`: it walks the operators of one assignment, asks `sharding.convert` for every
+move and `cost.collective` for its seconds, and adds them up. Only the choices each node has are taken from the problem.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.cluster import Cluster, Device, Host, Link
+from meshwright.cost.collective import collective_seconds
+from meshwright.errors import MemoryExceeded
+from meshwright.program.graph import Operator
+from meshwright.program.residuals import is_fusible, kept_values, needed_again
+from meshwright.program.trace import trace_program
+from meshwright.search.hierarchical import SearchRequest, search
+from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
+from meshwright.search.pins import Pins
+from meshwright.search.prices import _FUSED_SHARE
+from meshwright.sharding import Spec, convert
+
+FLOPS_PER_SECOND = 1e6
+MEMORY_BYTES_PER_SECOND = 1e6
+OPTIMIZER_SHARE = 2.0
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def descend(loss: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Any]:
+    value, grads = mw.value_and_grad(loss)(params, *args)
+    return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+
+def two_matmuls(params: Any, x: Any) -> Any:
+    return descend(lambda p: jnp.sum(jnp.tanh(x @ p["a"]) @ p["b"]), params)
+
+
+def shared_value(params: Any, x: Any) -> Any:
+    def loss(p: Any) -> Any:
+        h = x @ p["a"]
+        return jnp.sum(jnp.tanh(h) * (h @ p["b"]))
+
+    return descend(loss, params)
+
+
+def mlp(params: Any, batch: Any) -> Any:
+    x, y = batch
+    return descend(lambda p: jnp.sum((jax.nn.relu(x @ p["w"] + p["b"]) - y) ** 2), params)
+
+
+def one_matmul(params: Any, x: Any) -> Any:
+    return descend(lambda p: jnp.sum(jnp.tanh(x @ p)), params)
+
+
+def rematerialised(params: Any, x: Any) -> Any:
+    def loss(p: Any) -> Any:
+        hidden = jax.checkpoint(lambda h: jnp.sin(h @ p["a"]) @ p["b"])(x)
+        return jnp.sum(jnp.exp(hidden))
+
+    return descend(loss, params)
+
+
+def scanned(params: Any, x: Any) -> Any:
+    def loss(p: Any) -> Any:
+        last, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)
+        return jnp.sum(last)
+
+    return descend(loss, params)
+
+
+def attention(x: Any, w: Any) -> Any:
+    return jnp.exp((x @ w) @ x.T) @ x
+
+
+def power_iteration(vectors: Any, matrix: Any) -> Any:
+    moved = matrix @ vectors
+    return moved / jnp.sum(moved * moved), jnp.max(moved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A program, a mesh, and hardware on which its best plan is not the trivial one."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    mesh: tuple[int, ...] = (2,)
+    microbatches: int = 1
+    bandwidth_bytes_per_second: float = 1e6
+    launch_seconds: float = 1e-5
+    pins: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+
+
+CASES = {
+    "two matmuls": Case(step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4))),
+    "two matmuls, fast network": Case(
+        step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4)), bandwidth_bytes_per_second=1e8
+    ),
+    "two matmuls in microbatches": Case(
+        step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4)), microbatches=2,
+    ),
+    "a shared value": Case(step=shared_value, args=({"a": array(3, 6), "b": array(6, 6)}, array(8, 3))),
+    "mlp": Case(
+        step=mlp, args=({"w": array(3, 4), "b": array(4)}, (array(8, 3), array(8, 4))), pins={"args?1??1?": (("x",), ())}
+    ),
+    "one matmul on two axes": Case(step=one_matmul, args=(array(3, 4), array(4, 3)), mesh=(2, 2)),
+    "a wider matmul on two axes": Case(
+        step=one_matmul, args=(array(4, 12), array(2, 4)), mesh=(2, 2), pins={"args?1?": (("x",), ())}
+    ),
+    "rematerialised": Case(step=rematerialised, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4))),
+    "scanned layers": Case(step=scanned, args=(array(3, 4, 4), array(6, 4))),
+    "attention": Case(step=attention, args=(array(8, 4), array(4, 4))),
+    "a state carried to the next step": Case(step=power_iteration, args=(array(6, 4), array(6, 6))),
+}  # fmt: skip
+
+
+def cluster_of(case: Case) -> Cluster:
+    device = Device(
+        kind="toy", peak_flops={"float32": FLOPS_PER_SECOND}, memory_bytes=1e9, efficiency=1.0, usable_memory_fraction=1.0,
+        memory_bandwidth_bytes_per_second=MEMORY_BYTES_PER_SECOND, kernel_launch_seconds=0.0,
+    )  # fmt: skip
+    link = Link(
+        bandwidth_bytes_per_second=case.bandwidth_bytes_per_second, latency_seconds=1e-6, launch_seconds=case.launch_seconds
+    )
+    return Cluster(name="toy", hosts=(Host(device=device, devices=math.prod(case.mesh), link=link, nics=1, nic=link),))
+
+
+class Priced:
+    """One program on one mesh, priced assignment by assignment."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        program = trace_program(case.step, case.args, microbatches=case.microbatches)
+        self.graph = graph = program.graph
+        self.cluster = cluster_of(case)
+        self.mesh = self.cluster.logical_mesh(case.mesh)
+        self.sizes = dict(zip(self.mesh.axis_names, self.mesh.shape, strict=True))
+        self.carried = 0 if program.marked else program.state_inputs
+        self.parameters = [
+            ParameterInfo(name=value.name, optimizer_bytes=OPTIMIZER_SHARE * value.bytes)
+            for value in (graph.values[graph.inputs[p]] for p in graph.parameters)
+        ]
+        self.problem = IntraOpProblem(
+            graph, self.mesh, self.cluster.device, parameters=self.parameters, microbatches=case.microbatches,
+            pins=Pins(layouts=case.pins), carried=self.carried,
+        )  # fmt: skip
+        self.kept = kept_values(graph)
+        self.again, self.read_again = needed_again(graph)
+        self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
+        self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
+        self.parameter_seconds = lru_cache(maxsize=None)(self._parameter_seconds)
+
+    def request(self, limit_bytes: float | None) -> SearchRequest:
+        return SearchRequest(
+            graph=self.graph, fingerprint="f", parameters=self.parameters, cluster=self.cluster,
+            microbatches=self.case.microbatches, mesh=[(self.mesh.axis_names, self.mesh.shape)],
+            pins=Pins(layouts=self.case.pins), remat="none", carried=self.carried, memory_row_bytes=limit_bytes, gap=0.0,
+        )  # fmt: skip
+
+    def assignments(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*(range(len(choices)) for choices in self.problem.choices))
+
+    def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
+        return collective_seconds(kind, size_bytes, [self.mesh.axis(a) for a in axes])
+
+    def _move_seconds(self, value: int, source: Spec, target: Spec, runs: int) -> float:
+        """Seconds of one value's way from spec to spec: `runs` times forward, once back if it has a cotangent."""
+        array = self.graph.values[value]
+        if not array.differentiated:
+            source, target = source.without_broadcast(), target.without_broadcast()
+        steps = convert(source, target)
+        if steps is None:
+            return math.inf
+        total = 0.0
+        for step in steps:
+            size = array.bytes / math.prod(self.sizes[a] for a in step.still_split)
+            total += runs * self.collective(step.forward, size, step.axes) if step.forward else 0.0
+            total += self.collective(step.backward, size, step.axes) if step.backward and array.differentiated else 0.0
+        return total
+
+    def shard_bytes(self, value: int, spec: Spec) -> float:
+        return 4.0 * math.prod(spec.local_shape(self.graph.values[value].shape, self.sizes))
+
+    def _work_seconds(self, index: int, choice: Any) -> float:
+        """Seconds of one run of an operator, its collectives inside and its derivative included."""
+        operator, algorithm = self.graph.operators[index], choice.algorithm
+        if operator.is_link:
+            return 0.0
+        runs = 2 if index in self.again else 1
+        results = [(v, s) for v, s in zip(operator.results, algorithm.results, strict=True) if v is not None]
+        written = sum(self.shard_bytes(v, s) for v, s in results)
+        if operator.name == "dot_general":
+            left, right = operator.operands
+            touched = written + sum(self.shard_bytes(v, s) for v, s in zip(operator.operands, algorithm.operands, strict=True))
+            # Contracted over the last dim of the left operand, here always.
+            ((out, _),) = results
+            rows = math.prod(self.graph.values[out].shape)
+            contracted = self.graph.values[left].shape[-1]
+            split = math.prod(self.sizes[a] for axes in algorithm.axes for a in axes)
+            products = runs + sum(self.graph.values[v].differentiated for v in (left, right)) * operator.differentiated
+            seconds = max(2 * rows * contracted / split / FLOPS_PER_SECOND, touched / MEMORY_BYTES_PER_SECOND)
+            return products * seconds
+        inside = 0.0
+        if operator.name == "reduce_max":
+            ((_, (dim_axes, *more)),) = [(v, a) for v, a in ((results[0][0], algorithm.operands[0].dims),)]
+            axes = [a for dim in (dim_axes, *more) for a in dim]
+            inside = self.collective("all_reduce", written, axes) if axes else 0.0
+        share = 1.0 if self.is_stored(operator) else _FUSED_SHARE
+        passes = runs + (1 if operator.differentiated else 0)
+        return passes * share * written / MEMORY_BYTES_PER_SECOND + inside
+
+    def is_stored(self, operator: Operator) -> bool:
+        readers = [other for other in self.graph.operators if set(other.operands) & set(operator.results)]
+        return not is_fusible(operator) or not readers or not all(is_fusible(reader) for reader in readers)
+
+    def _parameter_seconds(self, value: int, choice: Any) -> float:
+        """Seconds a step for a parameter: its gradient to storage, the update there, the result back to use."""
+        size = self.graph.values[value].bytes
+        gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
+        fetch = convert(choice.storage, Spec(choice.use.dims))
+        assert gradient is not None and fetch is not None
+        total = 0.0
+        for step in (*gradient, *fetch):
+            if step.forward is not None:
+                buffer = size / math.prod(self.sizes[a] for a in step.still_split)
+                seconds = self.collective(step.forward, buffer, step.axes)
+                if step.forward == "all_reduce":
+                    # All parameters' sums run as one collective and share its fixed cost.
+                    fixed = self.collective(step.forward, 1.0, step.axes)
+                    seconds += fixed / len(self.parameters) - fixed
+                total += seconds
+        moved = (2 * OPTIMIZER_SHARE + 3) * self.shard_bytes(value, choice.storage)
+        return total + moved / MEMORY_BYTES_PER_SECOND
+
+    def price(self, assignment: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a step and bytes on a device."""
+        graph, problem, m = self.graph, self.problem, self.case.microbatches
+        picked = [choices[i] for choices, i in zip(problem.choices, assignment, strict=True)]
+        seconds = size = 0.0
+        have: dict[int, Spec] = {}
+        for position, value in enumerate(graph.inputs):
+            choice = picked[problem.input_node[value]]
+            if position in graph.parameters:
+                have[value] = choice.use
+                seconds += self.parameter_seconds(value, choice)
+                # The parameter, its gradient, its optimizer state.
+                size += 2 * self.shard_bytes(value, choice.use) + OPTIMIZER_SHARE * self.shard_bytes(value, choice.storage)
+            else:
+                have[value] = choice
+                size += m * self.shard_bytes(value, choice)
+        for index, node in problem.operator_node.items():
+            for value, spec in zip(graph.operators[index].results, picked[node].algorithm.results, strict=True):
+                if value is not None:
+                    have[value] = spec
+        for value, node in problem.shared_node.items():
+            maker = graph.operators[graph.producer[value][0]]
+            runs = 2 if maker.region is not None and value in self.read_again else 1
+            seconds += m * maker.repeats * self.move_seconds(value, have[value], picked[node], runs)
+            have[value] = picked[node]
+            if value in self.kept:
+                size += maker.repeats * self.shard_bytes(value, picked[node])
+        for index, node in problem.operator_node.items():
+            operator, algorithm = graph.operators[index], picked[node].algorithm
+            seconds += m * operator.repeats * self.work_seconds(index, picked[node])
+            for position, value in enumerate(operator.operands):
+                if value is None or value not in have:
+                    continue
+                runs = 2 if operator.region is not None and value in self.read_again else 1
+                target = algorithm.operands[position]
+                seconds += m * operator.operand_repeats[position] * self.move_seconds(value, have[value], target, runs)
+                if value in self.kept and value in graph.producer and value not in problem.shared_node:
+                    size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
+        for position, value in enumerate(graph.outputs):
+            if value is not None and value in have:
+                carried = position < self.carried
+                target = have[graph.inputs[position]] if carried else Spec(have[value].dims)
+                seconds += m * self.move_seconds(value, have[value], target, 1)
+        return seconds, size
+
+
+@pytest.fixture(params=CASES)
+def priced(request: pytest.FixtureRequest) -> Priced:
+    return Priced(CASES[request.param])
+
+
+def test_the_problem_prices_assignments_by_the_definitions(priced: Priced) -> None:
+    rng = np.random.default_rng(0)
+    numbers = priced.problem.problem(math.inf)
+    finite = 0
+    for _ in range(400):
+        assignment = tuple(int(rng.integers(len(choices))) for choices in priced.problem.choices)
+        seconds, size = priced.price(assignment)
+        assert numbers.objective(assignment) == pytest.approx(seconds, rel=1e-9)
+        assert numbers.memory_of(assignment) == pytest.approx(size, rel=1e-9)
+        finite += math.isfinite(seconds)
+    assert finite >= 40
+
+
+def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
+    prices = np.array([priced.price(a) for a in priced.assignments()])
+    allowed = prices[np.isfinite(prices[:, 0])]
+    order = np.lexsort((allowed[:, 1], allowed[:, 0]))
+    least_seconds, memory_of_best = allowed[order[0]]
+    least_memory = allowed[:, 1].min()
+    limits = {None: least_seconds}
+    for share in (0.0, 0.4, 0.8):
+        limit = least_memory + share * (memory_of_best - least_memory)
+        limits[float(limit)] = allowed[allowed[:, 1] <= limit, 0].min()
+    for limit, seconds in limits.items():
+        plan = search(priced.request(limit)).plan
+        assert plan.predicted.step_seconds == pytest.approx(seconds, rel=1e-9), limit
+        assert limit is None or plan.stages[0].memory.total <= limit * (1 + 1e-9)
+        chosen = priced.problem.solve(math.inf if limit is None else limit).solution.choices
+        assert priced.price(chosen)[0] == pytest.approx(seconds, rel=1e-9)
+    if len(limits) > 2:
+        assert max(limits.values()) > least_seconds, "no limit binds"
+    with pytest.raises(MemoryExceeded):
+        search(priced.request(float(least_memory) * 0.99))
