@@ -66,7 +66,7 @@ def _mlp() -> Case:
 
 
 def _bert() -> Case:
-    target = zoo.bert_layers(2, 128, 8, 64, batch=64)
+    target = zoo.bert_layers(hidden=128, sequence=64, batch=64)
     return target.step, (target.example_state, target.example_batch)
 
 
@@ -136,18 +136,23 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def collective_differences(predicted: Mapping[str, Collective], compiled: CompiledFacts) -> dict[str, dict[str, Any]]:
-    """By kind, numbers and bytes where they are not the same (bytes: to one per cent); scalars are left out."""
+    """By kind, numbers and bytes where they are not the same (bytes: to one per cent).
+
+    Scalars are left out, but one that travels along with arrays, as the loss does, is counted by XLA's text.
+    """
     found: dict[str, tuple[int, float]] = {}
     for collective in compiled.collectives:
         if collective.bytes > _SCALAR_BYTES * collective.operands:
             count, size = found.get(collective.kind, (0, 0.0))
             runs = collective.count
-            found[collective.kind] = (count + runs * collective.operands, size + runs * collective.bytes)
+            # XLA's CPU backend hands an all-to-all over in as many blocks as there are devices.
+            arrays = 1 if collective.kind == "all_to_all" else collective.operands
+            found[collective.kind] = (count + runs * arrays, size + runs * collective.bytes)
     rows = {}
     for kind in sorted({*found, *predicted}):
         count, size = found.get(kind, (0, 0.0))
         ours = predicted.get(kind, Collective(kind=kind, count=0, bytes=0.0))
-        if ours.count != count or abs(ours.bytes - size) > 0.01 * size:
+        if not 0 <= count - ours.count <= 1 or abs(ours.bytes - size) > 0.01 * size:
             rows[kind] = {
                 "predicted_count": ours.count, "compiled_count": count, "predicted_bytes": ours.bytes, "compiled_bytes": size,
             }  # fmt: skip
