@@ -15,6 +15,8 @@ from jax._src import source_info_util  # the line of user code an equation came 
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
 
+from .manual import is_shard_map, on_whole_arrays, without_axis_types
+
 ClosedJaxpr = jex_core.ClosedJaxpr
 Equation = jex_core.JaxprEqn
 Jaxpr = jex_core.Jaxpr
@@ -23,6 +25,9 @@ Var = jex_core.Var
 
 # Calls whose body means the same when written in line. `jit` inside a planned program has no layout of its own.
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
+
+# Wishes about the layout of a value on a mesh of the user's. The plan decides layouts; the values stay the same.
+_WISHES = ("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast")
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
@@ -49,7 +54,7 @@ def source_line(equation: Equation) -> str:
 
 
 def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with every `jit` call, at any depth, replaced by its equations."""
+    """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations."""
     top = open_jaxpr(closed)
     constvars: list[Any] = list(top.constvars)
     consts: list[Any] = list(consts_of(closed))
@@ -61,8 +66,13 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
     def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
         for equation in jaxpr.eqns:
             invars = [read(env, atom) for atom in equation.invars]
-            if equation.primitive.name in _INLINED:
+            if equation.primitive.name in _WISHES:
+                env.update(zip(equation.outvars, invars, strict=True))
+                continue
+            if equation.primitive.name in _INLINED or is_shard_map(equation):
                 body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+                if is_shard_map(equation):
+                    body = _whole_arrays(equation)
                 inner = open_jaxpr(body)
                 inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
                 for var, const in zip(inner.constvars, consts_of(body), strict=True):
@@ -90,6 +100,14 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, consts)
 
 
+def _whole_arrays(equation: Equation) -> ClosedJaxpr:
+    """A `shard_map` as a program on whole arrays."""
+    body = without_axis_types(ClosedJaxpr(open_jaxpr(equation.params["jaxpr"]), consts_of(equation.params["jaxpr"])))
+    avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
+    with user_context(equation):
+        return jax.make_jaxpr(on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks)))(*avals)
+
+
 def _inline_params(equation: Equation) -> dict[str, Any]:
     """Parameters of a structured equation with the jaxprs inside it inlined too."""
     name, params = equation.primitive.name, dict(equation.params)
@@ -102,6 +120,8 @@ def _inline_params(equation: Equation) -> dict[str, Any]:
         params["jaxpr"] = open_jaxpr(inline(ClosedJaxpr(open_jaxpr(body), ())))
     elif name == "cond":
         params["branches"] = tuple(inline(branch) for branch in params["branches"])
+    elif name == "while":
+        params["cond_jaxpr"], params["body_jaxpr"] = inline(params["cond_jaxpr"]), inline(params["body_jaxpr"])
     return params
 
 

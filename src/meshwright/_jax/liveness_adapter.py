@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from meshwright._jax.dataflow import Kind, Program
 from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
@@ -156,7 +157,10 @@ class _Reader(Builder):
         literals = tuple(str(atom) if is_literal(atom) else None for atom in equation.invars)
         key = (str(sorted((k, str(v)) for k, v in params.items())), literals)
         if not reads:
-            return self.emit(Kind.BROADCAST, name, (), avals, key=None if equation.effects else key)
+            made = self.emit(Kind.BROADCAST, name, (), avals, key=None if equation.effects else key)
+            if name == "broadcast_in_dim" and not np.any(equation.invars[0].val):
+                self.zeros.update(made)
+            return made
         return self._array_operation(equation, reads, avals, key)
 
     def _array_operation(self, equation: Any, reads: list[int], avals: list[Any], key: Any) -> tuple[int, ...]:
@@ -189,6 +193,8 @@ class _Reader(Builder):
             return self.arithmetic(name, reads, avals, key, expensive=params["y"] < 0, library=params["y"] == 2)
         if self._is_arithmetic(name, reads, avals):
             reads = [self.spread(value, shape) for value in reads]
+            if name in ("add", "add_any") and (total := self.scattered_onto(reads, avals)) is not None:
+                return total
             if name == "div" and len(reads) == 2 and (product := self.divided(reads, avals)) is not None:
                 return product
             constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really

@@ -5,6 +5,7 @@ Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each 
 * equal operations are merged; a reshape of a reshape or a transposition of a transposition is one;
 * a matrix product gets two-dimensional operands (plus batch dims), transposed in memory where the kernel needs it;
 * a convolution gets channels last;
+* adding what was scattered onto zeros scatters onto the other term;
 * a division by a broadcast value multiplies by the broadcast reciprocal;
 * bfloat16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice.
 """
@@ -48,6 +49,7 @@ class Builder:
         self._known: dict[Any, tuple[int, ...]] = {}
         self.source: dict[int, Operation] = {}
         self.unrounded: dict[int, int] = {}  # the float32 value a bfloat16 result was rounded from
+        self.zeros: set[int] = set()  # arrays of nothing but zeros
         self.transposed: set[int] = set()  # results of transpositions the program itself asks for
         self._order: dict[int, tuple[int, tuple[int, ...]]] = {}  # what a transposed value is a transposition of
 
@@ -192,6 +194,14 @@ class Builder:
         (inverse,) = self.emit(Kind.ELEMENTWISE, "div", divisor.reads, [small], key="inverse", expensive=True)
         (spread,) = self.emit(Kind.BROADCAST, "broadcast_in_dim", [inverse], [large], key=("inverse", reads[1]))
         return self.arithmetic("mul", [reads[0], spread], avals, "inverse", expensive=False, library=True)
+
+    def scattered_onto(self, reads: Sequence[int], avals: Sequence[Any]) -> tuple[int, ...] | None:
+        """A sum with what was scattered onto zeros, as XLA does it: scattered onto the other term; None for other sums."""
+        for value, other in (reads, reads[::-1]) if len(reads) == 2 else ():
+            source = self.source.get(value)
+            if source is not None and source.name in ("scatter-add", "scatter_add") and source.reads[0] in self.zeros:
+                return self.emit(Kind.UPDATE, source.name, [other, *source.reads[1:]], avals, key=("sum", value))
+        return None
 
     def dot(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
         """A matrix product: its operands as the kernel wants them, its result in the equation's shape."""

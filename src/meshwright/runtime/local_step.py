@@ -98,28 +98,57 @@ class LocalStep:
 
     def _output_specs(self) -> list[Spec]:
         """State leaves as it came; the rest in whatever layout it has at the end."""
-        program = self.program
+        program, sizes = self.program, self._stage.sizes
+        carried = self.in_specs[: program.state_inputs]
+        if not program.marked:
+            return [*carried, *self._whole_specs()[program.state_inputs :]]
         found: list[Spec] = []
 
+        def skeleton(equation: Any, values: Sequence[LocalValue]) -> Sequence[LocalValue] | None:
+            """The core's results without its work: only their layouts matter here."""
+            del values
+            if equation.primitive is not value_and_grad_p:
+                return None
+            blocks = [
+                jnp.zeros(spec.local_shape(var.aval.shape, sizes), var.aval.dtype)
+                for var, spec in zip(equation.outvars, self._core_specs(), strict=True)
+            ]
+            return [LocalValue(x, s, sizes) for x, s in zip(blocks, self._core_specs(), strict=True)]
+
         def trace(*shards: Any) -> list[Any]:
-            made = self._local(shards)[program.state_inputs :]
+            operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
+            follower = Follower(program.rules, sizes, skeleton)
+            made = follower.program(program.outer, operands)[program.state_inputs :]
             found[:] = [Spec(v.spec.dims) for v in made]
             return [v.read(s) for v, s in zip(made, found, strict=True)]
 
         in_specs = tuple(partition(s) for s in self.in_specs)
-        mesh = self.abstract_mesh()
-        probe = jax.shard_map(trace, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False)
+        probe = jax.shard_map(
+            trace, mesh=self.abstract_mesh(), in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False
+        )
         jax.eval_shape(probe, *self.avals())
-        return [*self.in_specs[: program.state_inputs], *found]
+        return [*carried, *found]
+
+    def _whole_specs(self) -> list[Spec]:
+        """Output specs of a program that is planned whole."""
+        inputs = [plan.spec for plan in self._stage.inputs]
+        outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
+        outs[: self.program.state_inputs] = inputs[: self.program.state_inputs]
+        return outs
+
+    def _core_specs(self) -> list[Spec]:
+        """Specs of the core's results: loss, auxiliary results, then gradients in storage layout."""
+        stage = self._stage
+        inputs = [*(plan.spec for plan in stage.inputs), *(plan.use for plan in stage.parameters)]
+        made = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
+        return [*made, *(plan.storage for plan in stage.parameters)]
 
     def _local(self, shards: Sequence[Any]) -> list[LocalValue]:
         """The whole step on one device's shards."""
         program, sizes = self.program, self._stage.sizes
         operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
         if not program.marked:
-            inputs = [plan.spec for plan in self._stage.inputs]
-            outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
-            outs[: program.state_inputs] = inputs[: program.state_inputs]
+            inputs, outs = [plan.spec for plan in self._stage.inputs], self._whole_specs()
             made = self._sharded([v.read(s) for v, s in zip(operands, inputs, strict=True)], inputs, outs)
             return [LocalValue(x, s, sizes) for x, s in zip(made, outs, strict=True)]
 
@@ -136,7 +165,7 @@ class LocalStep:
         uses = [plan.use for plan in stage.parameters]
         storages = [plan.storage for plan in stage.parameters]
         shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
-        made = [Spec(s.dims) for s in self._sharded.output_specs([*const_specs, *uses])]
+        made = self._core_specs()[: len(open_jaxpr(program.core).outvars)]
 
         def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
             def loss(*leaves: Any) -> tuple[Any, list[Any]]:

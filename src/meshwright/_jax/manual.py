@@ -1,0 +1,159 @@
+"""A user's `jax.shard_map`, rewritten as a program on whole arrays.
+
+A manual region runs one function on every block of its operands, the blocks talking over named mesh axes: what `vmap`
+with named axes does on one device. So each operand is cut into blocks along new leading dims, one for each mesh axis, the
+body is mapped over them, and the results are put together. The values are the same on any mesh, the planner sees plain
+equations and may split the new dims like any others. The mesh the user named is not kept: the plan chooses the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+# Statements about which devices hold equal values: none of them changes a value.
+_STATEMENTS = ("pvary", "pcast")
+# Collectives that also state it, and the plain ones they are.
+_PLAIN = {"psum_invariant": "psum"}
+
+
+def is_shard_map(equation: Any) -> bool:
+    """Whether an equation is a manual region."""
+    return equation.primitive.name == "shard_map"
+
+
+def on_whole_arrays(equation: Any, body: Callable[..., Sequence[Any]]) -> Callable[..., list[Any]]:
+    """The function of a `shard_map` equation on whole arrays.
+
+    Args:
+      equation: a `shard_map`.
+      body: its body, as a function of one device's blocks.
+    """
+    params = equation.params
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    axes = tuple(name for name in params["mesh"].axis_names if manual is None or name in manual)
+    sizes = {name: params["mesh"].shape[name] for name in axes}
+    in_splits = [_split(spec, atom.aval.ndim, axes) for spec, atom in zip(params["in_specs"], equation.invars, strict=True)]
+    out_splits = [_split(spec, var.aval.ndim, axes) for spec, var in zip(params["out_specs"], equation.outvars, strict=True)]
+
+    def run(*operands: Any) -> list[Any]:
+        mapped = body
+        for axis in reversed(axes):
+            # An operand that an axis does not split is the same in all its blocks.
+            in_axes = tuple(0 if axis in _named(split) else None for split in in_splits)
+            mapped = jax.vmap(mapped, in_axes=in_axes, out_axes=0, axis_name=axis, axis_size=sizes[axis])
+        blocks = [_cut(x, split, axes, sizes) for x, split in zip(operands, in_splits, strict=True)]
+        return [_join(y, split, axes) for y, split in zip(mapped(*blocks), out_splits, strict=True)]
+
+    return run
+
+
+def without_axis_types(jaxpr: Any) -> Any:
+    """A jaxpr, bare or closed, without the types that a manual region gives its values: those name axes that are gone
+    once its blocks are dims of one array."""
+    if hasattr(jaxpr, "jaxpr") and hasattr(jaxpr, "consts") and jaxpr.jaxpr is not jaxpr:
+        return jex_core.ClosedJaxpr(without_axis_types(jaxpr.jaxpr), jaxpr.consts)
+    env: dict[Any, Any] = {}
+
+    def fresh(var: Any) -> Any:
+        if type(var).__name__ != "DropVar":
+            env[var] = jex_core.Var(_plain_aval(var.aval))
+        return env.get(var, var)
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, jex_core.Literal) else env[atom]
+
+    constvars, invars = [fresh(v) for v in jaxpr.constvars], [fresh(v) for v in jaxpr.invars]
+    equations = []
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        if equation.primitive.name in _STATEMENTS:
+            env.update(zip(equation.outvars, operands, strict=True))
+            continue
+        params = {key: _inside(value) for key, value in equation.params.items()}
+        outvars = [fresh(v) for v in equation.outvars]
+        equations.append(
+            equation.replace(
+                primitive=_primitive(equation.primitive), invars=operands, outvars=outvars, params=params, ctx=_context()
+            )
+        )
+    return jaxpr.replace(
+        constvars=constvars, invars=invars, eqns=equations, outvars=[read(a) for a in jaxpr.outvars],
+        debug_info=jaxpr.debug_info.with_unknown_names(), effects=jaxpr.effects,
+    )  # fmt: skip
+
+
+def _inside(value: Any) -> Any:
+    if hasattr(value, "eqns") and hasattr(value, "outvars"):
+        return without_axis_types(value)
+    return type(value)(_inside(v) for v in value) if type(value) in (tuple, list) else value
+
+
+def _plain_aval(aval: Any) -> Any:
+    if not isinstance(aval, jax.core.ShapedArray):
+        return aval
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+@cache
+def _primitive(primitive: Any) -> Any:
+    """The plain collective where `primitive` also states something about axes, else itself."""
+    if primitive.name not in _PLAIN:
+        return primitive
+    body = jax.make_jaxpr(lambda x: jax.lax.psum(x, "i"), axis_env=[("i", 1)])(0.0)
+    return next(e.primitive for e in body.eqns if e.primitive.name == _PLAIN[primitive.name])
+
+
+def _context() -> Any:
+    """How an equation is traced outside any manual region."""
+    return jax.make_jaxpr(lambda x: x + 1)(0.0).eqns[0].ctx
+
+
+def _split(spec: Any, rank: int, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each dim the axes that split it, major first."""
+    dims: list[tuple[str, ...]] = []
+    for entry in (*spec, *(None,) * (rank - len(spec))):
+        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        dims.append(tuple(name for name in names if name in axes))
+    return dims
+
+
+def _named(split: Sequence[tuple[str, ...]]) -> list[str]:
+    return [axis for dim in split for axis in dim]
+
+
+def _cut(x: Any, split: Sequence[tuple[str, ...]], axes: Sequence[str], sizes: dict[str, int]) -> Any:
+    """Blocks of `x` along leading dims, one for each of the axes that split it, in the order of `axes`."""
+    names = _named(split)
+    if not names:
+        return x
+    shape: list[int] = []
+    place: dict[str, int] = {}
+    for extent, dim in zip(x.shape, split, strict=True):
+        for axis in dim:
+            place[axis] = len(shape)
+            shape.append(sizes[axis])
+        shape.append(extent // prod(sizes[axis] for axis in dim))
+    leading = [place[axis] for axis in axes if axis in place]
+    return jnp.moveaxis(x.reshape(shape), leading, range(len(leading)))
+
+
+def _join(y: Any, split: Sequence[tuple[str, ...]], axes: Sequence[str]) -> Any:
+    """The array whose blocks lie along the leading dims of `y`, one for each of `axes`."""
+    names = _named(split)
+    # All blocks along an axis that the result does not name are equal: the first is taken.
+    y = y[tuple(slice(None) if axis in names else 0 for axis in axes)]
+    kept = [axis for axis in axes if axis in names]
+    order: list[int] = []
+    shape: list[int] = []
+    for d, dim in enumerate(split):
+        order += [kept.index(axis) for axis in dim]
+        order.append(len(kept) + d)
+        shape.append(prod(y.shape[i] for i in order[len(order) - len(dim) - 1 :]))
+    return y.transpose(order).reshape(shape)

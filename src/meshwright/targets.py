@@ -1,0 +1,170 @@
+"""What the command line calls a TARGET: a reference model by name, or a function in a file, as a step and its arguments.
+
+A file's function returns `(step, example_args)`. Arguments that it gives as `ShapeDtypeStruct`s are planned as they are,
+and filled with numbers that keep a step finite when it has to run: whole numbers in {0, 1}, other numbers not negative
+(an optimizer's second moment has to be), those of the first argument (the state) small enough that products of weights
+neither grow nor vanish.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import zoo
+from .errors import PlanError
+
+
+class TargetError(PlanError):
+    """A TARGET that is not found, or that is not a step with example arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTarget:
+    """A step with arguments to plan by and to run on.
+
+    Args:
+      name: as the user wrote it.
+      step: the step.
+      example_args: its arguments, arrays or `ShapeDtypeStruct`s.
+      make_args: its arguments as arrays, the same on every call, free to be donated.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    example_args: tuple[Any, ...]
+    make_args: Callable[[], tuple[Any, ...]]
+
+
+def load_target(text: str, *, global_batch: int | None = None) -> LoadedTarget:
+    """The target that `text` names.
+
+    Args:
+      text: a name of `zoo.names()`, or `file.py:function`. The function is called without arguments, or with
+        `global_batch=` if that is given, and returns `(step, example_args)`.
+      global_batch: samples a step; None for the target's own.
+
+    Raises:
+      TargetError: if there is no such model, file or function, or the function returns something else.
+    """
+    file, colon, function = text.rpartition(":")
+    if colon and file.endswith(".py"):
+        return _from_file(Path(file), function, text, global_batch)
+    if text.endswith(".py"):
+        raise TargetError(
+            refused=f"the target {text!r}", got="a file without a function", needed="file.py:function", where="TARGET",
+            try_=f"{text}:make, where make() returns (step, example_args)",
+        )  # fmt: skip
+    try:
+        return zoo_target(zoo.build(text, global_batch=global_batch))
+    except (KeyError, ValueError) as error:
+        raise TargetError(
+            refused=f"the target {text!r}", got=str(error.args[0]),
+            needed="the name of a reference model, or file.py:function", where="TARGET",
+            try_="`meshwright models` for the names",
+        ) from error  # fmt: skip
+
+
+def zoo_target(target: zoo.Target) -> LoadedTarget:
+    """A reference model, run on its own initial state and a random batch."""
+
+    def make_args() -> tuple[Any, ...]:
+        return jax.jit(target.init)(jax.random.key(0)), jax.jit(target.make_batch)(jax.random.key(1))
+
+    example = (target.example_state, target.example_batch)
+    return LoadedTarget(name=target.name, step=target.step, example_args=example, make_args=make_args)
+
+
+def step_target(step: Callable[..., Any], example_args: Sequence[Any], *, name: str) -> LoadedTarget:
+    """Any step; arguments that are arrays already are run on copies of them, abstract ones on made-up numbers.
+
+    Args:
+      step: a function of arrays.
+      example_args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s.
+      name: what to call it.
+    """
+    args = tuple(example_args)
+
+    def make_args() -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(args)
+        num_state = len(jax.tree.leaves(args[0])) if args else 0
+        keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
+        made = [_filled(leaf, key, position < num_state) for position, (leaf, key) in enumerate(zip(leaves, keys))]  # noqa: B905 at least one key
+        return jax.tree.unflatten(tree, made)
+
+    return LoadedTarget(name=name, step=step, example_args=args, make_args=make_args)
+
+
+def _filled(leaf: Any, key: jax.Array, state: bool) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        # A copy: a state is donated to the step, and the user's own array must outlive it.
+        return jnp.array(leaf, copy=True)
+    shape, dtype = leaf.shape, leaf.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, shape) if shape else key
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jax.random.randint(key, shape, 0, 2).astype(dtype)
+    fan_in = prod(shape[:-1]) if state and len(shape) > 1 else 1
+    return (jax.random.uniform(key, shape) * 2.0 / max(fan_in, 1)).astype(dtype)
+
+
+def _from_file(path: Path, function: str, text: str, global_batch: int | None) -> LoadedTarget:
+    module = _module(path, text)
+    make = getattr(module, function, None)
+    if not callable(make):
+        defined = sorted(
+            name for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        )  # fmt: skip
+        raise TargetError(
+            refused=f"the target {text!r}", got=f"no function {function!r} in {path}",
+            needed="a function that returns (step, example_args)", where="TARGET",
+            try_=" or ".join(f"{path}:{name}" for name in defined) or "defining one",
+        )  # fmt: skip
+    if global_batch is not None and "global_batch" not in inspect.signature(make).parameters:
+        raise TargetError(
+            refused=f"global batch {global_batch}", got=f"{function}{inspect.signature(make)}",
+            needed=f"{function}(global_batch=...)", where=str(path), try_="leaving --global-batch out",
+        )  # fmt: skip
+    made = make() if global_batch is None else make(global_batch=global_batch)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (tuple, list))):
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise TargetError(
+            refused=f"the target {text!r}", got=f"{got} from {function}()",
+            needed="(step, example_args), a function and a tuple of its arguments", where=str(path),
+            try_="return train_step, (state, batch)",
+        )  # fmt: skip
+    return step_target(made[0], made[1], name=text)
+
+
+def _module(path: Path, text: str) -> ModuleType:
+    if not path.is_file():
+        raise TargetError(
+            refused=f"the target {text!r}", got=f"no file {path}", needed="a Python file", where="TARGET",
+            try_="a path from here, or the name of a reference model (`meshwright models`)",
+        )  # fmt: skip
+    name = path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # it is a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    # As when a script runs: it may import its neighbours, and dataclasses look their own module up by name.
+    sys.path.insert(0, str(path.parent.resolve()))
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+        if before is not None:
+            sys.modules[name] = before
+    return module
