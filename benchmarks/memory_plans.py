@@ -188,7 +188,9 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name, make in CASES.items():
         for variant, options in VARIANTS.items():
-            if (asked.only and name not in asked.only.split(",")) or (name == "plain_grad" and variant in _NEEDS_MARKER):
+            if (asked.only and name not in asked.only.split(",")) or (
+                name == "plain_grad" and variant in _NEEDS_MARKER
+            ):
                 continue
             if asked.variant and variant not in asked.variant.split(","):
                 continue

@@ -62,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     rows = []
     for family in args.models:
-        rows.append(
-            measure(family, batch_scale=args.batch_scale, rounds=args.rounds, round_seconds=args.round_seconds)
-        )
+        rows.append(measure(family, batch_scale=args.batch_scale, rounds=args.rounds, round_seconds=args.round_seconds))
         print(json.dumps(rows[-1]), file=sys.stderr)
     what = "seconds of a training step by Meshwright's plan, over the same shardings by hand with jax.jit"
     print(json.dumps(record(what, vars(args), rows), indent=1))

@@ -86,7 +86,9 @@ class Parallelized:
         planned = self._steps.get(key)
         if planned is None:
             if self._steps:
-                log.warning("%s: arguments of new shapes, planning again", getattr(self._function, "__name__", "the step"))
+                log.warning(
+                    "%s: arguments of new shapes, planning again", getattr(self._function, "__name__", "the step")
+                )
             planned = self._steps[key] = self._make(args)
         return planned
 

@@ -1,8 +1,8 @@
 """From a step and a cluster to a plan whose memory is checked against the traced program.
 
 The solver's memory row is linear: what is kept, by the spec it is kept in. The peak of the step it would run is known
-only once the step is written out; so the found plan is traced (nothing is compiled) and its predicted peak compared with
-what a device has. A plan that exceeds it is refused and the search repeated under a tighter row.
+only once the step is written out; so the found plan is traced (nothing is compiled) and its predicted peak compared
+with what a device has. A plan that exceeds it is refused and the search repeated under a tighter row.
 """
 
 from __future__ import annotations

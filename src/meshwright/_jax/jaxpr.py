@@ -1,7 +1,7 @@
 """Jaxprs, read and rewritten the same way on every supported JAX.
 
-Since 0.11 `ClosedJaxpr` and `Jaxpr` are one class and `scan` describes its operands with `ft_in`/`ft_out` where 0.10 has
-`num_consts`/`num_carry`; nothing outside this package may notice.
+Since 0.11 `ClosedJaxpr` and `Jaxpr` are one class and `scan` describes its operands with `ft_in`/`ft_out` where 0.10
+has `num_consts`/`num_carry`; nothing outside this package may notice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax._src import source_info_util  # the line of user code an equation came 
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
 
-from .manual import is_shard_map, on_whole_arrays, without_axis_types
+from .manual import is_shard_map, on_whole_arrays, plain_body
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 Equation = jex_core.JaxprEqn
@@ -84,12 +84,23 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue
+            params = _inline_params(equation)
+            if is_remat(equation) and consts_of(params["jaxpr"]):
+                # A checkpointed body has no place for constants: they become operands.
+                body = open_jaxpr(params["jaxpr"])
+                hoisted = [Var(var.aval) for var in body.constvars]
+                constvars.extend(hoisted)
+                consts.extend(consts_of(params["jaxpr"]))
+                invars = [*hoisted, *invars]
+                params["jaxpr"] = open_jaxpr(hoist_consts(params["jaxpr"]))
+            elif is_remat(equation):
+                params["jaxpr"] = open_jaxpr(params["jaxpr"])
             outvars = equation.outvars
             if fresh:
                 # A jaxpr object may be called twice: each inlining needs variables of its own.
                 outvars = [var if is_dropped(var) else Var(var.aval) for var in outvars]
                 env.update(zip(equation.outvars, outvars, strict=True))
-            equations.append(equation.replace(invars=invars, outvars=outvars, params=_inline_params(equation)))
+            equations.append(equation.replace(invars=invars, outvars=outvars, params=params))
 
     env: dict[Any, Any] = {}
     walk(top, env, False)
@@ -102,7 +113,7 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _whole_arrays(equation: Equation) -> ClosedJaxpr:
     """A `shard_map` as a program on whole arrays."""
-    body = without_axis_types(ClosedJaxpr(open_jaxpr(equation.params["jaxpr"]), consts_of(equation.params["jaxpr"])))
+    body = plain_body(equation)
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
     with user_context(equation):
         return jax.make_jaxpr(on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks)))(*avals)
@@ -114,10 +125,7 @@ def _inline_params(equation: Equation) -> dict[str, Any]:
     if name == "scan":
         params["jaxpr"] = inline(params["jaxpr"])
     elif name in ("remat2", "checkpoint", "remat"):
-        body = params["jaxpr"]
-        if consts_of(body):
-            raise AssertionError("a remat body with constants")
-        params["jaxpr"] = open_jaxpr(inline(ClosedJaxpr(open_jaxpr(body), ())))
+        params["jaxpr"] = inline(ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"])))
     elif name == "cond":
         params["branches"] = tuple(inline(branch) for branch in params["branches"])
     elif name == "while":
@@ -185,7 +193,9 @@ def user_context(equation: Equation) -> Any:
     return source_info_util.user_context(equation.source_info.traceback)
 
 
-def evaluate(closed: ClosedJaxpr, *args: Any, on_equation: Callable[[Equation, Sequence[Any]], Any] | None = None) -> Any:
+def evaluate(
+    closed: ClosedJaxpr, *args: Any, on_equation: Callable[[Equation, Sequence[Any]], Any] | None = None
+) -> Any:
     """Evaluate a jaxpr; `on_equation` may take over an equation by returning its results instead of None."""
     jaxpr = open_jaxpr(closed)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
@@ -257,5 +267,8 @@ def vjp_parts(equation: Equation) -> Vjp:
     ]
     backward_jaxpr = jax.make_jaxpr(lambda pull, cts: list(pull(cts)))(pullback, cotangent_avals)
     return Vjp(
-        forward=inline(forward_jaxpr), backward=eliminate_dead_code(inline(backward_jaxpr)), operands=operands, results=results
+        forward=inline(forward_jaxpr),
+        backward=eliminate_dead_code(inline(backward_jaxpr)),
+        operands=operands,
+        results=results,
     )

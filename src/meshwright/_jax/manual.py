@@ -8,19 +8,24 @@ equations and may split the new dims like any others. The mesh the user named is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax._src import config  # whether a region types its values; no public form up to 0.12
+from jax._src.core import JaxprEqnContext, extend_axis_env_nd  # 0.10 to 0.12
+from jax._src.lax.parallel import psum_p  # 0.10 to 0.12
+from jax._src.linear_util import wrap_init  # 0.10 to 0.12
+from jax._src.mesh import use_abstract_mesh  # 0.10 to 0.12
 from jax.extend import core as jex_core
+from jax.sharding import AxisType
 
 # Statements about which devices hold equal values: none of them changes a value.
 _STATEMENTS = ("pvary", "pcast")
-# Collectives that also state it, and the plain ones they are.
-_PLAIN = {"psum_invariant": "psum"}
 
 
 def is_shard_map(equation: Any) -> bool:
@@ -39,8 +44,12 @@ def on_whole_arrays(equation: Any, body: Callable[..., Sequence[Any]]) -> Callab
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     axes = tuple(name for name in params["mesh"].axis_names if manual is None or name in manual)
     sizes = {name: params["mesh"].shape[name] for name in axes}
-    in_splits = [_split(spec, atom.aval.ndim, axes) for spec, atom in zip(params["in_specs"], equation.invars, strict=True)]
-    out_splits = [_split(spec, var.aval.ndim, axes) for spec, var in zip(params["out_specs"], equation.outvars, strict=True)]
+    in_splits = [
+        _split(spec, atom.aval.ndim, axes) for spec, atom in zip(params["in_specs"], equation.invars, strict=True)
+    ]
+    out_splits = [
+        _split(spec, var.aval.ndim, axes) for spec, var in zip(params["out_specs"], equation.outvars, strict=True)
+    ]
 
     def run(*operands: Any) -> list[Any]:
         mapped = body
@@ -54,11 +63,23 @@ def on_whole_arrays(equation: Any, body: Callable[..., Sequence[Any]]) -> Callab
     return run
 
 
-def without_axis_types(jaxpr: Any) -> Any:
-    """A jaxpr, bare or closed, without the types that a manual region gives its values: those name axes that are gone
-    once its blocks are dims of one array."""
-    if hasattr(jaxpr, "jaxpr") and hasattr(jaxpr, "consts") and jaxpr.jaxpr is not jaxpr:
-        return jex_core.ClosedJaxpr(without_axis_types(jaxpr.jaxpr), jaxpr.consts)
+def plain_body(equation: Any) -> Any:
+    """The body of a `shard_map`, a closed jaxpr, without the types a manual region gives its values: those name axes
+    that are gone once its blocks are dims of one array."""
+    params = equation.params
+    body = params["jaxpr"]
+    mesh = params["mesh"].abstract_mesh if isinstance(params["mesh"], jax.sharding.Mesh) else params["mesh"]
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        manual = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual))
+        with extend_axis_env_nd(mesh.shape.items()), use_abstract_mesh(manual), config._check_vma(params["check_vma"]):
+            yield
+
+    return jex_core.ClosedJaxpr(_plain(getattr(body, "jaxpr", body), region), getattr(body, "consts", ()))
+
+
+def _plain(jaxpr: Any, region: Callable[[], Any]) -> Any:
     env: dict[Any, Any] = {}
 
     def fresh(var: Any) -> Any:
@@ -67,7 +88,7 @@ def without_axis_types(jaxpr: Any) -> Any:
         return env.get(var, var)
 
     def read(atom: Any) -> Any:
-        return atom if isinstance(atom, jex_core.Literal) else env[atom]
+        return _plain_literal(atom) if isinstance(atom, jex_core.Literal) else env[atom]
 
     constvars, invars = [fresh(v) for v in jaxpr.constvars], [fresh(v) for v in jaxpr.invars]
     equations = []
@@ -76,43 +97,49 @@ def without_axis_types(jaxpr: Any) -> Any:
         if equation.primitive.name in _STATEMENTS:
             env.update(zip(equation.outvars, operands, strict=True))
             continue
-        params = {key: _inside(value) for key, value in equation.params.items()}
+        primitive, params = equation.primitive, {k: _inside(k, v, region) for k, v in equation.params.items()}
+        if primitive.name == "psum_invariant":  # a sum that also states that its result is equal everywhere
+            primitive, params = psum_p, {"axis_index_groups": None, **params}
         outvars = [fresh(v) for v in equation.outvars]
         equations.append(
-            equation.replace(
-                primitive=_primitive(equation.primitive), invars=operands, outvars=outvars, params=params, ctx=_context()
-            )
+            equation.replace(primitive=primitive, invars=operands, outvars=outvars, params=params, ctx=JaxprEqnContext())
         )
     return jaxpr.replace(
-        constvars=constvars, invars=invars, eqns=equations, outvars=[read(a) for a in jaxpr.outvars],
-        debug_info=jaxpr.debug_info.with_unknown_names(), effects=jaxpr.effects,
+        constvars=constvars, invars=invars, eqns=equations, outvars=[read(atom) for atom in jaxpr.outvars],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
     )  # fmt: skip
 
 
-def _inside(value: Any) -> Any:
+def _inside(key: str, value: Any, region: Callable[[], Any]) -> Any:
+    """A parameter of an equation, the programs in it made plain too."""
+    if hasattr(value, "jaxpr") and hasattr(value, "consts") and value.jaxpr is not value:
+        return jex_core.ClosedJaxpr(_plain(value.jaxpr, region), value.consts)
     if hasattr(value, "eqns") and hasattr(value, "outvars"):
-        return without_axis_types(value)
-    return type(value)(_inside(v) for v in value) if type(value) in (tuple, list) else value
+        return _plain(value, region)
+    if key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
+        return _later(value, region)
+    return type(value)(_inside("", v, region) for v in value) if type(value) in (tuple, list) else value
+
+
+def _later(derivative: Any, region: Callable[[], Any]) -> Any:
+    """A derivative rule, traced when it is asked for: by then its region is left, so it is entered again."""
+
+    def traced(*zeros: Any) -> Any:
+        with region():
+            jaxpr, *rest = (derivative.call_wrapped if hasattr(derivative, "call_wrapped") else derivative)(*zeros)
+        return (_plain(jaxpr, region), *rest)
+
+    return wrap_init(traced, debug_info=derivative.debug_info) if hasattr(derivative, "call_wrapped") else traced
+
+
+def _plain_literal(literal: Any) -> Any:
+    value = np.asarray(literal.val) if isinstance(literal.val, jax.Array) else literal.val
+    return jex_core.Literal(value, _plain_aval(literal.aval))
 
 
 def _plain_aval(aval: Any) -> Any:
-    if not isinstance(aval, jax.core.ShapedArray):
-        return aval
-    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-@cache
-def _primitive(primitive: Any) -> Any:
-    """The plain collective where `primitive` also states something about axes, else itself."""
-    if primitive.name not in _PLAIN:
-        return primitive
-    body = jax.make_jaxpr(lambda x: jax.lax.psum(x, "i"), axis_env=[("i", 1)])(0.0)
-    return next(e.primitive for e in body.eqns if e.primitive.name == _PLAIN[primitive.name])
-
-
-def _context() -> Any:
-    """How an equation is traced outside any manual region."""
-    return jax.make_jaxpr(lambda x: x + 1)(0.0).eqns[0].ctx
+    is_array = isinstance(aval, jax.core.ShapedArray)
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type) if is_array else aval
 
 
 def _split(spec: Any, rank: int, axes: Sequence[str]) -> list[tuple[str, ...]]:

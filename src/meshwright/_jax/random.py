@@ -1,8 +1,8 @@
 """Random bits of one block of an array, equal to what the whole array would hold there.
 
-JAX's partitionable threefry draws element i from the 64-bit counter i alone, so a device can draw just its block and the
-run gives the same numbers on any mesh. Other generators have no such counter; each block then draws from a key of its
-own (`fold_in` of the block's position): other numbers on other meshes, reproducible on the same one.
+JAX's partitionable threefry draws element i from the 64-bit counter i alone, so a device can draw just its block and
+the run gives the same numbers on any mesh. Other generators have no such counter; each block then draws from a key of
+its own (`fold_in` of the block's position): other numbers on other meshes, reproducible on the same one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def random_bits_block(
     """Bits of the block of shape `block` at `offsets` of an array of global `shape` drawn from one typed `key`."""
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     if str(jax.random.key_impl(key)) != "threefry2x32" or not jax.config.jax_threefry_partitionable:  # pyrefly: ignore
-        position = sum((jnp.uint32(o) * jnp.uint32(s % 2**32) for o, s in zip(offsets, strides, strict=True)), jnp.uint32(0))
+        position = sum(
+            (jnp.uint32(o) * jnp.uint32(s % 2**32) for o, s in zip(offsets, strides, strict=True)), jnp.uint32(0)
+        )
         return jax.random.bits(jax.random.fold_in(key, position), tuple(block), _UINTS[bit_width])
     high = low = jnp.zeros(block, jnp.uint32)
     for d, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):

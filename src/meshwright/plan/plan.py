@@ -73,6 +73,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """All of it, bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
 
 
@@ -173,6 +174,7 @@ class Plan:
 
     @cached_property
     def num_devices(self) -> int:
+        """How many devices the stages use together."""
         return sum(len(stage.devices) for stage in self.stages)
 
     def save(self, path: Any) -> None:
@@ -188,6 +190,7 @@ class Plan:
         return diff_plans(self, other)
 
     def with_prediction(self, predicted: Prediction | None) -> Plan:
+        """The same plan with another prediction."""
         return replace(self, predicted=predicted)
 
     def __str__(self) -> str:

@@ -8,7 +8,17 @@ from typing import Any
 
 import jax
 
-from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, is_dropped, is_literal, is_remat, open_jaxpr, scan_parts, source_line
+from .._jax.jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    is_dropped,
+    is_literal,
+    is_remat,
+    open_jaxpr,
+    scan_parts,
+    source_line,
+)
 from .._jax.random import is_key
 from .derivative import cotangents
 from .factors import Composer, Rule
@@ -87,8 +97,18 @@ class _Builder:
                 results = self._results(equation, env)
                 source = source_line(equation)
                 self.raw.append(
-                    _Raw(path, equation.primitive.name, operands, results, equation, repeats, repeats,
-                         (repeats,) * len(operands), region, source)
+                    _Raw(
+                        path,
+                        equation.primitive.name,
+                        operands,
+                        results,
+                        equation,
+                        repeats,
+                        repeats,
+                        (repeats,) * len(operands),
+                        region,
+                        source,
+                    )
                 )
 
     def _results(self, equation: Equation, env: dict[Any, int]) -> list[int | None]:
@@ -111,7 +131,13 @@ class _Builder:
         return self.value(var, "literal") if is_literal(atom) else inner[atom]
 
     def _scan(
-        self, equation: Equation, env: dict[Any, int], operands: list[int | None], path: Path, repeats: int, region: Path | None
+        self,
+        equation: Equation,
+        env: dict[Any, int],
+        operands: list[int | None],
+        path: Path,
+        repeats: int,
+        region: Path | None,
     ) -> None:
         parts = scan_parts(equation)
         body = open_jaxpr(parts.body)
@@ -132,6 +158,7 @@ class _Builder:
             self.raw.append(
                 _Raw((*path, -1, i), link, [operand], [inside], None, trips, repeats, (repeats,), region, source)
             )
+        inner.update({var: self.value(var, "constant") for var in body.constvars})
         self.walk(body, inner, path, repeats * parts.length, region)
 
         def made(atom: Any) -> int | None:
@@ -158,7 +185,12 @@ class _Builder:
             )  # fmt: skip
 
     def finish(
-        self, inputs: list[int], outputs: list[int | None], sources: list[int], parameters: tuple[int, ...], losses: Sequence[int]
+        self,
+        inputs: list[int],
+        outputs: list[int | None],
+        sources: list[int],
+        parameters: tuple[int, ...],
+        losses: Sequence[int],
     ) -> tuple[Graph, Rules]:
         smooth = [not is_key(a) and jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in self.avals]
         sinks = [value for value in (outputs[i] for i in losses) if value is not None]

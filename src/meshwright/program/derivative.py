@@ -6,8 +6,36 @@ from collections.abc import Iterable, Sequence
 
 # Results of these never depend smoothly on their operands.
 _CUTS = frozenset(
-    "stop_gradient lt le gt ge eq ne sign floor ceil round is_finite argmax argmin iota random_bits shift_left "
-    "shift_right_logical shift_right_arithmetic and or not xor population_count clz reduce_and reduce_or nextafter".split()
+    [
+        "stop_gradient",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "argmax",
+        "argmin",
+        "iota",
+        "random_bits",
+        "shift_left",
+        "shift_right_logical",
+        "shift_right_arithmetic",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "population_count",
+        "clz",
+        "reduce_and",
+        "reduce_or",
+        "nextafter",
+    ]
 )
 
 

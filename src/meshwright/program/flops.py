@@ -9,8 +9,28 @@ from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
 
 # Data moves, no arithmetic.
 _MOVES = frozenset(
-    "broadcast_in_dim concatenate convert_element_type copy device_put dynamic_slice dynamic_update_slice gather iota pad "
-    "reshape rev scatter slice split squeeze stop_gradient transpose bitcast_convert_type optimization_barrier".split()
+    [
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "device_put",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "iota",
+        "pad",
+        "reshape",
+        "rev",
+        "scatter",
+        "slice",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+        "bitcast_convert_type",
+        "optimization_barrier",
+    ]
 )
 
 

@@ -90,6 +90,7 @@ class Operator:
 
     @property
     def is_link(self) -> bool:
+        """Whether it joins a scan's body to the outside."""
         return self.name.startswith("scan_")
 
 

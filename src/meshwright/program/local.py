@@ -63,7 +63,9 @@ class Split:
 
     def reduced_axes(self) -> tuple[str, ...]:
         """The axes over which the results are partial."""
-        return tuple(a for f, axes in zip(self.rule.factors, self.axes, strict=True) if f.kind == "reduction" for a in axes)
+        return tuple(
+            a for f, axes in zip(self.rule.factors, self.axes, strict=True) if f.kind == "reduction" for a in axes
+        )
 
 
 Evaluator = Callable[[Equation, Split, Sequence[Any]], Sequence[Any]]
@@ -95,8 +97,7 @@ def _iota(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence
 def _slice(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     params = equation.params
     limits = [
-        limit // split.blocks(dim)
-        for limit, dim in zip(params["limit_indices"], split.rule.operands[0], strict=True)
+        limit // split.blocks(dim) for limit, dim in zip(params["limit_indices"], split.rule.operands[0], strict=True)
     ]
     return (lax.slice(operands[0], params["start_indices"], limits, params["strides"]),)
 
@@ -114,7 +115,13 @@ def _random_bits(equation: Equation, split: Split, operands: Sequence[Any]) -> S
 
 
 def _shift_indices(
-    indices: Any, columns: Sequence[int], extents: Mapping[int, int], window: Sequence[int], dims: Dims, split: Split, clip: bool
+    indices: Any,
+    columns: Sequence[int],
+    extents: Mapping[int, int],
+    window: Sequence[int],
+    dims: Dims,
+    split: Split,
+    clip: bool,
 ) -> tuple[Any, Any, Any]:
     """Global start indices to local ones for dims that are split; also which are in this block and which in range.
 
@@ -247,6 +254,13 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     reductions = {index for index, factor in enumerate(rule.factors) if factor.kind == "reduction"}
     if combine is None or (combine != "sum" and differentiated):
         whole |= reductions
+    # What is not summed must come out: Shardy leaves unrelated what it cannot relate (a reshape of 4 x 3 to 3 x 2 x 2).
+    taken, made = (
+        {factor for tensor in tensors for dim in tensor for factor in dim} for tensors in (rule.operands, rule.results)
+    )
+    whole |= taken - made - reductions
+    if name == "reshape":
+        whole |= made - taken
     shapes = [atom.aval.shape for atom in (*equation.invars, *equation.outvars)]
     for shape, dims in zip(shapes, (*rule.operands, *rule.results), strict=True):
         for extent, dim in zip(shape, dims, strict=True):

@@ -20,9 +20,41 @@ from ..errors import PlanError
 Degree = Fraction | None  # None: unknown, or not a power
 
 _SAME = frozenset(
-    "convert_element_type reshape transpose broadcast_in_dim squeeze neg copy stop_gradient slice dynamic_slice abs rev "
-    "reduce_precision expand_dims select_n concatenate pad gather reduce_max reduce_min max min add add_any sub cumsum "
-    "cummax real imag reduce_window_max reduce_window_sum optimization_barrier clamp".split()
+    [
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "neg",
+        "copy",
+        "stop_gradient",
+        "slice",
+        "dynamic_slice",
+        "abs",
+        "rev",
+        "reduce_precision",
+        "expand_dims",
+        "select_n",
+        "concatenate",
+        "pad",
+        "gather",
+        "reduce_max",
+        "reduce_min",
+        "max",
+        "min",
+        "add",
+        "add_any",
+        "sub",
+        "cumsum",
+        "cummax",
+        "real",
+        "imag",
+        "reduce_window_max",
+        "reduce_window_sum",
+        "optimization_barrier",
+        "clamp",
+    ]
 )
 
 

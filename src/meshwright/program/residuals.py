@@ -11,21 +11,76 @@ from .graph import Graph, Operator, Path
 
 # The derivative reads no operand (index operands, which have no derivative of their own, excepted).
 _LINEAR = frozenset(
-    "add add_any sub neg reshape transpose broadcast_in_dim reduce_sum convert_element_type concatenate pad slice squeeze "
-    "cumsum copy rev reduce_precision real imag split expand_dims stop_gradient reduce_window_sum copy_p".split()
+    [
+        "add",
+        "add_any",
+        "sub",
+        "neg",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "reduce_sum",
+        "convert_element_type",
+        "concatenate",
+        "pad",
+        "slice",
+        "squeeze",
+        "cumsum",
+        "copy",
+        "rev",
+        "reduce_precision",
+        "real",
+        "imag",
+        "split",
+        "expand_dims",
+        "stop_gradient",
+        "reduce_window_sum",
+        "copy_p",
+    ]
 )
 # The derivative reads operands that are not differentiated themselves (indices, predicates).
-_INDEXED = frozenset("select_n gather scatter-add dynamic_slice dynamic_update_slice scatter".split())
+_INDEXED = frozenset(["select_n", "gather", "scatter-add", "dynamic_slice", "dynamic_update_slice", "scatter"])
 # The derivative reads the result.
-_BY_RESULT = frozenset("exp exp2 tanh logistic sqrt rsqrt cbrt erf_inv".split())
+_BY_RESULT = frozenset(["exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv"])
 # Each operand's derivative reads the other ones.
-_PRODUCTS = frozenset("mul dot_general conv_general_dilated".split())
+_PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
 # Elementwise, or as cheap: a fusing compiler makes them again where they are read.
 _NOT_FUSED = frozenset(
-    "dot_general conv_general_dilated reduce_sum reduce_max reduce_min reduce_prod argmax argmin sort top_k gather "
-    "scatter-add scatter cumsum cumlogsumexp cummax cummin cumprod reduce_window_max reduce_window_sum reduce_window "
-    "select_and_scatter_add custom_vjp_call cond while random_bits fft concatenate scan_slice scan_carry scan_stack "
-    "scan_const dynamic_update_slice".split()
+    [
+        "dot_general",
+        "conv_general_dilated",
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "argmax",
+        "argmin",
+        "sort",
+        "top_k",
+        "gather",
+        "scatter-add",
+        "scatter",
+        "cumsum",
+        "cumlogsumexp",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "reduce_window_max",
+        "reduce_window_sum",
+        "reduce_window",
+        "select_and_scatter_add",
+        "custom_vjp_call",
+        "cond",
+        "while",
+        "random_bits",
+        "fft",
+        "concatenate",
+        "scan_slice",
+        "scan_carry",
+        "scan_stack",
+        "scan_const",
+        "dynamic_update_slice",
+    ]
 )
 
 

@@ -170,7 +170,12 @@ class Rules:
         return [composer.tensor(a.aval.shape) if is_literal(a) else env[a] for a in jaxpr.outvars]
 
     def relate(
-        self, composer: Composer, equations: Iterable[Equation], env: dict[Any, Any], *, summed: AbstractSet[Any] = frozenset()
+        self,
+        composer: Composer,
+        equations: Iterable[Equation],
+        env: dict[Any, Any],
+        *,
+        summed: AbstractSet[Any] = frozenset(),
     ) -> None:
         """Identify dims of a program's variables that are one index.
 
@@ -250,11 +255,18 @@ def _lower(equations: Sequence[Equation]) -> list[Any]:
 def _signature(equation: Equation) -> tuple[Any, ...]:
     """Equal for equations with the same rule."""
     params = equation.params
-    described = id(equation) if is_call(equation) or equation.primitive.name == "scan" else str(sorted(params.items(), key=lambda kv: kv[0]))
-    atoms = tuple(
-        (a.aval.shape, str(a.aval.dtype), is_literal(a)) for a in equation.invars
+    described = (
+        id(equation)
+        if is_call(equation) or equation.primitive.name == "scan"
+        else str(sorted(params.items(), key=lambda kv: kv[0]))
     )
-    return (equation.primitive.name, described, atoms, tuple((v.aval.shape, str(v.aval.dtype)) for v in equation.outvars))
+    atoms = tuple((a.aval.shape, str(a.aval.dtype), is_literal(a)) for a in equation.invars)
+    return (
+        equation.primitive.name,
+        described,
+        atoms,
+        tuple((v.aval.shape, str(v.aval.dtype)) for v in equation.outvars),
+    )
 
 
 def _key_rule(equation: Equation) -> Rule:
@@ -276,4 +288,3 @@ def _top_k_rule(equation: Equation) -> Rule:
     composer.mark(operand[-1], "whole")
     last = [composer.atom(equation.outvars[0].aval.shape[-1], "whole")]
     return composer.rule([operand], [[*operand[:-1], last]] * len(equation.outvars))
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from .graph import Graph, Path
 from .residuals import kept_values
@@ -67,14 +68,14 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
         cuts = _cuts_within(borders, crossing, prefix, total / share)
         if cuts is None:
             continue
-        largest = max(prefix[b] - prefix[a] for a, b in zip(cuts, cuts[1:], strict=False))
+        largest = max(prefix[b] - prefix[a] for a, b in pairwise(cuts))
         cost = sum(crossing[c] for c in cuts[1:-1]) + largest
         if best is None or cost < best[0]:
             best = (cost, cuts)
     if best is None or best[0] >= total:
         return ()
     pieces = []
-    for a, b in zip(best[1], best[1][1:], strict=False):
+    for a, b in pairwise(best[1]):
         # A scan rematerialises its own body; around it lie separate segments.
         start = a
         for position in sorted(s for s in scans if a <= s < b):

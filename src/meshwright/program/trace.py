@@ -1,8 +1,8 @@
 """The user's step, traced: the program to be planned and what surrounds it.
 
-A training step that calls `meshwright.value_and_grad` has a *core*, the loss function, whose forward graph is planned for
-both passes; the rest (preprocessing, the optimizer's update) is elementwise or small and follows the layouts of the state.
-Any other step (plain `jax.grad`, inference) is planned whole, as one forward program.
+A training step that calls `meshwright.value_and_grad` has a *core*, the loss function, whose forward graph is planned
+for both passes; the rest (preprocessing, the optimizer's update) is elementwise or small and follows the layouts of the
+state. Any other step (plain `jax.grad`, inference) is planned whole, as one forward program.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def abstract(args: Any) -> Any:
 
 
 def trace_program(
-    step: Callable[..., Any], args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    microbatches: int = 1,
+    batch_axis: int = 0,
+    reduction: str | None = None,
 ) -> Program:
     """Trace `step` on arguments of the given shapes.
 

@@ -13,7 +13,9 @@ from jax import lax
 from ..sharding import Conversion, Step
 
 
-def run_conversion(x: jax.Array, conversion: Conversion, sizes: Mapping[str, int], *, differentiated: bool) -> jax.Array:
+def run_conversion(
+    x: jax.Array, conversion: Conversion, sizes: Mapping[str, int], *, differentiated: bool
+) -> jax.Array:
     """Move one device's shard `x` through the steps of a conversion. Call inside a manual `shard_map`."""
     for step in conversion:
         x = _differentiable(step, sizes)(x) if differentiated else _forward(step, x, sizes)
@@ -49,11 +51,11 @@ def _backward(step: Step, g: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
     match step.kind, step.partial_cotangent:
         case "slice", True:
             return _padded(g, step.axes, step.to_dim, sizes)
-        case ("slice" | "reduce_scatter"), _:
+        case (("slice" | "reduce_scatter"), _):
             return lax.all_gather(g, step.axes, axis=step.to_dim, tiled=True)
         case "all_to_all", _:
             return lax.all_to_all(g, step.axes, split_axis=step.from_dim, concat_axis=step.to_dim, tiled=True)
-        case ("all_reduce" | "mark_broadcast"), True:
+        case (("all_reduce" | "mark_broadcast"), True):
             return lax.psum(g, step.axes)
         case "all_gather", True:
             return lax.psum_scatter(g, step.axes, scatter_dimension=step.from_dim, tiled=True)

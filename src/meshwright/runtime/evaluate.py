@@ -183,7 +183,10 @@ class ShardedProgram:
             self._settle(
                 index,
                 LocalValue(
-                    shard, spec, self._sizes, differentiated=index is not None and self._graph.values[index].differentiated
+                    shard,
+                    spec,
+                    self._sizes,
+                    differentiated=index is not None and self._graph.values[index].differentiated,
                 ),
             )
             for index, shard, spec in zip(indices, results, algorithm.results, strict=True)
@@ -253,7 +256,9 @@ class ShardedProgram:
                 self._read(inner, atom).read(algorithm.operands[1])
                 for atom, algorithm in zip(body.outvars, chosen[parts.num_consts : first_xs], strict=False)
             ]
-            out = [self._read(inner, body.outvars[i]).read(algorithm.operands[0]) for i, (_, algorithm) in stacks.items()]
+            out = [
+                self._read(inner, body.outvars[i]).read(algorithm.operands[0]) for i, (_, algorithm) in stacks.items()
+            ]
             return kept, out
 
         final, stacked = lax.scan(trip, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)

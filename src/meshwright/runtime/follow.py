@@ -30,7 +30,9 @@ from ..sharding import Algorithm, Spec, algorithm_of
 from .local_value import LocalValue
 
 # Linear in all operands together.
-_LINEAR = frozenset("add add_any sub neg convert_element_type reshape transpose squeeze broadcast_in_dim reduce_sum copy".split())
+_LINEAR = frozenset(
+    "add add_any sub neg convert_element_type reshape transpose squeeze broadcast_in_dim reduce_sum copy".split()
+)
 
 
 class Follower:
@@ -52,7 +54,9 @@ class Follower:
         self._sizes = sizes
         self._take_over = take_over
 
-    def call(self, equation: Equation, algorithm: Algorithm, operands: Sequence[Any], *, differentiated: bool) -> list[Any]:
+    def call(
+        self, equation: Equation, algorithm: Algorithm, operands: Sequence[Any], *, differentiated: bool
+    ) -> list[Any]:
         """Results of a call on shards laid out as `algorithm` says."""
         specs = [spec.without_broadcast() for spec in algorithm.operands]
         if differentiated and equation.primitive.name != "while":
@@ -107,7 +111,9 @@ class Follower:
 
         for equation in jaxpr.eqns:
             with user_context(equation):
-                env.update(zip(equation.outvars, self._equation(equation, [read(a) for a in equation.invars]), strict=True))
+                env.update(
+                    zip(equation.outvars, self._equation(equation, [read(a) for a in equation.invars]), strict=True)
+                )
         return [read(atom) for atom in jaxpr.outvars]
 
     def _whole(self, x: Any) -> LocalValue:
@@ -130,7 +136,8 @@ class Follower:
         algorithm = self._follow(equation, operands)
         partial = _common_partial(equation, operands)
         shards = [
-            value.read(Spec(spec.dims, partial=partial)) for value, spec in zip(operands, algorithm.operands, strict=True)
+            value.read(Spec(spec.dims, partial=partial))
+            for value, spec in zip(operands, algorithm.operands, strict=True)
         ]
         rule = self._rules.rule(equation, differentiated=False)
         results = evaluate_local(equation, Split(rule, algorithm.axes, self._sizes), shards)

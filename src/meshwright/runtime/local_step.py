@@ -65,7 +65,9 @@ class LocalStep:
                 spec = Spec(stage.parameters[program.parameter_inputs.index(index)].use.dims)
             elif index < program.state_inputs and (leaf := program.state[index]) is not None:
                 storage = stage.parameters[leaf.parameter].storage
-                spec = _fitting(tuple(storage.dims[d] if d is not None else () for d in leaf.dims), var.aval.shape, stage)
+                spec = _fitting(
+                    tuple(storage.dims[d] if d is not None else () for d in leaf.dims), var.aval.shape, stage
+                )
             elif index in consts:
                 spec = consts[index]
             specs.append(spec)
@@ -187,11 +189,11 @@ class LocalStep:
             conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
             assert conversion is not None
             synchronised.append(run_conversion(grad, conversion, sizes, differentiated=False))
-        return [
-            LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)
-        ]
+        return [LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)]
 
-    def _accumulate(self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
+    def _accumulate(
+        self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]
+    ) -> tuple[Any, list[Any], Any]:
         """Microbatches one after the other, gradients summed locally."""
         program, count = self.program, self.program.microbatches
         split = program.split_dims
@@ -225,7 +227,9 @@ class LocalStep:
             total, fresh = lax.optimization_barrier((total, list(parameters)))
             value, aux, grads = microbatch(inputs, fresh)
             sums = jax.tree.map(jnp.add, sums, list(grads))
-            added = [k + a if _adds(a) and d is None else a for k, a, d in zip(kept, aux, grown, strict=True) if d is None]
+            added = [
+                k + a if _adds(a) and d is None else a for k, a, d in zip(kept, aux, grown, strict=True) if d is None
+            ]
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             whole = iter(added)
             kept = [next(whole) if d is None else k for k, d in zip(kept, grown, strict=True)]
@@ -237,7 +241,9 @@ class LocalStep:
             )
         )
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], list(shapes[2])))
-        kept = [jnp.zeros(s.shape, s.dtype) if d is None else jnp.zeros(()) for s, d in zip(shapes[1], grown, strict=True)]
+        kept = [
+            jnp.zeros(s.shape, s.dtype) if d is None else jnp.zeros(()) for s, d in zip(shapes[1], grown, strict=True)
+        ]
         (value, grads, kept), stacked = lax.scan(trip, (*zeros, kept), (jnp.arange(count), rows))
         scale = 1.0 / count if program.reduction == "mean" else 1.0
         pieces = iter(stacked)
@@ -293,7 +299,11 @@ def _check(program: Program, plan: Plan) -> None:
         )  # fmt: skip
     if len(plan.stages) != 1:
         raise PlanError(
-            refused="the plan", got=f"{len(plan.stages)} stages", needed="one", where="plan=", try_="a plan with one stage"
+            refused="the plan",
+            got=f"{len(plan.stages)} stages",
+            needed="one",
+            where="plan=",
+            try_="a plan with one stage",
         )
 
 
@@ -308,7 +318,11 @@ def algorithms_of(program: Program, stage: Stage) -> list[Algorithm]:
     if len(graph.operators) != len(stage.operators):
         raise _other_program(len(graph.operators), len(stage.operators))
     for operator, planned in zip(graph.operators, stage.operators, strict=True):
-        if (operator.path, operator.name, len(operator.rule.factors)) != (planned.path, planned.name, len(planned.axes)):
+        if (operator.path, operator.name, len(operator.rule.factors)) != (
+            planned.path,
+            planned.name,
+            len(planned.axes),
+        ):
             raise _other_program(operator.name, planned.name)
         moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
         combines = operator.combine in ("max", "min")
@@ -327,5 +341,11 @@ def _other_program(have: object, planned: object) -> PlanError:
 def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
     segments: Mapping[Any, Any] = dict(stage.rematerialised)
     return ShardedProgram(
-        program.core, program.graph, program.rules, algorithms_of(program, stage), dict(stage.settled), stage.sizes, segments
+        program.core,
+        program.graph,
+        program.rules,
+        algorithms_of(program, stage),
+        dict(stage.settled),
+        stage.sizes,
+        segments,
     )

@@ -303,7 +303,9 @@ def _run(cases: Sequence[_Case], follower: Follower, blocks: int) -> list[Violat
             except Exception as error:  # whatever a primitive raises on shards is this split's failure, not the run's
                 failures[index] = f"{type(error).__name__}: {error}"
                 got = [
-                    jax.random.wrap_key_data(jnp.zeros((*w.shape, 2), jnp.uint32)) if is_key(w) else jnp.zeros(w.shape, w.dtype)
+                    jax.random.wrap_key_data(jnp.zeros((*w.shape, 2), jnp.uint32))
+                    if is_key(w)
+                    else jnp.zeros(w.shape, w.dtype)
                     for w in want
                 ]
             made.append(got)

@@ -22,12 +22,14 @@ class Account:
     traffic: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, kind: str, size_bytes: float, seconds: float, count: int) -> None:
+        """Count `count` collectives of `size_bytes`, `seconds` each."""
         have = self.traffic.get(kind, (0, 0.0))
         self.traffic[kind] = (have[0] + count, have[1] + count * size_bytes)
         self.communication_seconds += count * seconds
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
+        """The traffic by kind."""
         return tuple(Collective(kind=k, count=c, bytes=b) for k, (c, b) in sorted(self.traffic.items()))
 
 
@@ -50,7 +52,9 @@ def _count(
     for step in conversion:
         size = array.bytes * step.buffer_fraction(problem.sizes)
         if step.forward is not None:
-            total.add(step.forward, size, problem.prices.collective(step.forward, size, step.axes), forward_runs * count)
+            total.add(
+                step.forward, size, problem.prices.collective(step.forward, size, step.axes), forward_runs * count
+            )
         if step.backward is not None and array.differentiated:
             total.add(step.backward, size, problem.prices.collective(step.backward, size, step.axes), count)
 
@@ -125,7 +129,8 @@ def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account
         value = graph.values[graph.inputs[position]]
         gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
         fetch = convert(choice.storage, Spec(choice.use.dims))
-        assert gradient is not None and fetch is not None
+        assert gradient is not None
+        assert fetch is not None
         for conversion in (gradient, fetch):
             for step in conversion:
                 if step.forward is not None and prod(value.shape) > 1:

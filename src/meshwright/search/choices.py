@@ -84,7 +84,7 @@ def spec_choices(
 
 
 def parameter_choices(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[ParameterChoice, ...]:
-    """Use specs, each with the optimizer state as the parameter or split further over axes the parameter is whole on."""
+    """Use specs, each with the optimizer state as the parameter or split further, over axes that leave it whole."""
     found = []
     for use in spec_choices(shape, sizes, broadcast=True):
         plain = Spec(use.dims)

@@ -1,4 +1,4 @@
-"""The default search: for each logical mesh and each way to rematerialise, the optimal intra-operator plan; the best wins."""
+"""The default search: the optimal intra-operator plan for each logical mesh and rematerialisation; the best wins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ..solve import Infeasible
 from .account import account
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .pins import Pins
-
 
 # Logical meshes of up to this many axes are tried unless the user names one.
 _MAX_AXES = 2
@@ -88,9 +87,12 @@ class HierarchicalSearch:
     def __init__(self, request: SearchRequest) -> None:
         if request.remat not in (None, "none", "layer"):
             raise PlanError(
-                refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
+                refused="the rematerialisation",
+                got=repr(request.remat),
+                needed='"none", "layer" or None',
+                where="remat=",
                 try_="remat=None",
-            )  # fmt: skip
+            )
         self._request = request
         self._meshes = _meshes(request)
         self._problems: dict[tuple[int, str], tuple[IntraOpProblem, Segments]] = {}
@@ -144,9 +146,14 @@ class HierarchicalSearch:
             segments: Segments = layer_segments(request.graph) if remat == "layer" else {}
             graph = rematerialise(request.graph, segments) if segments else request.graph
             problem = IntraOpProblem(
-                graph, self._meshes[index], request.cluster.device, parameters=request.parameters,
-                microbatches=request.microbatches, pins=request.pins, carried=request.carried,
-            )  # fmt: skip
+                graph,
+                self._meshes[index],
+                request.cluster.device,
+                parameters=request.parameters,
+                microbatches=request.microbatches,
+                pins=request.pins,
+                carried=request.carried,
+            )
             self._problems[index, remat] = (problem, segments)
         return self._problems[index, remat]
 
@@ -209,9 +216,7 @@ def _assemble(request: SearchRequest, best: _Candidate) -> Plan:
         for operator, choice in zip(graph.operators, chosen.operators, strict=True)
     )
     parameters = tuple(
-        ParameterPlan(
-            name=info.name, shape=graph.values[graph.inputs[p]].shape, use=choice.use, storage=choice.storage
-        )
+        ParameterPlan(name=info.name, shape=graph.values[graph.inputs[p]].shape, use=choice.use, storage=choice.storage)
         for info, p, choice in zip(request.parameters, graph.parameters, chosen.parameters, strict=True)
     )
     inputs = tuple(
@@ -279,8 +284,9 @@ def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]
     if isinstance(mesh, Sequence) and not isinstance(mesh, str):
         return [entry for one in mesh for entry in mesh_argument(one)]
     raise PlanError(
-        refused="the logical mesh", got=repr(mesh), needed="a shape, or axis names with sizes", where="mesh=",
+        refused="the logical mesh",
+        got=repr(mesh),
+        needed="a shape, or axis names with sizes",
+        where="mesh=",
         try_='mesh=(2, 4) or mesh={"data": 2, "model": 4}',
-    )  # fmt: skip
-
-
+    )

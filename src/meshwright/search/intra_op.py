@@ -210,7 +210,9 @@ class IntraOpProblem:
         graph, values = self.graph, self.graph.values
 
         def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
-            return tuple(None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices)
+            return tuple(
+                None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
+            )
 
         return (
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
@@ -227,7 +229,6 @@ class IntraOpProblem:
         return sum(1 for operator, _ in users if operator in self.operator_node) > 1
 
     def _add_shared(self, index: int) -> None:
-        value = self.graph.values[index]
         producer, specs = self._defines[index]
         # Any other spec would be converted from and to one of these anyway.
         wanted = [Spec(spec.dims) for spec in specs]
@@ -300,16 +301,24 @@ class IntraOpProblem:
                 continue
             for i, spec in enumerate(specs):
                 if spec.partial or spec.broadcast:
-                    self._seconds[node][i] += self._conversions(index, (spec,), (Spec(spec.dims),), 1)[0, 0] * self.microbatches
+                    self._seconds[node][i] += (
+                        self._conversions(index, (spec,), (Spec(spec.dims),), 1)[0, 0] * self.microbatches
+                    )
 
     # Solving
 
     def problem(self, memory_limit_bytes: float) -> Problem:
+        """The problem as numbers."""
         return Problem(
-            costs=tuple(self._seconds), edges=dict(self._edges), memory=tuple(self._bytes), memory_limit=memory_limit_bytes
+            costs=tuple(self._seconds),
+            edges=dict(self._edges),
+            memory=tuple(self._bytes),
+            memory_limit=memory_limit_bytes,
         )
 
-    def solve(self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0) -> IntraOpSolution:
+    def solve(
+        self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0
+    ) -> IntraOpSolution:
         """The best choice for every node within the memory limit.
 
         Raises:

@@ -29,7 +29,11 @@ class Pins:
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(
-                refused="the ZeRO stage", got=repr(self.zero), needed="0, 1, 2, 3 or None", where="zero=", try_="zero=None"
+                refused="the ZeRO stage",
+                got=repr(self.zero),
+                needed="0, 1, 2, 3 or None",
+                where="zero=",
+                try_="zero=None",
             )
 
     def layout(self, name: str, rank: int, sizes: Mapping[str, int]) -> Layout | None:
@@ -38,24 +42,33 @@ class Pins:
         found = set(matching.values())
         if len(found) > 1:
             raise PlanError(
-                refused=f"the pins of {name}", got=f"{len(found)} different layouts from the patterns {sorted(matching)}",
-                needed="one layout for each array", where="pins=", try_="patterns that do not overlap",
-            )  # fmt: skip
+                refused=f"the pins of {name}",
+                got=f"{len(found)} different layouts from the patterns {sorted(matching)}",
+                needed="one layout for each array",
+                where="pins=",
+                try_="patterns that do not overlap",
+            )
         if not found:
             return None
         (layout,) = found
         unknown = sorted({axis for dim in layout for axis in dim} - set(sizes))
         if unknown:
             raise PlanError(
-                refused=f"the pin of {name}", got=f"axis {unknown[0]!r}", needed=f"axes of the mesh: {', '.join(sizes)}",
-                where="pins=", try_="mesh= with the axis names you want",
-            )  # fmt: skip
+                refused=f"the pin of {name}",
+                got=f"axis {unknown[0]!r}",
+                needed=f"axes of the mesh: {', '.join(sizes)}",
+                where="pins=",
+                try_="mesh= with the axis names you want",
+            )
         used = [axis for dim in layout for axis in dim]
         if len(layout) != rank or len(set(used)) != len(used):
             raise PlanError(
-                refused=f"the pin of {name}", got=f"{layout} for an array of {rank} dims",
-                needed="one tuple of axes for each dim, no axis twice", where="pins=", try_="() for a dim that is not split",
-            )  # fmt: skip
+                refused=f"the pin of {name}",
+                got=f"{layout} for an array of {rank} dims",
+                needed="one tuple of axes for each dim, no axis twice",
+                where="pins=",
+                try_="() for a dim that is not split",
+            )
         return layout
 
     def input(self, name: str, choices: Sequence[Spec], sizes: Mapping[str, int]) -> tuple[Spec, ...]:
@@ -88,6 +101,9 @@ class Pins:
 
     def _refuse(self, name: str, layout: Layout | None) -> tuple[()]:
         raise PlanError(
-            refused=f"the pin of {name}", got=f"the layout {layout}", needed="axes whose sizes divide the dims they split",
-            where="pins=", try_="another dim, or a mesh of another shape",
-        )  # fmt: skip
+            refused=f"the pin of {name}",
+            got=f"the layout {layout}",
+            needed="axes whose sizes divide the dims they split",
+            where="pins=",
+            try_="another dim, or a mesh of another shape",
+        )

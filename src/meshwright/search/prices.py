@@ -45,7 +45,13 @@ class Prices:
         return self._collectives[key]
 
     def conversion_table(
-        self, sources: Sequence[Spec], targets: Sequence[Spec], value_bytes: float, *, forward_runs: int, differentiated: bool
+        self,
+        sources: Sequence[Spec],
+        targets: Sequence[Spec],
+        value_bytes: float,
+        *,
+        forward_runs: int,
+        differentiated: bool,
     ) -> np.ndarray:
         """Seconds from each source spec to each target spec; infinite where no conversion exists.
 
@@ -157,5 +163,7 @@ class Prices:
 
     def is_stored(self, graph: Graph, operator: Operator) -> bool:
         """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain."""
-        readers = [graph.operators[user] for v in operator.results if v is not None for user, _ in graph.consumers.get(v, ())]
+        readers = [
+            graph.operators[user] for v in operator.results if v is not None for user, _ in graph.consumers.get(v, ())
+        ]
         return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)

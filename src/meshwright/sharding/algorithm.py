@@ -113,7 +113,7 @@ def with_broadcast(algorithm: Algorithm, axes: frozenset[str], differentiated: S
 def shared_algorithms(
     rule: Rule, sizes: Mapping[str, int], differentiated: Sequence[bool]
 ) -> tuple[tuple[Algorithm, frozenset[str]], ...]:
-    """Algorithms of an operator whose results' cotangents may stay partial over axes it does not use, with those axes."""
+    """Algorithms of an operator whose results' cotangents may stay partial over unused axes, with those axes."""
     found = []
     for algorithm in algorithms(rule, sizes, differentiated):
         used = {axis for split in algorithm.axes for axis in split}

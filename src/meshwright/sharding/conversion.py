@@ -64,7 +64,7 @@ class Step:
                 return "all_gather"
             case "all_to_all", _:
                 return "all_to_all"
-            case ("all_reduce" | "mark_broadcast"), True:
+            case (("all_reduce" | "mark_broadcast"), True):
                 return "all_reduce"
             case "all_gather", True:
                 return "reduce_scatter"

@@ -66,6 +66,7 @@ class Spec:
 
     @property
     def is_replicated(self) -> bool:
+        """Whether every axis is replicated."""
         return not self.sharded_axes and not self.partial and not self.broadcast
 
     def dim_of(self, axis: str) -> int | None:
@@ -98,6 +99,7 @@ class Spec:
         return True
 
     def without_broadcast(self) -> Spec:
+        """The spec of the same value where it has no cotangent."""
         return Spec(self.dims, self.partial) if self.broadcast else self
 
     def __repr__(self) -> str:

@@ -5,7 +5,8 @@ the nodes that were around it. The cost is the size of the largest table: expone
 linear in the number of nodes for graphs that look like chains. A backward pass gives the min-marginal of every choice:
 the least total cost of any assignment that makes it.
 
-Known limits: graphs of large treewidth are refused (`Unsolved`), and a memory limit is not seen at all.
+Tables are built in pieces and minimised at once: only messages are held. Known limits: graphs of large treewidth are
+refused (`Unsolved`), and a memory limit is not seen at all.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.solve.deadline import NEVER, Deadline
 from meshwright.solve.order import elimination_order
 from meshwright.solve.problem import Infeasible, Problem, Solution, Unsolved
 
-# Largest table, in entries of 8 bytes (never held at once) and its message, which is smaller by the node's own choices.
-_LARGEST_TABLE = 1 << 24
-# All tables of one pass together: a second of additions, and half a gigabyte of messages.
-_MOST_ENTRIES = 1 << 28
-# Tables are built in pieces of this many entries, which stay in the cache.
+# Entries of the largest table and of all tables of one pass; an entry takes about a nanosecond and is not held.
+_LARGEST_TABLE = 1 << 32
+_MOST_ENTRIES = 1 << 33
+# Entries of all messages, which are held: half a gigabyte.
+_MOST_HELD = 1 << 26
+# Min-marginals hold each table as a whole, one after another, in a few copies.
+_LARGEST_HELD = 1 << 24
+# Tables are built in pieces of about this many entries, which stay in the cache.
 _PIECE = 1 << 16
+# Rows shorter than this are slower to add than the cache is worth.
+_NARROWEST = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +83,22 @@ class Elimination:
     ((0, 0), 1.0)
 
     Raises:
-        Unsolved: a table would have more than 2**24 entries, or all together more than 2**28.
+        Unsolved: the tables would have more than 2**33 entries together, or the messages more than 2**26; or, from
+            any method, the deadline has passed.
     """
 
-    __slots__ = ("entries", "largest", "steps")
+    __slots__ = ("deadline", "entries", "largest", "steps")
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, deadline: Deadline = NEVER) -> None:
         sizes = problem.sizes
         order = elimination_order(sizes, problem.edges)
-        if order.largest > _LARGEST_TABLE or order.entries > _MOST_ENTRIES:
+        if order.largest > _LARGEST_TABLE or order.entries > _MOST_ENTRIES or order.held > _MOST_HELD:
             raise Unsolved(
                 f"refused exact elimination: got a largest table of {order.largest:.3g} entries, {order.entries:.3g} "
-                f"in all; needed at most {_LARGEST_TABLE} and {_MOST_ENTRIES}; try solve(), which turns to MILP"
+                f"in all and {order.held:.3g} to be held; needed at most {_LARGEST_TABLE}, {_MOST_ENTRIES} and "
+                f"{_MOST_HELD}; try solve(), which turns to bounds and MILP"
             )
+        self.deadline = deadline
         self.largest = order.largest
         self.entries = order.entries
         position = {v: i for i, v in enumerate(order.nodes)}
@@ -125,7 +135,8 @@ class Elimination:
         """The message of every step: over its separator, the least total of everything eliminated into it."""
         messages: list[np.ndarray] = []
         for step in self.steps:
-            messages.append(_min_sum(_spread(step, costs, messages), step.shape))
+            self.deadline.check("exact elimination")
+            messages.append(_min_sum(_spread(step, costs, messages), step.shape, self.deadline))
         return messages
 
     def minimise(self, costs: Sequence[np.ndarray]) -> tuple[tuple[int, ...], float]:
@@ -156,6 +167,7 @@ class Elimination:
         total = math.fsum(float(messages[i]) for i in roots)
         down: dict[int, np.ndarray] = {i: np.asarray(total - float(messages[i])) for i in roots}
         for i in range(len(self.steps) - 1, -1, -1):
+            self.deadline.check("min-marginals")
             step = self.steps[i]
             belief = down.pop(i)[None]
             for factor in _spread(step, costs, messages):
@@ -176,7 +188,13 @@ class Elimination:
 
         Raises:
             Infeasible: every assignment is forbidden.
+            Unsolved: a table is too large to be held.
         """
+        if self.largest > _LARGEST_HELD:
+            raise Unsolved(
+                f"refused min-marginals: got a largest table of {self.largest:.3g} entries; "
+                f"needed at most {_LARGEST_HELD}; try fewer choices"
+            )
         messages = self.messages(costs)
         total = math.fsum(float(m) for m, step in zip(messages, self.steps, strict=True) if not step.separator)
         if not math.isfinite(total):
@@ -200,16 +218,16 @@ def solve_by_elimination(
     Args:
         problem: the problem.
         gap: not used: the answer is optimal.
-        time_limit_seconds: not used: the work is bounded by table sizes instead, so that it never depends on a clock.
+        time_limit_seconds: give up after this many seconds.
         incumbent: not used.
 
     Raises:
         Infeasible: every assignment costs infinity.
-        Unsolved: the graph is too wide, or the optimum does not fit the memory limit.
+        Unsolved: the graph is too wide, the time is out, or the optimum does not fit the memory limit.
     """
-    del gap, time_limit_seconds, incumbent
+    del gap, incumbent
     start = time.perf_counter()
-    choices, total = Elimination(problem).minimise(problem.costs)
+    choices, total = Elimination(problem, deadline=Deadline.after(time_limit_seconds)).minimise(problem.costs)
     if not math.isfinite(total):
         raise Infeasible.no_finite("exact elimination")
     memory = problem.memory_of(choices)
@@ -243,18 +261,48 @@ def _spread(step: Step, costs: Sequence[np.ndarray], messages: Sequence[np.ndarr
     return parts
 
 
-def _min_sum(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _min_sum(
+    parts: list[np.ndarray], shape: tuple[int, ...], deadline: Deadline, room: np.ndarray | None = None
+) -> np.ndarray:
     """The minimum over dim 0 of the broadcast sum of `parts`, in pieces that stay in the cache."""
-    if len(shape) == 1 or math.prod(shape) <= _PIECE:
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total.min(axis=0)
+    if len(shape) == 1:
+        return sum(parts[1:], start=parts[0]).min(axis=0)
+    if room is None:  # one for all pieces: the time of fresh memory is several times that of the sum
+        room = np.empty(min(math.prod(shape), max(_PIECE, shape[0] * _NARROWEST)))
+    parts = _summed_by_shape(parts)
+    if math.prod(shape) <= _PIECE:
+        return _sum(parts, shape, room).min(axis=0)
     out = np.empty(shape[1:])
+    if len(shape) == 2:
+        width = max(_PIECE // shape[0], _NARROWEST)
+        for first in range(0, shape[1], width):
+            piece = [part[:, first : first + width] if part.shape[1] > 1 else part for part in parts]
+            last = min(first + width, shape[1])
+            _sum(piece, (shape[0], last - first), room).min(axis=0, out=out[first:last])
+        return out
     for i in range(shape[1]):
+        deadline.check("exact elimination")
         piece = [part[:, i if part.shape[1] > 1 else 0] for part in parts]
-        out[i] = _min_sum(piece, (shape[0], *shape[2:]))
+        out[i] = _min_sum(piece, (shape[0], *shape[2:]), deadline, room)
     return out
+
+
+def _summed_by_shape(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Parts of one shape summed, small ones first, so that few additions are over the whole table."""
+    by_shape: dict[tuple[int, ...], np.ndarray] = {}
+    for part in parts:
+        by_shape[part.shape] = by_shape[part.shape] + part if part.shape in by_shape else part
+    return sorted(by_shape.values(), key=lambda part: (part.size, part.shape))
+
+
+def _sum(parts: list[np.ndarray], shape: tuple[int, ...], room: np.ndarray) -> np.ndarray:
+    """The broadcast sum of `parts`, which lies in `room` as soon as it has the whole shape."""
+    out = room[: math.prod(shape)].reshape(shape)
+    total = parts[0]
+    for part in parts[1:]:
+        whole = np.broadcast_shapes(total.shape, part.shape) == shape
+        total = np.add(total, part, out=out if whole else None)
+    return total
 
 
 def _min_over_others(table: np.ndarray, dims: tuple[int, ...]) -> np.ndarray:

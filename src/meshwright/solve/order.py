@@ -29,12 +29,14 @@ class Order:
         separators: for each of them in the same order, the nodes its table still mentions, first eliminated first.
         largest: entries of the largest table, the eliminated node included.
         entries: entries of all tables together.
+        held: entries of all messages together: of the tables without the eliminated node.
     """
 
     nodes: tuple[int, ...]
     separators: tuple[tuple[int, ...], ...]
     largest: int
     entries: int
+    held: int
 
 
 def elimination_order(sizes: Sequence[int], edges: Iterable[tuple[int, int]]) -> Order:
@@ -112,7 +114,14 @@ def _greedy(
                 heapq.heappush(heap, (new, u))
         if len(around) > 1 and sum(own[u] for u in around) > 64 * _LOG_SCALE:
             # No computer holds this table, and filling in the rest would take quadratic time for nothing.
-            return Order(nodes=(), separators=(), largest=1 << 64, entries=1 << 64)
+            return Order(nodes=(), separators=(), largest=1 << 64, entries=1 << 64, held=1 << 64)
     separators = tuple(tuple(sorted(around, key=position.__getitem__)) for around in around_each)
-    tables = [sizes[v] * math.prod(sizes[u] for u in s) for v, s in zip(nodes, separators, strict=True)]
-    return Order(nodes=tuple(nodes), separators=separators, largest=max(tables, default=0), entries=sum(tables))
+    messages = [math.prod(sizes[u] for u in s) for s in separators]
+    tables = [sizes[v] * message for v, message in zip(nodes, messages, strict=True)]
+    return Order(
+        nodes=tuple(nodes),
+        separators=separators,
+        largest=max(tables, default=0),
+        entries=sum(tables),
+        held=sum(messages),
+    )

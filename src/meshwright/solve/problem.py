@@ -66,6 +66,10 @@ class Unsolved(RuntimeError):
         self.lower_bound = lower_bound
 
 
+class OutOfTime(Unsolved):
+    """A method gave up because of the clock, and for no other reason."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
     """One choice per node, least total seconds, within a memory limit.
@@ -179,6 +183,19 @@ class Problem:
         return Problem(
             costs=tuple(np.where(np.isfinite(c), m, np.inf) for c, m in zip(self.costs, memory, strict=True)),
             edges={pair: np.where(np.isfinite(table), 0.0, np.inf) for pair, table in self.edges.items()},
+        )
+
+    def restricted(self, kept: Sequence[np.ndarray]) -> Problem:
+        """The problem with only some choices of each node.
+
+        Args:
+            kept: per node, the numbers of the choices that stay.
+        """
+        return Problem(
+            costs=tuple(c[k] for c, k in zip(self.costs, kept, strict=True)),
+            edges={(u, v): table[np.ix_(kept[u], kept[v])] for (u, v), table in self.edges.items()},
+            memory=None if self.memory is None else tuple(m[k] for m, k in zip(self.memory, kept, strict=True)),
+            memory_limit=self.memory_limit,
         )
 
     def _check(self, choices: Sequence[int]) -> None:
