@@ -77,9 +77,10 @@ def load_target(text: str, *, global_batch: int | None = None) -> LoadedTarget:
 
 def zoo_target(target: zoo.Target) -> LoadedTarget:
     """A reference model, run on its own initial state and a random batch."""
+    init, make_batch = jax.jit(target.init), jax.jit(target.make_batch)
 
     def make_args() -> tuple[Any, ...]:
-        return jax.jit(target.init)(jax.random.key(0)), jax.jit(target.make_batch)(jax.random.key(1))
+        return init(jax.random.key(0)), make_batch(jax.random.key(1))
 
     example = (target.example_state, target.example_batch)
     return LoadedTarget(name=target.name, step=target.step, example_args=example, make_args=make_args)
@@ -99,7 +100,7 @@ def step_target(step: Callable[..., Any], example_args: Sequence[Any], *, name: 
         leaves, tree = jax.tree.flatten(args)
         num_state = len(jax.tree.leaves(args[0])) if args else 0
         keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
-        made = [_filled(leaf, key, position < num_state) for position, (leaf, key) in enumerate(zip(leaves, keys))]  # noqa: B905 at least one key
+        made = [_filled(leaf, keys[position], position < num_state) for position, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, made)
 
     return LoadedTarget(name=name, step=step, example_args=args, make_args=make_args)
@@ -153,18 +154,15 @@ def _module(path: Path, text: str) -> ModuleType:
             refused=f"the target {text!r}", got=f"no file {path}", needed="a Python file", where="TARGET",
             try_="a path from here, or the name of a reference model (`meshwright models`)",
         )  # fmt: skip
-    name = path.stem
+    name = f"meshwright_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # it is a file that ends in .py
     module = importlib.util.module_from_spec(spec)
-    # As when a script runs: it may import its neighbours, and dataclasses look their own module up by name.
-    sys.path.insert(0, str(path.parent.resolve()))
-    before = sys.modules.get(name)
+    # As when a script runs: it may import its neighbours, and its dataclasses look their own module up by name.
     sys.modules[name] = module
+    sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
-        if before is not None:
-            sys.modules[name] = before
     return module

@@ -76,7 +76,7 @@ def plain_body(equation: Any) -> Any:
         with extend_axis_env_nd(mesh.shape.items()), use_abstract_mesh(manual), config._check_vma(params["check_vma"]):
             yield
 
-    return jex_core.ClosedJaxpr(_plain(getattr(body, "jaxpr", body), region), getattr(body, "consts", ()))
+    return jex_core.ClosedJaxpr(_plain(getattr(body, "jaxpr", body), region), _plain_consts(getattr(body, "consts", ())))
 
 
 def _plain(jaxpr: Any, region: Callable[[], Any]) -> Any:
@@ -113,7 +113,7 @@ def _plain(jaxpr: Any, region: Callable[[], Any]) -> Any:
 def _inside(key: str, value: Any, region: Callable[[], Any]) -> Any:
     """A parameter of an equation, the programs in it made plain too."""
     if hasattr(value, "jaxpr") and hasattr(value, "consts") and value.jaxpr is not value:
-        return jex_core.ClosedJaxpr(_plain(value.jaxpr, region), value.consts)
+        return jex_core.ClosedJaxpr(_plain(value.jaxpr, region), _plain_consts(value.consts))
     if hasattr(value, "eqns") and hasattr(value, "outvars"):
         return _plain(value, region)
     if key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
@@ -126,15 +126,19 @@ def _later(derivative: Any, region: Callable[[], Any]) -> Any:
 
     def traced(*zeros: Any) -> Any:
         with region():
-            jaxpr, *rest = (derivative.call_wrapped if hasattr(derivative, "call_wrapped") else derivative)(*zeros)
-        return (_plain(jaxpr, region), *rest)
+            jaxpr, consts, *rest = (derivative.call_wrapped if hasattr(derivative, "call_wrapped") else derivative)(*zeros)
+        return (_plain(jaxpr, region), _plain_consts(consts), *rest)
 
     return wrap_init(traced, debug_info=derivative.debug_info) if hasattr(derivative, "call_wrapped") else traced
 
 
+def _plain_consts(consts: Sequence[Any]) -> list[Any]:
+    """Constants that carry no type of their own; traced ones stay."""
+    return [np.asarray(c) if hasattr(c, "aval") and not isinstance(c, jax.core.Tracer) else c for c in consts]
+
+
 def _plain_literal(literal: Any) -> Any:
-    value = np.asarray(literal.val) if isinstance(literal.val, jax.Array) else literal.val
-    return jex_core.Literal(value, _plain_aval(literal.aval))
+    return jex_core.Literal(*_plain_consts([literal.val]), _plain_aval(literal.aval))
 
 
 def _plain_aval(aval: Any) -> Any:

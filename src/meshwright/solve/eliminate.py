@@ -273,17 +273,19 @@ def _min_sum(
     if math.prod(shape) <= _PIECE:
         return _sum(parts, shape, room).min(axis=0)
     out = np.empty(shape[1:])
-    if len(shape) == 2:
-        width = max(_PIECE // shape[0], _NARROWEST)
-        for first in range(0, shape[1], width):
-            piece = [part[:, first : first + width] if part.shape[1] > 1 else part for part in parts]
-            last = min(first + width, shape[1])
-            _sum(piece, (shape[0], last - first), room).min(axis=0, out=out[first:last])
+    slab = shape[0] * math.prod(shape[2:])
+    if len(shape) > 2 and slab > _PIECE:
+        for i in range(shape[1]):
+            deadline.check("exact elimination")
+            piece = [part[:, i if part.shape[1] > 1 else 0] for part in parts]
+            out[i] = _min_sum(piece, (shape[0], *shape[2:]), deadline, room)
         return out
-    for i in range(shape[1]):
+    width = max(_PIECE // slab, 1 if len(shape) > 2 else _NARROWEST)
+    for first in range(0, shape[1], width):
         deadline.check("exact elimination")
-        piece = [part[:, i if part.shape[1] > 1 else 0] for part in parts]
-        out[i] = _min_sum(piece, (shape[0], *shape[2:]), deadline, room)
+        last = min(first + width, shape[1])
+        piece = [part[:, first:last] if part.shape[1] > 1 else part for part in parts]
+        _sum(piece, (shape[0], last - first, *shape[2:]), room).min(axis=0, out=out[first:last])
     return out
 
 
@@ -300,7 +302,7 @@ def _sum(parts: list[np.ndarray], shape: tuple[int, ...], room: np.ndarray) -> n
     out = room[: math.prod(shape)].reshape(shape)
     total = parts[0]
     for part in parts[1:]:
-        whole = np.broadcast_shapes(total.shape, part.shape) == shape
+        whole = all(max(a, b) == c for a, b, c in zip(total.shape, part.shape, shape, strict=True))
         total = np.add(total, part, out=out if whole else None)
     return total
 

@@ -8,6 +8,8 @@ orders.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from meshwright.solve.order import elimination_order
@@ -24,7 +26,8 @@ def thin(problem: Problem) -> Problem:
     Args:
         problem: the problem.
     """
-    pairs = _by_importance(problem)
+    forest, others = _by_importance(problem)
+    pairs = forest + others
     fewest, most = 0, len(pairs)
     while fewest < most:
         middle = (fewest + most + 1) // 2
@@ -33,23 +36,37 @@ def thin(problem: Problem) -> Problem:
             fewest = middle
         else:
             most = middle - 1
+    return relaxed(problem, pairs[:fewest])
+
+
+def spanning_forest(problem: Problem) -> list[tuple[int, int]]:
+    """Edges without a cycle that touch every node with an edge, those of large spread first."""
+    return _by_importance(problem)[0]
+
+
+def relaxed(problem: Problem, kept: Iterable[tuple[int, int]]) -> Problem:
+    """The problem with only some edges, the others replaced by what they cost at least.
+
+    Args:
+        problem: the problem.
+        kept: the edges that stay.
+    """
+    edges = {pair: problem.edges[pair] for pair in kept}
     costs = list(problem.costs)
-    for u, v in pairs[fewest:]:
-        costs[u] = costs[u] + problem.edges[(u, v)].min(axis=1)
-    return Problem(
-        costs=tuple(costs),
-        edges={pair: problem.edges[pair] for pair in pairs[:fewest]},
-        memory=problem.memory,
-        memory_limit=problem.memory_limit,
-    )
+    for (u, v), table in problem.edges.items():
+        if (u, v) not in edges:
+            costs[u] = costs[u] + table.min(axis=1)
+    return Problem(costs=tuple(costs), edges=edges, memory=problem.memory, memory_limit=problem.memory_limit)
 
 
-def _by_importance(problem: Problem) -> list[tuple[int, int]]:
+def _by_importance(problem: Problem) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The edges of a spanning forest, and the others; both by importance."""
     spread = {}
     for pair, table in problem.edges.items():
-        finite = table[np.isfinite(table)]
-        forbids = finite.size < table.size
-        spread[pair] = (forbids, float(finite.max() - finite.min()) if finite.size else 0.0)
+        most = float(table.max())
+        forbids = most == np.inf
+        most = float(table.max(where=np.isfinite(table), initial=0.0)) if forbids else most
+        spread[pair] = (forbids, most - min(float(table.min()), most))
     ranked = sorted(problem.edges, key=lambda pair: (not spread[pair][0], -spread[pair][1], pair))
     part = list(range(len(problem.costs)))
 
@@ -64,4 +81,4 @@ def _by_importance(problem: Problem) -> list[tuple[int, int]]:
         a, b = find(u), find(v)
         (others if a == b else forest).append((u, v))
         part[a] = b
-    return forest + others
+    return forest, others
