@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -109,7 +110,11 @@ def test_milp() -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"eliminate._LARGEST_TABLE": 30, "thin._LARGEST_TABLE": 30}, {"labels._MOST_LABELS": 10}]
+    "limits",
+    [
+        {"eliminate._LARGEST_TABLE": 30, "thin._LARGEST_TABLE": 30, "portfolio._CHEAP_ENTRIES": 30},
+        {"labels._MOST_LABELS": 10},
+    ],
 )
 def test_when_methods_give_up(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Too wide for elimination, or too many labels: the fall-backs are as exact."""
@@ -122,6 +127,20 @@ def test_when_methods_give_up(limits: dict[str, int], monkeypatch: pytest.Monkey
         agree(problem, found, outcome(solve_by_brute_force, problem), seed)
         kinds[found.method if isinstance(found, Solution) else "infeasible"] += 1
     assert sum(count for kind, count in kinds.items() if kind.endswith("milp")) >= 5, kinds
+
+
+def test_when_elimination_is_never_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem is narrowed by bounds first, and everything better than what is known must survive that."""
+    monkeypatch.setattr("meshwright.solve.portfolio._CHEAP_ENTRIES", 0)
+    monkeypatch.setattr(sys.modules["meshwright.solve.presolve"], "_MOST_FOLDED", 0)
+    kinds: Counter[str] = Counter()
+    for seed in range(600):
+        problem = random_problem(seed)
+        found = outcome(solve, problem)
+        agree(problem, found, outcome(solve_by_brute_force, problem), seed)
+        for method in found.method.split("+") if isinstance(found, Solution) else ["infeasible"]:
+            kinds[method] += 1
+    assert min(kinds[kind] for kind in ("infeasible", "narrow", "multiplier", "labels")) >= 20, kinds
 
 
 def test_a_thinner_graph_never_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:

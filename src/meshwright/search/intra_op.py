@@ -18,7 +18,7 @@ from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator
 from ..program.residuals import kept_values, needed_again
-from ..sharding import Spec
+from ..sharding import Spec, convert
 from ..solve import Problem, Solution, solve
 from .choices import (
     OperatorChoice,
@@ -146,22 +146,20 @@ class IntraOpProblem:
         prices, sizes = self.prices, self.sizes
         use, storage = choice.use, choice.storage
         local = value_bytes / use.shards(sizes)
-        stored = tuple(a for a in storage.sharded_axes if a not in use.sharded_axes)
-        scattered = tuple(a for a in stored if a in use.broadcast)
-        summed = tuple(sorted(use.broadcast - set(scattered)))
+        gradient = convert(Spec(use.dims, partial=use.broadcast), storage)
+        fetch = convert(storage, Spec(use.dims))
+        assert gradient is not None
+        assert fetch is not None
         seconds = 0.0
-        if scattered:
-            seconds += prices.collective("reduce_scatter", local, scattered)
-            local_gradient = local / np.prod([sizes[a] for a in scattered])
-        else:
-            local_gradient = local
-        if summed:
-            # Plain sums of all gradients run as one collective: its fixed cost is shared.
-            fixed = prices.collective("all_reduce", 1.0, summed)
-            whole = prices.collective("all_reduce", local_gradient, summed)
-            seconds += max(whole - fixed, 0.0) + fixed / max(len(self.parameters), 1)
-        if stored:
-            seconds += prices.collective("all_gather", local, stored)
+        for step in (*gradient, *fetch):
+            if step.forward is None:
+                continue
+            buffer = value_bytes * step.buffer_fraction(sizes)
+            seconds += prices.collective(step.forward, buffer, step.axes)
+            if step.forward == "all_reduce":
+                # Plain sums of all gradients run as one collective: its fixed cost is shared.
+                fixed = prices.collective("all_reduce", 1.0, step.axes)
+                seconds -= fixed * (1 - 1 / max(len(self.parameters), 1))
         optimizer = info.optimizer_bytes / storage.shards(sizes)
         # The update reads and writes optimizer state and parameter once and reads the gradient.
         seconds += elementwise_seconds(2 * optimizer + 3 * value_bytes / storage.shards(sizes), prices.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ..errors import PlanError
@@ -13,12 +14,17 @@ from .choices import ParameterChoice
 Layout = tuple[tuple[str, ...], ...]
 
 
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pins:
     """Decisions taken from the planner.
 
     Args:
-      layouts: for a path pattern (`*` matches within and across levels), the axes that split each dim.
+      layouts: for a path pattern (`*` matches within and across levels, `?` one character; brackets are those of the
+        path), the axes that split each dim.
       zero: None to choose per parameter; 0 nothing split that operators do not need split; 1 or 2 optimizer state split
         over every axis it divides; 3 parameters split likewise.
     """
@@ -36,9 +42,20 @@ class Pins:
                 try_="zero=None",
             )
 
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse patterns that match none of the inputs called `names`."""
+        for pattern in self.layouts:
+            if not any(_matches(name, pattern) for name in names):
+                near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise PlanError(
+                    refused=f"the pin {pattern!r}", got="a pattern that matches no input of the step",
+                    needed="the path of a parameter or an argument, with * for any part of it", where="pins=",
+                    try_=" or ".join(near) or "pins=None",
+                )  # fmt: skip
+
     def layout(self, name: str, rank: int, sizes: Mapping[str, int]) -> Layout | None:
         """The pinned layout of the array called `name`, checked against the mesh."""
-        matching = {pattern: layout for pattern, layout in self.layouts.items() if fnmatchcase(name, pattern)}
+        matching = {pattern: layout for pattern, layout in self.layouts.items() if _matches(name, pattern)}
         found = set(matching.values())
         if len(found) > 1:
             raise PlanError(
