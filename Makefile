@@ -45,8 +45,8 @@ endef
 	  "needed: Python 3.12; try: pyenv install 3.12, or make setup-latest PYTHON_LATEST=/path/to/python3.12" >&2; exit 1; }
 	$(call create_venv,$(PYTHON_LATEST),.venv-latest,requirements/py312.txt)
 
-demo: .venv/.stamp ## plan and run the quick start on eight virtual devices
-	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 $(BIN)/python examples/quickstart.py
+demo: .venv/.stamp ## train a small GPT on eight virtual devices and on one
+	$(BIN)/meshwright demo
 
 test: lint imports types ## what a change must pass: lint, import order, types and every test that is not slow
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow"

@@ -1,9 +1,9 @@
 """Predicted beside compiled, for steps that run by a plan: peak memory, and the collectives of every kind.
 
 Run ``python benchmarks/memory_plans.py [--only NAME] [--variant NAME]``: prints one JSON object with a row per model and
-variant of planning (predicted and compiled bytes and their ratio; for each kind of collective the predicted and compiled
-number and bytes, where they differ), the versions, and the command that repeats it. Nothing is executed, only planned,
-traced and compiled for eight virtual CPU devices.
+variant of planning (predicted and compiled peak and their ratio; the kinds of collectives whose predicted and compiled
+bytes differ), the versions, and the command that repeats it. Nothing is executed, only planned, traced and compiled for
+eight virtual CPU devices.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def collective_differences(predicted: Mapping[str, Collective], compiled: CompiledFacts) -> dict[str, dict[str, Any]]:
-    """By kind, numbers and bytes where they are not the same (bytes: to one per cent).
+    """By kind, numbers and bytes where the bytes differ by more than one per cent; scalars alone are left out.
 
-    Scalars are left out, but one that travels along with arrays, as the loss does, is counted by XLA's text.
+    Numbers are shown, not compared: newer XLA joins arrays into one before it moves them, and the loss travels along.
     """
     found: dict[str, tuple[int, float]] = {}
     for collective in compiled.collectives:
@@ -152,10 +152,13 @@ def collective_differences(predicted: Mapping[str, Collective], compiled: Compil
     for kind in sorted({*found, *predicted}):
         count, size = found.get(kind, (0, 0.0))
         ours = predicted.get(kind, Collective(kind=kind, count=0, bytes=0.0))
-        if not 0 <= count - ours.count <= 1 or abs(ours.bytes - size) > 0.01 * size:
+        if abs(ours.bytes - size) > 0.01 * size:
             rows[kind] = {
-                "predicted_count": ours.count, "compiled_count": count, "predicted_bytes": ours.bytes, "compiled_bytes": size,
-            }  # fmt: skip
+                "predicted_count": ours.count,
+                "compiled_count": count,
+                "predicted_bytes": ours.bytes,
+                "compiled_bytes": size,
+            }
     return rows
 
 

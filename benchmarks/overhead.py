@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from side_by_side import FAMILIES, Training, alternate, ratio, record, tiny
+from side_by_side import FAMILIES, Training, alternate, ratio, record, step_seconds, tiny
 
 # isort: split
 import jax
@@ -42,13 +42,14 @@ def measure(family: str, *, batch_scale: int, rounds: int, round_seconds: float)
         "ours": Training(ours, make_state(jax.random.key(0)), batch),
         "by hand": Training(by_hand, make_state(jax.random.key(0)), batch),
     }
-    medians = alternate(contenders, rounds=rounds, round_seconds=round_seconds)
+    timings = alternate(contenders, rounds=rounds, round_seconds=round_seconds)
+    seconds = step_seconds(timings)
     return {
         "model": target.name,
         "mesh": dict(planning.plan.stages[0].mesh),
-        "ours_seconds": min(medians["ours"]),
-        "by_hand_seconds": min(medians["by hand"]),
-        "ratio": ratio(medians["ours"], medians["by hand"]),
+        "ours_seconds": seconds["ours"],
+        "by_hand_seconds": seconds["by hand"],
+        "ratio": ratio(timings, "ours", "by hand"),
     }
 
 

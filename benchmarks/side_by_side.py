@@ -1,12 +1,13 @@
-"""Timing programs against each other in one process: the steps of all of them in turn, so that whatever else the machine
-does falls on all alike. Used by the other benchmarks; it must be imported before JAX, whose devices it sets."""
+"""Timing programs against each other in one process, in turn, so that what else the machine does falls on all alike.
+
+Used by the other benchmarks; it must be imported before JAX, whose devices it sets.
+"""
 
 from __future__ import annotations
 
 import os
 
-DEVICES = 8
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import platform
@@ -56,21 +57,24 @@ def tiny(family: str, batch_scale: int) -> zoo.Target:
     return zoo.build(name, global_batch=batch * batch_scale)
 
 
-def alternate(contenders: Mapping[str, Training], *, rounds: int, round_seconds: float) -> dict[str, list[float]]:
+Timings = dict[str, list[list[float]]]
+
+
+def alternate(contenders: Mapping[str, Training], *, rounds: int, round_seconds: float) -> Timings:
     """Time all contenders in turn, step by step.
 
     Args:
       contenders: by name.
-      rounds: how many medians to take.
+      rounds: how often to start over.
       round_seconds: about how long one round runs, all contenders together.
 
     Returns:
-      For each name, the median seconds of a step in each round.
+      For each name, the seconds of each step of each round.
     """
     for training in contenders.values():
         for _ in range(_WARM_UP):
             training.run()
-    medians: dict[str, list[float]] = {name: [] for name in contenders}
+    timings: Timings = {name: [] for name in contenders}
     for _ in range(rounds):
         taken: dict[str, list[float]] = {name: [] for name in contenders}
         end = time.perf_counter() + round_seconds
@@ -81,17 +85,29 @@ def alternate(contenders: Mapping[str, Training], *, rounds: int, round_seconds:
             # Nobody always runs right after the same neighbour's memory traffic.
             order.reverse()
         for name, seconds in taken.items():
-            medians[name].append(statistics.median(seconds))
-    return medians
+            timings[name].append(seconds)
+    return timings
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """The quotient of the rounds' medians: its median and its spread."""
-    quotients = [a / b for a, b in zip(ours, theirs, strict=True)]
+def step_seconds(timings: Timings) -> dict[str, float]:
+    """Seconds of a step: for each name, the median of the rounds' medians."""
+    return {name: statistics.median(map(statistics.median, rounds)) for name, rounds in timings.items()}
+
+
+def ratio(timings: Timings, ours: str, theirs: str) -> dict[str, float]:
+    """Our seconds over theirs.
+
+    Returns:
+      median, lowest and highest of the rounds' quotients of medians; fastest: the quotient of the fastest steps of all,
+      which other work on the machine disturbs least.
+    """
+    pairs = list(zip(timings[ours], timings[theirs], strict=True))
+    quotients = [statistics.median(a) / statistics.median(b) for a, b in pairs]
     return {
         "median": round(statistics.median(quotients), 4),
         "lowest": round(min(quotients), 4),
         "highest": round(max(quotients), 4),
+        "fastest": round(min(min(a) for a, _ in pairs) / min(min(b) for _, b in pairs), 4),
     }
 
 

@@ -12,6 +12,7 @@ import json
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -84,6 +85,70 @@ def grid(side: int, choices: int, *, seed: int = 0) -> Problem:
     return Problem(costs=tuple(rng.random(choices) for _ in range(side * side)), edges=edges)
 
 
+def three_axes(blocks: int, *, states: int = 6, tightness: float | None, seed: int = 0) -> Problem:
+    """A network with nested skips on a mesh of three axes: hundreds of choices a node, some alike to neighbours.
+
+    A choice gives each axis one of `states` states, of which five can be told apart from outside (replicated, or
+    sharded on one of four dims). Every block has a weight, which is all that takes memory; block i and the i-th last
+    share a skip, and all blocks one conditioning value.
+
+    Args:
+        blocks: the number of blocks, of two operators and a weight each.
+        states: states of each axis for an operator; a node has at most states**3 choices.
+        tightness: where the memory limit lies between the least memory of all nodes (0) and that of their cheapest
+            choices (1); `None` for no limit.
+        seed: of the random numbers.
+    """
+    rng = np.random.default_rng(seed)
+    costs: list[np.ndarray] = []
+    memory: list[np.ndarray] = []
+    seen: list[np.ndarray] = []  # of each node and choice, what each axis looks like from outside
+    edges: dict[tuple[int, int], np.ndarray] = {}
+
+    def node(number: int, *, weight: bool) -> int:
+        choices = np.stack(np.meshgrid(*[np.arange(number)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+        outside = np.minimum(choices, 4)
+        shards = 2.0 ** (outside > 0).sum(axis=1)
+        seconds = rng.integers(0, 8, (3, number)).astype(float)
+        work = rng.integers(4, 40)
+        costs.append(
+            (0.1 * work * shards if weight else work / shards) + seconds[np.arange(3), choices].sum(axis=1) / 4
+        )
+        memory.append(rng.integers(1, 9) * 1e6 / shards if weight else np.zeros(len(choices)))
+        seen.append(outside)
+        return len(costs) - 1
+
+    def connect(u: int, v: int) -> None:
+        before, after = seen[u][:, None, :], seen[v][None, :, :]
+        gathered = ((before > 0) & (before != after)).sum(axis=2)
+        shards = 2.0 ** (before > 0).sum(axis=2)
+        table = rng.integers(1, 30) * gathered * (1 + gathered) / shards
+        # both dims of a tensor on all axes at once, the other way round: no collective does that
+        table[((before > 0) & (after > 0) & (before != after)).all(axis=2)] = np.inf
+        edges[(min(u, v), max(u, v))] = table if u < v else table.T
+
+    condition = node(3, weight=False)
+    last, skips = condition, []
+    for block in range(blocks):
+        for operator in range(2):
+            here = node(states if operator else states - 1, weight=False)
+            connect(last, here)
+            last = here
+        connect(last, node(4, weight=True))
+        if block % 3 == 0 and block:
+            connect(condition, last)
+        if block < blocks // 2:
+            skips.append(last)
+        elif skips and block > blocks // 2:
+            connect(skips.pop(), last)
+    limit = np.inf
+    if tightness is not None:
+        least = sum(float(m.min()) for m in memory)
+        cheapest = sum(float(m[c.argmin()]) for m, c in zip(memory, costs, strict=True))
+        limit = least + tightness * (cheapest - least)
+    return Problem(costs=tuple(costs), edges=edges, memory=tuple(memory), memory_limit=limit)
+
+
 def problems(nodes: list[int], choices: list[int]) -> Iterator[tuple[str, dict[str, object], Problem]]:
     """Every problem to run: its kind, its configuration, itself."""
     for n in nodes:
@@ -98,6 +163,11 @@ def problems(nodes: list[int], choices: list[int]) -> Iterator[tuple[str, dict[s
                         "seed": 0,
                     }
                     yield "chain of layers", config, chain_of_layers(n, k, tightness=tightness, same=same)
+    for blocks in (8, 40):
+        for states in (5, 6):
+            for tightness in (None, 0.3):
+                config = {"blocks": blocks, "states": states, "tightness": tightness, "seed": 0}
+                yield "three axes", config, three_axes(blocks, states=states, tightness=tightness)
     yield "grid", {"side": 12, "choices": 6, "seed": 0}, grid(12, 6)
 
 
@@ -112,10 +182,12 @@ def main() -> None:
     rows = []
     for kind, config, problem in problems(args.nodes, args.choices):
         row: dict[str, object] = {"problem": kind, **config, "edges": len(problem.edges)}
+        start = time.process_time()
         try:
             found = solve(problem, gap=args.gap, time_limit_seconds=args.time_limit)
             row |= {
                 "seconds": round(found.seconds, 4),
+                "processor_seconds": round(time.process_time() - start, 4),
                 "method": found.method,
                 "objective_seconds": found.objective,
                 "gap": found.gap,

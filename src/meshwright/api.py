@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import jax
 
 from ._jax.grad import value_and_grad as value_and_grad
+from .cluster import load_cluster
+from .cluster.errors import ClusterError
 from .errors import PlanError
 from .plan import Plan
 from .plan.io import load_plan as load_plan
-from .planning import Planning as Planning
-from .planning import plan_for as plan_for
+from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import abstract, trace_program
 from .runtime.step import PlannedStep
 
@@ -31,7 +33,9 @@ class Parallelized:
         self._given = plan
         self._steps: dict[Any, PlannedStep] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args = self._positional(args, kwargs)
         return self._planned(args)(*args)
 
     def plan(self, *args: Any) -> Plan:
@@ -48,8 +52,8 @@ class Parallelized:
         Args:
           make_state: builds the step's first argument.
           args: its arguments.
-          batch: the step's other argument (a tuple if it has several), as arrays or `ShapeDtypeStruct`s. Not needed once
-            the step has been planned for a state of this shape (by `plan` or a call).
+          batch: the step's other argument (a tuple if it has several), as arrays or `ShapeDtypeStruct`s. Not needed
+            once the step has been planned for a state of this shape (by `plan` or a call).
 
         Raises:
           PlanError: if `batch` is not given and no plan for such a state exists.
@@ -61,11 +65,23 @@ class Parallelized:
             if batch is None:
                 raise PlanError(
                     refused="to create the state", got="no batch, and no plan for a state of this shape",
-                    needed="the shapes of a batch, to plan by", where="init", try_="init(make_state, *args, batch=batch)",
+                    needed="the shapes of a batch, to plan by", where="init",
+                    try_="init(make_state, *args, batch=batch)",
                 )  # fmt: skip
             planned = self._planned((state, *(batch if isinstance(batch, tuple) else (batch,))))
         shardings = jax.tree.unflatten(tree, planned.in_shardings[: len(leaves)])
         return jax.jit(make_state, out_shardings=shardings)(*args)
+
+    def _positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Arguments given by name, put in their places."""
+        bound = inspect.signature(self._function).bind(*args, **kwargs)
+        if bound.kwargs:
+            raise PlanError(
+                refused="an argument of the step", got=f"the keyword-only {next(iter(bound.kwargs))}",
+                needed="arguments that have a position", where=getattr(self._function, "__name__", "the step"),
+                try_="closing over it, or a step without * in its signature",
+            )  # fmt: skip
+        return bound.args
 
     def _with_state(self, leaves: Sequence[Any], tree: Any) -> PlannedStep | None:
         """The latest planned step whose first argument looks like this."""
@@ -79,10 +95,9 @@ class Parallelized:
 
     def _planned(self, args: Sequence[Any]) -> PlannedStep:
         leaves, tree = jax.tree.flatten(tuple(args))
-        try:
-            key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        except AttributeError:
-            key = (tree, tuple((x.shape, x.dtype) for x in jax.tree.leaves(abstract(tuple(args)))))
+        if not all(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
+            leaves = jax.tree.leaves(abstract(tuple(args)))
+        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         planned = self._steps.get(key)
         if planned is None:
             if self._steps:
@@ -108,7 +123,35 @@ class Parallelized:
                 refused="to run the plan", got=f"{len(devices)} devices", needed=f"{plan.num_devices}, as planned",
                 where="jax.devices()", try_='cluster="local", or more processes',
             )  # fmt: skip
+        if self._given is not None:
+            _check_cluster(plan, devices)
         return PlannedStep(program, plan, devices[: plan.num_devices])
+
+
+def _check_cluster(plan: Plan, devices: Sequence[jax.Device]) -> None:
+    """Refuse a plan for another platform; warn of one whose predicted times are for other devices."""
+    try:
+        here = load_cluster("local")
+    except ClusterError:
+        return  # devices that no preset describes: nothing to compare with
+    if plan.cluster_fingerprint == here.fingerprint():
+        return
+    try:
+        planned_kind = load_cluster(plan.cluster).device.kind
+    except ClusterError:
+        planned_kind = here.device.kind  # a cluster that is not described on this machine
+    if _platform(planned_kind) != devices[0].platform:
+        raise PlanError(
+            refused="to run the plan", got=f"{len(devices)} {devices[0].platform} devices",
+            needed=f"the platform it was made for: {plan.num_devices} x {planned_kind} of {plan.cluster}",
+            where="plan=", try_="planning again for the devices at hand",
+        )  # fmt: skip
+    log.warning("the plan was made for cluster %s, whose devices differ: its predicted times do not hold", plan.cluster)
+
+
+def _platform(kind: str) -> str:
+    """JAX's platform of a kind of device."""
+    return "cpu" if kind == "cpu" else "tpu" if kind.upper().startswith("TPU") else "gpu"
 
 
 def parallelize(step: Callable[..., Any] | None = None, /, *, plan: Plan | None = None, **options: Any) -> Any:

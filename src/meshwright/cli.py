@@ -1,8 +1,10 @@
-"""The command line. JAX is imported inside the commands only: help is quick, and the number of virtual CPU devices, which
-JAX reads when it starts, can still be set. What a command prints for people goes to stdout, progress and refusals to stderr;
-with `--json` stdout holds one JSON object (`docs/cli.md`) and nothing else.
+"""The command line.
 
-Exit status: 0, or 1 if a comparison failed, or 2 if the request was refused.
+JAX is imported inside the commands only: help is quick, and the number of virtual CPU devices, which JAX reads when it
+starts, can still be set. What is meant for people goes to stdout, progress and refusals to stderr; with `--json` stdout
+holds one JSON object (`docs/cli.md`) and nothing else.
+
+Exit status: 0; 1 if a comparison failed; 2 if the request was refused.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ app = typer.Typer(
     help="Finds the fastest way to run a JAX training step on a cluster, and runs it.",
 )  # fmt: skip
 
-Target = Annotated[
-    str, typer.Argument(help="A reference model (`meshwright models`), or file.py:function returning (step, arguments).")
+_Target = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="A model of `meshwright models`, or file.py:function for (step, arguments)."),
 ]
-GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
-Microbatches = Annotated[int | None, typer.Option(help="Into how many parts the batch is cut; the fewest that fit.")]
-MemoryPerDevice = Annotated[str | None, typer.Option(help="Bytes a device may use: 16e9, 16GB, 15GiB.")]
-MeshShape = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,model=4; all are tried by default.")]
-Zero = Annotated[int | None, typer.Option(help="ZeRO stage 0 to 3 for every parameter; chosen for each by default.")]
-Remat = Annotated[str | None, typer.Option(help="none or layer; chosen by default.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+_GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
+_Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else the fewest that fit.")]
+_Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use: 16e9, 16GB, 15GiB.")]
+_Mesh = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,model=4; else the best of all.")]
+_Zero = Annotated[int | None, typer.Option(help="ZeRO stage of every parameter, 0 to 3; else the best for each.")]
+_Remat = Annotated[str | None, typer.Option(help="none or layer; else the better.")]
+_Reduction = Annotated[str | None, typer.Option(help="How losses of microbatches combine, mean or sum; else seen.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 _VIRTUAL_DEVICES = 8
 _FORCED = "xla_force_host_platform_device_count"
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
       argv: the arguments; those of the process by default.
     """
-    app(args=list(argv) if argv is not None else None, prog_name="meshwright")
+    app(args=None if argv is None else list(argv), prog_name="meshwright")
 
 
 def _version(asked: bool) -> None:
@@ -58,46 +62,239 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
-) -> None: ...
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
 def plan(
-    target: Target,
-    cluster: Annotated[str, typer.Option(help="local, a preset with its number of hosts (p3.16xlarge:8), or a file.toml.")],
-    global_batch: GlobalBatch = None,
-    microbatches: Microbatches = None,
-    memory_per_device: MemoryPerDevice = None,
-    mesh: MeshShape = None,
-    zero: Zero = None,
-    remat: Remat = None,
+    target: _Target,
+    cluster: Annotated[
+        str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
+    ] = "local",
+    global_batch: _GlobalBatch = None,
+    microbatches: _Microbatches = None,
+    memory_per_device: _Memory = None,
+    mesh: _Mesh = None,
+    zero: _Zero = None,
+    remat: _Remat = None,
+    reduction: _Reduction = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the search.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    as_json: Json = False,
+    as_json: _Json = False,
 ) -> None:
     """Find the fastest plan for TARGET on a cluster, and explain it."""
-    with _refusals(), _quiet(as_json):
-        options = _choices(microbatches, memory_per_device, mesh, zero, remat)
-        with _progress() as tell:
-            tell("starting JAX")
-            provide_devices(_VIRTUAL_DEVICES)
-            from .planning import plan_for
-            from .targets import load_target
+    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+        options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
+        tell("starting")
+        provide_devices(_VIRTUAL_DEVICES)
+        from .planning import plan_for
+        from .targets import load_target
 
-            tell(f"tracing and planning {target}")
-            loaded = load_target(target, global_batch=global_batch)
-            planning = plan_for(
-                loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit, **options
-            )
+        loaded = load_target(target, global_batch=global_batch)
+        tell(f"planning {target} for {cluster}")
+        planning = plan_for(loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit, **options)
         if out is not None:
             planning.plan.save(out)
-    from .report.document import plan_document, planning_words
+    if as_json:
+        from .documents import plan_document
+
+        _print_json(plan_document(target, planning))
+        return
     from .report.explain import explain_plan
+    from .report.table import format_seconds
+
+    print(explain_plan(planning.plan, considered=planning.considered))
+    print(
+        f"\nPlanned in {format_seconds(planning.seconds)}: tracing {format_seconds(planning.trace_seconds)}, "
+        f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")
+    )
+
+
+@app.command()
+def verify(
+    target: _Target,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many local devices to use; eight virtual ones where there is only a CPU."),
+    ] = None,
+    global_batch: _GlobalBatch = None,
+    microbatches: _Microbatches = None,
+    memory_per_device: _Memory = None,
+    mesh: _Mesh = None,
+    zero: _Zero = None,
+    remat: _Remat = None,
+    reduction: _Reduction = None,
+    as_json: _Json = False,
+) -> None:
+    """Run TARGET on the local devices, and compare what was predicted with what happens."""
+    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+        options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
+        tell("starting")
+        provide_devices(devices or _VIRTUAL_DEVICES)
+        from .targets import load_target
+        from .verify import verify as run
+
+        loaded = load_target(target, global_batch=global_batch)
+        verification = run(loaded, devices=devices, tell=lambda text: tell(f"{target}: {text}"), **options)
+    from .documents import verification_document, verification_text
 
     if as_json:
-        _print_json(plan_document(target, planning.plan, planning))
+        _print_json(verification_document(verification))
+    else:
+        print(verification_text(verification))
+    raise typer.Exit(0 if verification.passed else 1)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
+) -> None:
+    """Train a small GPT on eight devices and on one, and compare the losses."""
+    with _refusals():
+        provide_devices(_VIRTUAL_DEVICES)
+        from .demo import run_demo
+
+        agree = run_demo(steps=steps)
+    raise typer.Exit(0 if agree else 1)
+
+
+@app.command()
+def models() -> None:
+    """List the reference models."""
+    from . import zoo
+
+    print("\n".join(zoo.names()))
+
+
+@app.command()
+def clusters() -> None:
+    """List the cluster presets; each is one host, and preset:8 is eight of them."""
+    from .cluster import load_cluster, preset_names
+    from .report.table import format_bytes, format_table
+
+    rows = []
+    for name in preset_names():
+        host = load_cluster(name).hosts[0]
+        rows.append((name, host.device.kind, str(host.devices), format_bytes(host.device.memory_bytes)))
+    print(format_table(("preset", "device", "devices a host", "memory of a device"), rows, left=2))
+
+
+def provide_devices(count: int) -> None:
+    """Give JAX's CPU backend `count` virtual devices. To be called before JAX starts.
+
+    A number that the environment forces already is left alone, and accelerators are not affected.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FORCED not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_FORCED}={count}".strip()
+
+
+def parse_bytes(text: str) -> float:
+    """A size in bytes from `16e9`, `16GB` (powers of 1000), `15GiB` or `15Gi` (of 1024).
+
+    Raises:
+      PlanError: for anything else, and for sizes that are not positive.
+
+    >>> parse_bytes("16GB"), parse_bytes("1.5 GiB")
+    (16000000000.0, 1610612736.0)
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*([kmgt]?i?)b?\s*", text.lower())
+    size = float(match[1]) * _UNITS.get(match[2], 0.0) if match else 0.0
+    if not 0 < size < float("inf"):
+        raise PlanError(
+            refused="the memory of a device", got=repr(text), needed="a positive number of bytes, unit or none",
+            where="--memory-per-device", try_="16e9, 16GB or 15GiB",
+        )  # fmt: skip
+    return size
+
+
+def parse_mesh(text: str) -> tuple[int, ...] | dict[str, int]:
+    """A logical mesh of one to three axes from `2,4` or `data=2,model=4`.
+
+    Raises:
+      PlanError: for anything else.
+
+    >>> parse_mesh("2,4"), parse_mesh("data=2,model=4")
+    ((2, 4), {'data': 2, 'model': 4})
+    """
+    parts = [part.strip() for part in text.split(",")]
+    named = [re.fullmatch(r"([A-Za-z_]\w*)\s*=\s*([1-9]\d*)", part) for part in parts]
+    if len(parts) <= 3 and all(named):
+        sizes = {match[1]: int(match[2]) for match in named if match}
+        if len(sizes) == len(parts):
+            return sizes
+    if len(parts) <= 3 and all(re.fullmatch(r"[1-9]\d*", part) for part in parts):
+        return tuple(int(part) for part in parts)
+    raise PlanError(
+        refused="the logical mesh", got=repr(text), needed="one to three sizes, all with names of their own or none",
+        where="--mesh", try_="2,4 or data=2,model=4",
+    )  # fmt: skip
+
+
+def _choices(
+    microbatches: int | None,
+    memory_per_device: str | None,
+    mesh: str | None,
+    zero: int | None,
+    remat: str | None,
+    reduction: str | None,
+) -> dict[str, Any]:
+    return {
+        "microbatches": microbatches,
+        "memory_per_device": None if memory_per_device is None else parse_bytes(memory_per_device),
+        "mesh": None if mesh is None else parse_mesh(mesh),
+        "zero": zero,
+        "remat": remat,
+        "reduction": reduction,
+    }
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """A refusal is one message, not a traceback, unless the environment asks for one with MESHWRIGHT_DEBUG=1."""
+    from .cluster import ClusterError
+
+    try:
+        yield
+    except (PlanError, ClusterError) as error:
+        if os.environ.get("MESHWRIGHT_DEBUG") == "1":
+            raise
+        print(f"meshwright: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def _stdout_for_json(wanted: bool) -> Iterator[None]:
+    """While JSON is wanted, what a user's module prints goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A spinner with what is being done and for how long, where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
         return
-    print(explain_plan(planning.plan, considered=planning.considered))
-    print(f"\nPlanned in {planning_words(planning)}" + (f"; written to {out}" if out is not None else ""))
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as progress:
+        task = progress.add_task("")
+        yield lambda text: progress.update(task, description=text)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, allow_nan=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import jax
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .plan import Memory, Plan
-from .program.trace import Program, abstract, trace_program
+from .program.trace import Program, abstract, is_batched, trace_program
 from .runtime.local_step import LocalStep
 from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult, mesh_argument
 from .search.intra_op import ParameterInfo
@@ -101,6 +101,7 @@ def plan_for(
             microbatches=count, mesh=mesh_argument(mesh), pins=pinned, remat=remat,
             carried=0 if program.marked else program.state_inputs, time_limit_seconds=time_limit_seconds,
         )  # fmt: skip
+        pinned.check(program.input_names)
         begun = time.perf_counter()
         try:
             result = _search_within_memory(program, request)
@@ -171,7 +172,8 @@ def _with_memory(plan: Plan, peak: float) -> Plan:
 
 
 def _positive(value: float, name: str) -> float:
-    if not value > 0 or value == float("inf"):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
         raise PlanError(
             refused=name, got=repr(value), needed="a positive number of bytes", where=f"{name}=", try_=f"{name}=16e9"
         )
@@ -214,11 +216,9 @@ def _more_microbatches(program: Program, args: Sequence[Any], now: int, batch_ax
     """The next number of microbatches that divides the batch, or None."""
     if not program.marked:
         return None
-    extents = {
-        leaf.shape[batch_axis]
-        for leaf in jax.tree.leaves(abstract(tuple(args[1:])))
-        if len(leaf.shape) > batch_axis and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    }
+    shapes = abstract(tuple(args))
+    leaves = zip(jax.tree.leaves(shapes), is_batched(shapes, batch_axis), strict=True)
+    extents = {leaf.shape[batch_axis] for leaf, batched in leaves if batched}
     if not extents:
         return None
     return next((m for m in range(now * 2, min(extents) + 1) if all(e % m == 0 for e in extents)), None)

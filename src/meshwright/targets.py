@@ -1,9 +1,9 @@
-"""What the command line calls a TARGET: a reference model by name, or a function in a file, as a step and its arguments.
+"""What the command line calls a TARGET: a reference model by name, or a function in a file, as a step and arguments.
 
-A file's function returns `(step, example_args)`. Arguments that it gives as `ShapeDtypeStruct`s are planned as they are,
-and filled with numbers that keep a step finite when it has to run: whole numbers in {0, 1}, other numbers not negative
-(an optimizer's second moment has to be), those of the first argument (the state) small enough that products of weights
-neither grow nor vanish.
+A file's function returns `(step, example_args)`. Arguments that it gives as `ShapeDtypeStruct`s are planned as they
+are, and filled with numbers that keep a step finite when it has to run: whole numbers in {0, 1}, other numbers not
+negative (an optimizer's second moment has to be), those of the first argument (the state) small enough that products
+of weights neither grow nor vanish.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from . import zoo
+from .cluster.errors import near_names
 from .errors import PlanError
 
 
@@ -65,13 +66,18 @@ def load_target(text: str, *, global_batch: int | None = None) -> LoadedTarget:
             refused=f"the target {text!r}", got="a file without a function", needed="file.py:function", where="TARGET",
             try_=f"{text}:make, where make() returns (step, example_args)",
         )  # fmt: skip
+    if text not in zoo.names():
+        raise TargetError(
+            refused=f"the target {text!r}", got="a name that no reference model has",
+            needed="the name of a reference model, or file.py:function", where="TARGET",
+            try_=near_names(text, zoo.names()),
+        )  # fmt: skip
     try:
         return zoo_target(zoo.build(text, global_batch=global_batch))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise TargetError(
-            refused=f"the target {text!r}", got=str(error.args[0]),
-            needed="the name of a reference model, or file.py:function", where="TARGET",
-            try_="`meshwright models` for the names",
+            refused=f"the target {text!r}", got=str(error), needed="sizes that this model has", where="--global-batch",
+            try_="leaving it out",
         ) from error  # fmt: skip
 
 
@@ -156,7 +162,9 @@ def _module(path: Path, text: str) -> ModuleType:
         )  # fmt: skip
     name = f"meshwright_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # it is a file that ends in .py
+    # It is a file that ends in .py, so there is a loader for it.
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # As when a script runs: it may import its neighbours, and its dataclasses look their own module up by name.
     sys.modules[name] = module

@@ -181,10 +181,11 @@ def verify(
     error, reference = max_relative_error(run.leaves, wanted), "one device"
     if not error <= ERROR_TOLERANCE and plan.microbatches > 1:
         tell("running the microbatches on one device")
+        # A mesh, pins and a limit were for many devices.
+        kept: dict[str, Any] = {name: options[name] for name in ("batch_axis", "reduction") if name in options}
         again = plan_for(
-            target.step, target.example_args, cluster=local_cluster(1),
-            **{**options, "microbatches": plan.microbatches, "mesh": None, "memory_per_device": None},
-        )  # fmt: skip
+            target.step, target.example_args, cluster=local_cluster(1), microbatches=plan.microbatches, **kept
+        )
         alone = PlannedStep(again.program, again.plan, jax.devices()[:1])
         wanted = _run_planned(target.make_args(), alone, alone.lower().compile(), steps, 0, which).leaves
         error, reference = max_relative_error(run.leaves, wanted), "one device, the same microbatches"
@@ -206,7 +207,7 @@ def local_cluster(devices: int | None = None) -> Cluster:
         return cluster
     if not 1 <= devices < cluster.num_devices or len(cluster.hosts) != 1:
         raise PlanError(
-            refused=f"a run on {devices} devices", got=f"{cluster.num_devices} local devices, {len(cluster.hosts)} hosts",
+            refused=f"a run on {devices} devices", got=f"{cluster.num_devices} local ones, {len(cluster.hosts)} hosts",
             needed="at least as many as asked for, on one host", where="jax.devices()",
             try_=f"XLA_FLAGS=--xla_force_host_platform_device_count={max(devices, 1)} for virtual CPU devices",
         )  # fmt: skip
@@ -217,11 +218,14 @@ def compiled_traffic(facts: CompiledFacts) -> dict[str, Traffic]:
     """Collectives of a compiled program by kind, those of scalars left out."""
     total: dict[str, Traffic] = {}
     for one in facts.collectives:
-        if one.bytes <= _SCALAR_BYTES * max(one.operands, 1):
+        # The CPU backend gives an all-to-all one operand for each device of its group.
+        in_pieces = one.kind == "all_to_all" and one.operands % one.group_size == 0
+        arrays = one.operands // one.group_size if in_pieces else one.operands
+        if one.bytes <= _SCALAR_BYTES * arrays:
             continue
         have = total.get(one.kind, Traffic(count=0, bytes=0.0, operations=0))
         total[one.kind] = Traffic(
-            count=have.count + one.count * one.operands,
+            count=have.count + one.count * arrays,
             bytes=have.bytes + float(one.count * one.bytes),
             operations=have.operations + one.count,
         )

@@ -22,7 +22,7 @@ from meshwright._jax.dataflow import Kind, Operation, Program, Value
 from meshwright._jax.hlo import read_compiled
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright.cost.fusion import Fusion
-from meshwright.cost.kernel_order import copied_arguments
+from meshwright.cost.kernel_order import copied_arguments, without_dead_code
 from meshwright.cost.liveness import PredictedMemory, predict
 
 N = 10_000  # elements of every array in the small programs
@@ -217,3 +217,41 @@ def test_a_shard_map_beside_other_operations_is_refused() -> None:
     inner = jax.shard_map(lambda a: lax.psum(a, "x"), mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match=r"refused to predict memory.*beside other operations.*test_liveness"):
         dataflow_of(lambda a: inner(a) + 1, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+
+
+def names(flow: Program) -> list[str]:
+    return [kernel.operation.name for kernel in Fusion(without_dead_code(flow)).run()]
+
+
+def test_a_sum_with_what_is_scattered_onto_zeros_scatters_onto_the_other_term() -> None:
+    def scattered(x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.sin(x) + jnp.zeros_like(x).at[index].add(1.0)
+
+    def twice(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        spread = jnp.zeros_like(x).at[index].add(1.0)
+        return jnp.sin(x) + spread, jnp.cumsum(spread)
+
+    arguments = jax.ShapeDtypeStruct((N,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    assert names(dataflow_of(scattered, *arguments))[-1] == "scatter-add"
+    assert "add" in names(dataflow_of(twice, *arguments))
+
+
+def test_a_gathered_dim_that_is_not_the_major_one_is_moved_there_and_back() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def gathered(dim: int) -> list[str]:
+        def body(x: jax.Array) -> jax.Array:
+            return lax.all_gather(x, "x", axis=dim, tiled=True)
+
+        step = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return [op.name for op in dataflow_of(step, jax.ShapeDtypeStruct((64, 64), jnp.float32)).operations]
+
+    assert gathered(0) == ["all_gather"]
+    assert gathered(1) == ["transpose", "all_gather", "transpose"]
+
+
+def test_kernels_that_repeat_another_behind_a_forgotten_barrier_are_merged() -> None:
+    operations = [operation(K, (0,), 1), operation(K, (0,), 2), operation(K, (1, 2), 3)]
+    flow = program(operations, (3,))
+    assert predict(replace(flow, alike=(0, 1, 2, 3))).temp_bytes == 2 * BYTES
+    assert predict(replace(flow, alike=(0, 1, 1, 3))).temp_bytes == BYTES

@@ -78,6 +78,8 @@ class Program:
       outputs: values handed back.
       kept: pairs (position in `arguments`, position in `outputs`): the output takes over the argument's buffer, because
         it was donated or is carried by a loop.
+      alike: a number for each value; values of one number are equal once barriers are forgotten. Kernels that compute
+        such values from such values are merged. None where barriers hold, and equal operations are one already.
     """
 
     values: tuple[Value, ...]
@@ -85,3 +87,4 @@ class Program:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
     kept: tuple[tuple[int, int], ...] = ()
+    alike: tuple[int, ...] | None = None

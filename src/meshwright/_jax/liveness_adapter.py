@@ -17,6 +17,7 @@ import numpy as np
 from meshwright._jax.dataflow import Kind, Program
 from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts, source_line
 from meshwright._jax.liveness_builder import Builder
+from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _VIEWS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "sharding_constraint", "pvary", "pcast", "copy", "name")
@@ -33,12 +34,10 @@ _LIBRARY = frozenset(
 )
 # Primitives whose one result may have the shape of their operands although they are no arithmetic.
 _OWN_KERNEL = frozenset(
-    """all_to_all cholesky cumlogsumexp cummax cummin cumprod cumsum fft ffi_call io_callback pbroadcast pmax
-    pmin ppermute psum psum2 psum_invariant pure_callback random_bits reduce_scatter reduce_window
-    reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter_add sort
+    """cholesky cumlogsumexp cummax cummin cumprod cumsum fft ffi_call io_callback pbroadcast ppermute pure_callback
+    random_bits reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter_add sort
     threefry2x32 triangular_solve""".split()  # noqa: SIM905 (a table, not a column)
 )
-_ONE_BY_ONE = ("psum", "psum2", "psum_invariant", "pmax", "pmin")  # several operands, each with its own result
 
 
 def dataflow_of(function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = ()) -> Program:
@@ -149,9 +148,8 @@ class _Reader(Builder):
             return self._inline(body, operands)
         if name == "optimization_barrier":
             return tuple(self.barrier(operands))
-        if name in _ONE_BY_ONE:
-            pairs = zip(operands, avals, strict=True)
-            return tuple(self.emit(Kind.OPAQUE, name, [value], [aval], key=str(params))[0] for value, aval in pairs)
+        if name in COLLECTIVES:
+            return tuple(add_collective(self, equation, position, value) for position, value in enumerate(operands))
         # A literal is folded into the kernel that reads it: no operand, but part of what makes operations equal.
         reads = [value for value, atom in zip(operands, equation.invars, strict=True) if not is_literal(atom)]
         literals = tuple(str(atom) if is_literal(atom) else None for atom in equation.invars)
@@ -193,8 +191,6 @@ class _Reader(Builder):
             return self.arithmetic(name, reads, avals, key, expensive=params["y"] < 0, library=params["y"] == 2)
         if self._is_arithmetic(name, reads, avals):
             reads = [self.spread(value, shape) for value in reads]
-            if name in ("add", "add_any") and (total := self.scattered_onto(reads, avals)) is not None:
-                return total
             if name == "div" and len(reads) == 2 and (product := self.divided(reads, avals)) is not None:
                 return product
             constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really

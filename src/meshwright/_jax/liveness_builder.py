@@ -13,7 +13,9 @@ Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -47,6 +49,8 @@ class Builder:
         self.types: list[tuple[tuple[int, ...], Any]] = []
         self.operations: list[Operation] = []
         self._known: dict[Any, tuple[int, ...]] = {}
+        self._alike: list[int] = []  # for each value the first one equal to it but for barriers
+        self._first: dict[Any, tuple[int, ...]] = {}
         self.source: dict[int, Operation] = {}
         self.unrounded: dict[int, int] = {}  # the float32 value a bfloat16 result was rounded from
         self.zeros: set[int] = set()  # arrays of nothing but zeros
@@ -57,11 +61,37 @@ class Builder:
         """What was built so far, between these arguments and outputs."""
         return Program(
             values=tuple(self.values),
-            operations=tuple(self.operations),
+            operations=tuple(self._scattered_onto(outputs)),
             arguments=tuple(arguments),
             outputs=tuple(outputs),
             kept=kept,
+            alike=None if _BARRIERS_HOLD else tuple(self._alike),
         )
+
+    def _scattered_onto(self, outputs: Sequence[int]) -> list[Operation]:
+        """The operations, with sums of a value and what was scattered onto zeros, for them alone, scattered at once."""
+        readers = Counter(outputs)
+        needed = set(outputs)
+        for operation in reversed(self.operations):
+            if needed.intersection(operation.writes):
+                needed.update(operation.reads)
+                readers.update(operation.reads)
+
+        def fits(value: int, total: int) -> bool:
+            source = self.source.get(value)
+            scattered = source is not None and source.name == "scatter-add" and source.reads[0] in self.zeros
+            return scattered and readers[value] == 1 and self.types[value] == self.types[total]
+
+        changed: list[Operation] = []
+        for operation in self.operations:
+            if operation.name in ("add", "add_any") and len(operation.reads) == 2:
+                term = next((v for v in operation.reads if fits(v, operation.writes[0])), None)
+                if term is not None:
+                    (other,) = (v for v in operation.reads if v != term)
+                    scatter = self.source[term]
+                    operation = replace(scatter, reads=(other, *scatter.reads[1:]), writes=operation.writes)
+            changed.append(operation)
+        return changed
 
     def value(self, aval: Any) -> int:
         """A new value of this abstract array; tokens and other shapeless things take no bytes."""
@@ -77,6 +107,7 @@ class Builder:
             Value(size_bytes=elements * itemsize, elements=elements, rank=sum(dim != 1 for dim in shape))
         )
         self.types.append((shape, dtype))
+        self._alike.append(len(self.values) - 1)
         return len(self.values) - 1
 
     def read(self, env: dict[Any, int], atom: Any) -> int:
@@ -102,6 +133,9 @@ class Builder:
             self.source[value] = operation
         if identity is not None:
             self._known[identity] = writes
+            first = self._first.setdefault((kind, name, tuple(self._alike[v] for v in reads), key), writes)
+            for value, like in zip(writes, first, strict=True):
+                self._alike[value] = self._alike[like]
         return writes
 
     def barrier(self, reads: Sequence[int]) -> list[int]:
@@ -109,7 +143,10 @@ class Builder:
         avals = [jax.ShapeDtypeStruct(*self.types[value]) for value in reads]
         if _BARRIERS_HOLD:
             return list(self.emit(Kind.BARRIER, "barrier", reads, avals))
-        return [self.emit(Kind.VIEW, "barrier", [v], [aval])[0] for v, aval in zip(reads, avals, strict=True)]
+        passed = [self.emit(Kind.VIEW, "barrier", [v], [aval])[0] for v, aval in zip(reads, avals, strict=True)]
+        for value, source in zip(passed, reads, strict=True):
+            self._alike[value] = self._alike[source]
+        return passed
 
     def spread(self, value: int, shape: tuple[int, ...], dims: Sequence[int] | None = None) -> int:
         """`value` spread over `shape`; its dims go to `dims`, by default to those of the same rank."""
@@ -158,16 +195,17 @@ class Builder:
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=True, library=library)
         wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
         (result,) = self.emit(Kind.ELEMENTWISE, name, reads, [wide], key=key, expensive=expensive, library=library)
-        return (self._rounded(result),)
+        return (self.rounded(result),)
 
-    def _rounded(self, value: int) -> int:
+    def rounded(self, value: int) -> int:
         """A float32 value as bfloat16: dear to compute, so it is stored rather than computed again."""
         narrow = jax.ShapeDtypeStruct(self.types[value][0], jax.numpy.bfloat16)
         (result,) = self.emit(Kind.ELEMENTWISE, "round", [value], [narrow], key="round", expensive=True, library=True)
         self.unrounded[result] = value
         return result
 
-    def _widened(self, value: int) -> int:
+    def widened(self, value: int) -> int:
+        """A bfloat16 value as float32."""
         wide = jax.ShapeDtypeStruct(self.types[value][0], np.float32)
         return self.emit(Kind.ELEMENTWISE, "widen", [value], [wide], key="widen", library=True)[0]
 
@@ -194,14 +232,6 @@ class Builder:
         (inverse,) = self.emit(Kind.ELEMENTWISE, "div", divisor.reads, [small], key="inverse", expensive=True)
         (spread,) = self.emit(Kind.BROADCAST, "broadcast_in_dim", [inverse], [large], key=("inverse", reads[1]))
         return self.arithmetic("mul", [reads[0], spread], avals, "inverse", expensive=False, library=True)
-
-    def scattered_onto(self, reads: Sequence[int], avals: Sequence[Any]) -> tuple[int, ...] | None:
-        """A sum with what was scattered onto zeros, as XLA does it: scattered onto the other term; None for other sums."""
-        for value, other in (reads, reads[::-1]) if len(reads) == 2 else ():
-            source = self.source.get(value)
-            if source is not None and source.name in ("scatter-add", "scatter_add") and source.reads[0] in self.zeros:
-                return self.emit(Kind.UPDATE, source.name, [other, *source.reads[1:]], avals, key=("sum", value))
-        return None
 
     def dot(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
         """A matrix product: its operands as the kernel wants them, its result in the equation's shape."""
@@ -231,11 +261,11 @@ class Builder:
         aval = equation.outvars[0].aval
         dtype = aval.dtype
         if str(dtype) == "bfloat16" and (folded or not library or not _BFLOAT16_PRODUCTS):
-            sides, dtype = [self._widened(value) for value in sides], np.dtype(np.float32)
+            sides, dtype = [self.widened(value) for value in sides], np.dtype(np.float32)
         flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
         (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)
         if dtype != aval.dtype:
-            product = self._rounded(product)
+            product = self.rounded(product)
         return (self.reshaped(product, tuple(aval.shape)),)
 
     def convolution(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """A user's `jax.shard_map`, rewritten as a program on whole arrays.
 
 A manual region runs one function on every block of its operands, the blocks talking over named mesh axes: what `vmap`
-with named axes does on one device. So each operand is cut into blocks along new leading dims, one for each mesh axis, the
-body is mapped over them, and the results are put together. The values are the same on any mesh, the planner sees plain
-equations and may split the new dims like any others. The mesh the user named is not kept: the plan chooses the devices.
+with named axes does on one device. So each operand is cut into blocks along new leading dims, one for each mesh axis,
+the body is mapped over them, and the results are put together. The values are the same on any mesh; the planner sees
+plain equations and may split the new dims like any others. The mesh the user named is not kept: the plan chooses the
+devices.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def plain_body(equation: Any) -> Any:
         with extend_axis_env_nd(mesh.shape.items()), use_abstract_mesh(manual), config._check_vma(params["check_vma"]):
             yield
 
-    return jex_core.ClosedJaxpr(_plain(getattr(body, "jaxpr", body), region), _plain_consts(getattr(body, "consts", ())))
+    return jex_core.ClosedJaxpr(
+        _plain(getattr(body, "jaxpr", body), region), _plain_consts(getattr(body, "consts", ()))
+    )
 
 
 def _plain(jaxpr: Any, region: Callable[[], Any]) -> Any:
@@ -102,7 +105,9 @@ def _plain(jaxpr: Any, region: Callable[[], Any]) -> Any:
             primitive, params = psum_p, {"axis_index_groups": None, **params}
         outvars = [fresh(v) for v in equation.outvars]
         equations.append(
-            equation.replace(primitive=primitive, invars=operands, outvars=outvars, params=params, ctx=JaxprEqnContext())
+            equation.replace(
+                primitive=primitive, invars=operands, outvars=outvars, params=params, ctx=JaxprEqnContext()
+            )
         )
     return jaxpr.replace(
         constvars=constvars, invars=invars, eqns=equations, outvars=[read(atom) for atom in jaxpr.outvars],
@@ -116,6 +121,8 @@ def _inside(key: str, value: Any, region: Callable[[], Any]) -> Any:
         return jex_core.ClosedJaxpr(_plain(value.jaxpr, region), _plain_consts(value.consts))
     if hasattr(value, "eqns") and hasattr(value, "outvars"):
         return _plain(value, region)
+    if isinstance(value, jax.sharding.Sharding):
+        return None
     if key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
         return _later(value, region)
     return type(value)(_inside("", v, region) for v in value) if type(value) in (tuple, list) else value
@@ -126,7 +133,9 @@ def _later(derivative: Any, region: Callable[[], Any]) -> Any:
 
     def traced(*zeros: Any) -> Any:
         with region():
-            jaxpr, consts, *rest = (derivative.call_wrapped if hasattr(derivative, "call_wrapped") else derivative)(*zeros)
+            jaxpr, consts, *rest = (derivative.call_wrapped if hasattr(derivative, "call_wrapped") else derivative)(
+                *zeros
+            )
         return (_plain(jaxpr, region), _plain_consts(consts), *rest)
 
     return wrap_init(traced, debug_info=derivative.debug_info) if hasattr(derivative, "call_wrapped") else traced
@@ -138,7 +147,8 @@ def _plain_consts(consts: Sequence[Any]) -> list[Any]:
 
 
 def _plain_literal(literal: Any) -> Any:
-    return jex_core.Literal(*_plain_consts([literal.val]), _plain_aval(literal.aval))
+    (value,) = _plain_consts([literal.val])
+    return jex_core.Literal(value, _plain_aval(literal.aval))
 
 
 def _plain_aval(aval: Any) -> Any:

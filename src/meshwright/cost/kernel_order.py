@@ -53,6 +53,31 @@ def without_views(program: Program, kernels: list[Kernel]) -> tuple[Program, lis
     return replace(program, outputs=tuple(shown.get(value, value) for value in program.outputs)), real
 
 
+def without_equals(program: Program, kernels: list[Kernel]) -> tuple[Program, list[Kernel]]:
+    """Kernels that compute what an earlier one computes from the same values dropped: recomputation behind a barrier
+    that the compiler forgot."""
+    if program.alike is None:
+        return program, kernels
+    alike = program.alike
+    known: dict[object, Kernel] = {}
+    instead: dict[int, int] = {}
+    left: list[Kernel] = []
+    for kernel in kernels:
+        uses: dict[int, Use] = {}
+        for value, use in kernel.uses.items():
+            value = instead.get(value, value)
+            uses[value] = joined(uses.get(value), use)
+        reads = tuple(instead.get(value, value) for value in kernel.operation.reads)
+        kernel = replace(kernel, uses=uses, operation=replace(kernel.operation, reads=reads))
+        same = (kernel.library, tuple(alike[v] for v in kernel.writes), frozenset(uses))
+        if uses and kernel.operation.kind not in (Kind.LOOP, Kind.BRANCH) and same in known:
+            instead.update(zip(kernel.writes, known[same].writes, strict=True))
+            continue
+        known[same] = kernel
+        left.append(kernel)
+    return replace(program, outputs=tuple(instead.get(value, value) for value in program.outputs)), left
+
+
 def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
     """Arguments whose buffer an output takes over while a kernel that reads them may still have to run."""
     producer = {value: kernel for kernel in kernels for value in kernel.writes}

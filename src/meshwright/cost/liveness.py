@@ -28,6 +28,7 @@ from meshwright.cost.kernel_order import (
     copied_arguments,
     may_overwrite,
     without_dead_code,
+    without_equals,
     without_views,
 )
 
@@ -108,7 +109,7 @@ class _Slot:
 def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     """Bytes of temporaries at the worst moment, and which those are."""
     program = without_dead_code(program)
-    program, kernels = without_views(program, Fusion(program).run())
+    program, kernels = without_equals(*without_views(program, Fusion(program).run()))
     copied = copied_arguments(program, kernels)
     order = breadth_first(program, kernels, copied)
     end = len(order)

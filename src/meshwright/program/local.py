@@ -9,8 +9,6 @@ what its factor rule says, it is shape-free too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax.jaxpr import Equation, bind, result_avals
+from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
 from .._jax.random import is_key, random_bits_block
 from .factors import Dims, Rule
+from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
+from .split import Split
 
 # Reductions whose partial results combine by one collective.
 COMBINE: Mapping[str, str] = {
@@ -31,42 +31,9 @@ COMBINE: Mapping[str, str] = {
     "scatter-add": "sum",
     "reduce_max": "max",
     "reduce_min": "min",
+    "reduce_or": "max",
+    "reduce_and": "min",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How one equation is split.
-
-    Args:
-      rule: its factors.
-      axes: for each factor the mesh axes that split it, major first.
-      sizes: size of each axis.
-    """
-
-    rule: Rule
-    axes: tuple[tuple[str, ...], ...]
-    sizes: Mapping[str, int]
-
-    def dim_axes(self, dim: tuple[int, ...]) -> tuple[str, ...]:
-        return next((self.axes[f] for f in dim if self.axes[f]), ())
-
-    def local_shape(self, shape: Sequence[int], dims: Dims) -> tuple[int, ...]:
-        return tuple(n // self.blocks(dim) for n, dim in zip(shape, dims, strict=True))
-
-    def blocks(self, dim: tuple[int, ...]) -> int:
-        return prod(self.sizes[axis] for axis in self.dim_axes(dim))
-
-    def offset(self, extent: int, dim: tuple[int, ...]) -> Any:
-        """Global position of the first element of this device's block of a dim of global `extent`."""
-        return lax.axis_index(self.dim_axes(dim)) * (extent // self.blocks(dim))
-
-    def reduced_axes(self) -> tuple[str, ...]:
-        """The axes over which the results are partial."""
-        return tuple(
-            a for f, axes in zip(self.rule.factors, self.axes, strict=True) if f.kind == "reduction" for a in axes
-        )
-
 
 Evaluator = Callable[[Equation, Split, Sequence[Any]], Sequence[Any]]
 
@@ -114,99 +81,7 @@ def _random_bits(equation: Equation, split: Split, operands: Sequence[Any]) -> S
     return (random_bits_block(operands[0], equation.params["bit_width"], shape, local, offsets),)
 
 
-def _shift_indices(
-    indices: Any,
-    columns: Sequence[int],
-    extents: Mapping[int, int],
-    window: Sequence[int],
-    dims: Dims,
-    split: Split,
-    clip: bool,
-) -> tuple[Any, Any, Any]:
-    """Global start indices to local ones for dims that are split; also which are in this block and which in range.
-
-    Args:
-      indices: `[..., columns]` start indices into the whole operand.
-      columns: operand dim of each column.
-      extents: global extent of each indexed dim.
-      window: slice size of each operand dim.
-      clip: whether out-of-range indices are clamped (they are in range then).
-    """
-    here = jnp.ones(indices.shape[:-1], bool)
-    valid = jnp.ones(indices.shape[:-1], bool)
-    shifted = []
-    for column, dim in enumerate(columns):
-        index = indices[..., column]
-        last = extents[dim] - window[dim]
-        if clip:
-            index = jnp.clip(index, 0, last)
-        valid &= (index >= 0) & (index <= last)
-        if split.dim_axes(dims[dim]):
-            local = extents[dim] // split.blocks(dims[dim])
-            index = index - split.offset(extents[dim], dims[dim]).astype(index.dtype)
-            here &= (index >= 0) & (index < local)
-        shifted.append(index)
-    return jnp.stack(shifted, axis=-1), here, valid
-
-
-def _gather(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
-    operand, indices = operands
-    params = equation.params
-    numbers, mode = params["dimension_numbers"], params["mode"]
-    shape, dims = equation.invars[0].aval.shape, split.rule.operands[0]
-    indexed = set(numbers.start_index_map)
-    window = [
-        size if d in indexed else size // split.blocks(dims[d]) if size > 1 else size
-        for d, size in enumerate(params["slice_sizes"])
-    ]
-    masked = any(split.dim_axes(dims[d]) for d in indexed)
-    if not masked:
-        return (
-            lax.gather(operand, indices, numbers, window, unique_indices=params["unique_indices"],
-                       indices_are_sorted=params["indices_are_sorted"], mode=mode, fill_value=params["fill_value"]),
-        )  # fmt: skip
-    clip = mode == lax.GatherScatterMode.CLIP
-    extents = {d: shape[d] for d in indexed}
-    local, here, valid = _shift_indices(
-        indices, numbers.start_index_map, extents, params["slice_sizes"], dims, split, clip
-    )
-    rows = lax.gather(operand, local, numbers, window, mode=lax.GatherScatterMode.CLIP)
-    batch = [d for d in range(rows.ndim) if d not in numbers.offset_dims]
-    spread = partial(lax.broadcast_in_dim, shape=rows.shape, broadcast_dimensions=batch)
-    result = jnp.where(spread(here & valid), rows, jnp.zeros_like(rows))
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        # The fill value must enter the sum over the blocks once.
-        first = lax.axis_index(split.reduced_axes()) == 0
-        fill = params["fill_value"]
-        if fill is None:
-            inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
-            fill = jnp.nan if inexact else jnp.iinfo(rows.dtype).min if rows.dtype != bool else True
-        result = jnp.where(spread(~valid & first), jnp.asarray(fill, rows.dtype), result)
-    return (result,)
-
-
-def _scatter_add(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
-    operand, indices, updates = operands
-    params = equation.params
-    numbers, mode = params["dimension_numbers"], params["mode"]
-    shape, dims = equation.invars[0].aval.shape, split.rule.operands[0]
-    indexed = set(numbers.scatter_dims_to_operand_dims)
-    if any(split.dim_axes(dims[d]) for d in indexed):
-        extents = {d: shape[d] for d in indexed}
-        ones = [1] * len(shape)
-        indices, here, valid = _shift_indices(
-            indices, numbers.scatter_dims_to_operand_dims, extents, ones, dims, split,
-            mode == lax.GatherScatterMode.CLIP,
-        )  # fmt: skip
-        # Out of this block is out of bounds: dropped.
-        indices = jnp.where((here & valid)[..., None], indices, jnp.iinfo(indices.dtype).max)
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-    if axes := split.reduced_axes():
-        # Each block adds its own updates; the operand itself must enter the sum once.
-        operand = jnp.where(lax.axis_index(axes) == 0, operand, jnp.zeros_like(operand))
-    return (lax.scatter_add(operand, indices, updates, numbers, mode=mode),)
-
-
+_SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _EVALUATORS: Mapping[str, Evaluator] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
@@ -214,8 +89,9 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "random_bits": _random_bits,
-    "gather": _gather,
-    "scatter-add": _scatter_add,
+    "gather": gather,
+    "ragged_dot_general": ragged_dot,
+    **dict.fromkeys(_SCATTERS, scatter),
 }
 _COMBINERS = {"max": lax.pmax, "min": lax.pmin}
 
@@ -236,8 +112,50 @@ def evaluate_local(equation: Equation, split: Split, operands: Sequence[Any]) ->
     evaluator = _EVALUATORS.get(name)
     results = evaluator(equation, split, operands) if evaluator else bind(equation, *operands)
     if axes and combine in _COMBINERS:
-        results = [_COMBINERS[combine](r, axes) for r in results]
+        results = [_COMBINERS[combine](r.astype(_counted(r)), axes).astype(r.dtype) for r in results]
     return results
+
+
+def _counted(x: Any) -> Any:
+    """The dtype to combine `x` in: collectives have no truth values."""
+    return jnp.uint8 if x.dtype == bool else x.dtype
+
+
+def _update_whole(equation: Equation, rule: Rule) -> set[int]:
+    have, put = (atom.aval.shape for atom in equation.invars[:2])
+    return {f for h, p, dim in zip(have, put, rule.operands[0], strict=True) if h != p for f in dim}
+
+
+def _reshape_whole(equation: Equation, rule: Rule) -> set[int]:
+    """Dims that Shardy cannot relate (a reshape of 4 x 3 to 3 x 2 x 2), and all of a reshape that also transposes."""
+    if equation.params.get("dimensions") is not None:
+        return set(range(len(rule.factors)))
+    return _factors(rule.operands) ^ _factors(rule.results)
+
+
+def _convolution_whole(equation: Equation, rule: Rule) -> set[int]:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    whole = set()
+    if params["feature_group_count"] * params["batch_group_count"] > 1:
+        whole.update(*(rule.operands[1][d] for d in numbers.rhs_spec[:2]))
+        if params["batch_group_count"] > 1:
+            whole.update(rule.operands[0][numbers.lhs_spec[0]])
+    # A kernel as large as its operand makes Shardy see a matrix product; it is one only if nothing slides.
+    for d, out, pads in zip(numbers.rhs_spec[2:], numbers.out_spec[2:], params["padding"], strict=True):
+        if equation.outvars[0].aval.shape[out] != 1 or any(pads):
+            whole.update(rule.operands[1][d])
+    return whole
+
+
+_WHOLE: Mapping[str, Callable[[Equation, Rule], set[int]]] = {
+    "conv_general_dilated": _convolution_whole,
+    "dynamic_update_slice": _update_whole,
+    "gather": gather_whole,
+    "ragged_dot_general": ragged_dot_whole,
+    "reshape": _reshape_whole,
+    **dict.fromkeys(_SCATTERS, scatter_whole),
+}
 
 
 def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
@@ -252,47 +170,37 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     whole = {index for index, factor in enumerate(rule.factors) if factor.kind == "spatial"}
     combine = COMBINE.get(name)
     reductions = {index for index, factor in enumerate(rule.factors) if factor.kind == "reduction"}
-    if combine is None or (combine != "sum" and differentiated):
+    truths = any(var.aval.dtype == bool for var in equation.outvars)
+    # Truth values have no sum, and bits of an integer no largest.
+    combines = truths if name in ("reduce_or", "reduce_and") else combine in _COMBINERS or not truths
+    if combine is None or not combines or (combine != "sum" and differentiated):
         whole |= reductions
-    # What is not summed must come out: Shardy leaves unrelated what it cannot relate (a reshape of 4 x 3 to 3 x 2 x 2).
-    taken, made = (
-        {factor for tensor in tensors for dim in tensor for factor in dim} for tensors in (rule.operands, rule.results)
-    )
+    # What is not summed must come out: any other dim of an operand means more than its elements do.
+    taken, made = _factors(rule.operands), _factors(rule.results)
     whole |= taken - made - reductions
-    if name == "reshape":
-        whole |= made - taken
+    if _holds_programs_over_arrays(equation):
+        whole |= taken | made
     shapes = [atom.aval.shape for atom in (*equation.invars, *equation.outvars)]
     for shape, dims in zip(shapes, (*rule.operands, *rule.results), strict=True):
         for extent, dim in zip(shape, dims, strict=True):
             if extent != prod(rule.factors[f].size for f in dim):
                 whole.update(dim)  # a border or a window: the dim is not the factor's index
-    if name == "gather":
-        numbers, window = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-        for d in numbers.start_index_map:
-            if window[d] != 1:
-                whole.update(rule.operands[0][d])
-    elif name == "scatter-add":
-        numbers = equation.params["dimension_numbers"]
-        inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        for d in numbers.scatter_dims_to_operand_dims:
-            if d not in inserted:
-                whole.update(rule.operands[0][d])
-    elif name == "dynamic_update_slice":
-        for have, put, dim in zip(shapes[0], shapes[1], rule.operands[0], strict=True):
-            if have != put:
-                whole.update(dim)
-    elif name == "reshape" and equation.params.get("dimensions") is not None:
-        whole.update(range(len(rule.factors)))
-    elif name == "conv_general_dilated":
-        if equation.params["feature_group_count"] * equation.params["batch_group_count"] > 1:
-            numbers = equation.params["dimension_numbers"]
-            whole.update(*(rule.operands[1][d] for d in numbers.rhs_spec[:2]))
-            if equation.params["batch_group_count"] > 1:
-                whole.update(rule.operands[0][numbers.lhs_spec[0]])
+    if name in _WHOLE:
+        whole |= _WHOLE[name](equation, rule)
     rule = rule.with_whole(sorted(whole))
     if name not in _EVALUATORS:
         rule = rule.with_whole([f for f in rule.splittable() if not _is_shape_free(equation, rule, f)])
     return rule
+
+
+def _factors(tensors: Sequence[Dims]) -> set[int]:
+    return {factor for tensor in tensors for dim in tensor for factor in dim}
+
+
+def _holds_programs_over_arrays(equation: Equation) -> bool:
+    """Whether a parameter is a program traced for whole arrays (a reduction's or a sort's is over scalars)."""
+    programs = [open_jaxpr(leaf) for leaf in jax.tree.leaves(dict(equation.params))]
+    return any(v.aval.shape for p in programs if hasattr(p, "eqns") for v in (*p.constvars, *p.invars))
 
 
 def _is_shape_free(equation: Equation, rule: Rule, factor: int) -> bool:

@@ -5,19 +5,23 @@ other trains with a wrong learning rate and no error. The *degree* of a value is
 with when the batch is repeated: an element has degree 0, a sum over the batch one more, a quotient the difference. A
 loss of degree 0 is a mean, one of degree 1 a sum. Counts written into the program as literals show their degree by
 differing between two batch sizes.
+
+The degree alone is not enough: a masked mean has degree 0, but its microbatches divide by counts of their own. So each
+value also says whether it is linear in sums over the batch; a loss that is not (a quotient of two sums, the root of a
+mean, a maximum) is neither a mean nor a sum. A statistic of degree 0 that goes back into the examples, as in batch
+normalisation, is taken as it is: its microbatches use statistics of their own, as every framework's do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, inline, is_literal, is_remat, open_jaxpr, source_line
+from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, inline, is_literal, is_remat, open_jaxpr, scan_parts, source_line
 from ..errors import PlanError
-
-Degree = Fraction | None  # None: unknown, or not a power
 
 _SAME = frozenset(
     [
@@ -56,6 +60,55 @@ _SAME = frozenset(
         "clamp",
     ]
 )
+_LINEAR = frozenset(
+    [
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "neg",
+        "copy",
+        "stop_gradient",
+        "slice",
+        "rev",
+        "reduce_precision",
+        "expand_dims",
+        "concatenate",
+        "pad",
+        "add",
+        "add_any",
+        "sub",
+        "cumsum",
+        "real",
+        "imag",
+        "reduce_sum",
+        "optimization_barrier",
+    ]
+)
+_COMPARISONS = frozenset(["lt", "le", "gt", "ge", "eq", "ne", "is_finite", "sign"])
+_PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """How a value depends on the batch.
+
+    Args:
+      degree: the power of the batch size it grows with; None if unknown, or not a power.
+      varies: whether it depends on the examples.
+      sums: for a value without a batch dim: 0 if it holds no sum over the examples, 1 if it is linear in such sums,
+        2 if it depends on the examples in another way.
+      zero: whether it is 0 or infinite, which any degree may be added to or compared with.
+    """
+
+    degree: Fraction | None = Fraction(0)
+    varies: bool = False
+    sums: int = 0
+    zero: bool = False
+
+
+_UNKNOWN = _Growth(degree=None, varies=True, sums=2)
 
 
 def loss_reduction(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]) -> str:
@@ -68,86 +121,139 @@ def loss_reduction(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, spl
       split_dims: for each leading input, the dim that is the batch.
 
     Raises:
-      PlanError: where the degree cannot be told; `reduction=` settles it.
+      PlanError: where it is neither, or cannot be told; `reduction=` settles it.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
-    names = [e.primitive.name for e in a.eqns]
-    degree = _degrees(a, b, microbatches)[0] if names == [e.primitive.name for e in b.eqns] else None
-    if degree == 0:
-        return "mean"
-    if degree == 1:
-        return "sum"
+    given = [_Growth(varies=d is not None) for d in split_dims]
+    given += [_Growth()] * (len(a.invars) - len(given))
+    loss = _growths(a, b, microbatches, given)[0] if _names(a) == _names(b) else _UNKNOWN
+    if loss.sums < 2 and loss.degree in (0, 1):
+        return "mean" if loss.degree == 0 else "sum"
     last = next((source_line(e) for e in reversed(a.eqns) if a.outvars[0] in e.outvars), "the loss function")
+    bent = loss.degree is not None and loss.sums == 2
     raise PlanError(
         refused=f"microbatches={microbatches}",
-        got="a loss that is neither plainly a mean nor plainly a sum over the batch",
+        got="a loss that is not linear in its sums over the batch (a masked mean, the root of a mean)"
+        if bent
+        else "a loss that is neither plainly a mean nor plainly a sum over the batch",
         needed="to know how the losses of microbatches combine",
         where=last,
-        try_='reduction="mean" or reduction="sum"',
+        try_='reduction="mean" (every microbatch weighs the same), reduction="sum", or dividing by a count that does '
+        "not depend on the examples",
     )
 
 
-def _degrees(full: Jaxpr, small: Jaxpr, ratio: int, operands: Sequence[Degree] | None = None) -> list[Degree]:
-    """Degree of each output; the batch dims of a value are those whose extent differs between the programs."""
-    env: dict[Any, Degree] = {}
-    for var, degree in zip(full.invars, operands or [Fraction(0)] * len(full.invars), strict=True):
-        env[var] = degree
-    for var in full.constvars:
-        env[var] = Fraction(0)
+def _names(jaxpr: Jaxpr) -> list[str]:
+    return [equation.primitive.name for equation in jaxpr.eqns]
+
+
+def _growths(full: Jaxpr, small: Jaxpr, ratio: int, operands: Sequence[_Growth]) -> list[_Growth]:
+    """Growth of each output; the batch dims of a value are those whose extent differs between the programs."""
+    if _names(full) != _names(small):
+        return [_UNKNOWN] * len(full.outvars)
+    env: dict[Any, _Growth] = dict(zip(full.invars, operands, strict=True))
+    env.update({var: _Growth() for var in full.constvars})
+
+    def read(x: Any, y: Any) -> _Growth:
+        return (_literal(x, y, ratio) if is_literal(y) else _UNKNOWN) if is_literal(x) else env[x]
+
     for a, b in zip(full.eqns, small.eqns, strict=True):
-        given = [_literal(x, y, ratio) if is_literal(x) else env[x] for x, y in zip(a.invars, b.invars, strict=True)]
-        for var, degree in zip(a.outvars, _equation(a, b, given, ratio), strict=True):
-            env[var] = degree
-    return [
-        _literal(x, y, ratio) if is_literal(x) else env[x] for x, y in zip(full.outvars, small.outvars, strict=True)
-    ]
+        given = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
+        env.update(zip(a.outvars, _equation(a, b, given, ratio), strict=True))
+    return [read(x, y) for x, y in zip(full.outvars, small.outvars, strict=True)]
 
 
-def _literal(full: Any, small: Any, ratio: int) -> Degree:
+def _literal(full: Any, small: Any, ratio: int) -> _Growth:
     try:
         x, y = float(full.val), float(small.val)
     except (TypeError, ValueError):
-        return Fraction(0)
-    if x == y:
-        return Fraction(0)
-    if x * y <= 0:
-        return None
+        return _Growth()
+    if x == y or math.isnan(x):
+        return _Growth(zero=x == 0 or math.isinf(x))
+    if x * y <= 0 or math.isinf(x * y) or math.isnan(y):
+        return _UNKNOWN
     power = math.log(x / y, ratio)
-    return Fraction(round(power)) if abs(power - round(power)) < 1e-4 else None
+    return _Growth(degree=Fraction(round(power)) if abs(power - round(power)) < 1e-4 else None)
 
 
-def _equation(full: Equation, small: Equation, given: list[Degree], ratio: int) -> list[Degree]:
-    name, count = full.primitive.name, len(full.outvars)
-    if any(d is None for d in given):
-        return [None] * count
-    known = [d for d in given if d is not None]
-    if name in ("mul", "dot_general", "conv_general_dilated"):
-        return [known[0] + known[1] + _summed(full, small)]
-    if name == "div":
-        return [known[0] - known[1]]
-    if name == "reduce_sum":
-        return [known[0] + _summed(full, small)]
-    if name == "integer_pow":
-        return [known[0] * full.params["y"]]
-    if name == "square":
-        return [known[0] * 2]
-    if name in ("sqrt", "rsqrt"):
-        return [known[0] * Fraction(1, 2) * (1 if name == "sqrt" else -1)]
-    if name in _SAME:
-        tall = {d for d, atom in zip(known, full.invars, strict=True) if not _is_zero(atom)}
-        return [tall.pop() if len(tall) == 1 else Fraction(0) if not tall else None] * count
+def _equation(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> list[_Growth]:
+    name = full.primitive.name
     bodies = _bodies(full), _bodies(small)
     if bodies[0] is not None and bodies[1] is not None:
-        inner = known[1:] if name == "cond" else known
-        found = [_degrees(x, y, ratio, inner) for x, y in zip(*bodies, strict=True)]
-        return found[0] if all(f == found[0] for f in found) else [None] * count
-    if all(d == 0 for d in known):
-        return [Fraction(0)] * count  # elementwise on elements, or a scan over layers
-    return [None] * count
+        inner = given[1:] if name == "cond" else given
+        found = [_growths(x, y, ratio, inner) for x, y in zip(*bodies, strict=True)]
+        outs = [_join(*branches) for branches in zip(*found, strict=True)]
+        return [replace(g, sums=2) if g.varies else g for g in outs] if name == "cond" and given[0].sums else outs
+    if name == "scan":
+        return _scan(full, small, given, ratio)
+    degree = _degree(full, small, given)
+    zero = name in _SAME and all(g.zero for g in given) and bool(given)
+    return [
+        _Growth(degree=None, varies=True, sums=2)
+        if degree is None or (_is_batched(x, y) and any(g.sums and g.degree != 0 for g in given))
+        else _Growth(degree, *_sums(full, small, given, _is_batched(x, y)), zero)
+        for x, y in zip(full.outvars, small.outvars, strict=True)
+    ]
+
+
+def _is_batched(full: Any, small: Any) -> bool:
+    return getattr(full.aval, "shape", ()) != getattr(small.aval, "shape", ())
+
+
+def _sums(full: Equation, small: Equation, given: list[_Growth], batched: bool) -> tuple[bool, int]:
+    """Whether a result depends on the examples, and how it holds sums over them."""
+    name = full.primitive.name
+    if batched:
+        return any(g.varies for g in given) or name in ("random_bits", "iota"), 0
+    if not any(g.varies for g in given):
+        return False, 0
+    examples = [g.varies and _is_batched(x, y) for g, x, y in zip(given, full.invars, small.invars, strict=True)]
+    pooled = [g.sums for g in given]
+    if 2 in pooled:
+        return True, 2
+    if any(examples):
+        return True, 1 if name in ("reduce_sum", "dot_general") and not any(pooled) else 2
+    linear = (
+        name in _LINEAR
+        or (name in _PRODUCTS and sum(1 for p in pooled if p) == 1)
+        or (name == "div" and not pooled[1])
+        or (name == "select_n" and not pooled[0])
+    )
+    return True, 1 if linear else 2
+
+
+def _degree(full: Equation, small: Equation, given: list[_Growth]) -> Fraction | None:
+    name = full.primitive.name
+    known = [g.degree for g in given if g.degree is not None]
+    if name in _COMPARISONS:
+        return Fraction(0)
+    if len(known) < len(given):
+        return None
+    if name in _PRODUCTS:
+        return known[0] + known[1] + _summed(full, small)
+    if name == "div":
+        return known[0] - known[1]
+    if name == "reduce_sum":
+        return known[0] + _summed(full, small)
+    if name == "integer_pow":
+        return known[0] * full.params["y"]
+    if name == "square":
+        return known[0] * 2
+    if name in ("sqrt", "rsqrt"):
+        return known[0] * Fraction(1, 2) * (1 if name == "sqrt" else -1)
+    if name in _SAME:
+        if name == "select_n":
+            given = given[1:]
+        elif name in ("gather", "dynamic_slice"):
+            given = given[:1]
+        tall = {g.degree for g in given if not g.zero}
+        return tall.pop() if len(tall) == 1 else Fraction(0) if not tall else None
+    # Elementwise on elements, or nothing known of a sum.
+    return Fraction(0) if all(d == 0 for d in known) else None
 
 
 def _summed(full: Equation, small: Equation) -> int:
-    """1 if the equation sums over a batch dim."""
+    """Over how many batch dims the equation sums."""
     name = full.primitive.name
     if name == "reduce_sum":
         axes = full.params["axes"]
@@ -159,12 +265,30 @@ def _summed(full: Equation, small: Equation) -> int:
     return sum(1 for axis in axes if x[axis] != y[axis])
 
 
-def _is_zero(atom: Any) -> bool:
-    """Literals that any degree may be added to or compared with: 0 and the infinities."""
-    if not is_literal(atom):
-        return False
-    value = float(atom.val)
-    return value == 0 or math.isinf(value)
+def _scan(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> list[_Growth]:
+    """A loop of the same length in both programs: what it carries has one growth."""
+    parts, other = scan_parts(full), scan_parts(small)
+    if parts.length != other.length:
+        return [_UNKNOWN] * len(full.outvars)
+    first, last = parts.num_consts, parts.num_consts + parts.num_carry
+    carry = given[first:last]
+    while True:  # ends: growths only go up, towards unknown
+        outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), ratio, [*given[:first], *carry, *given[last:]])
+        joined = [_join(a, b) for a, b in zip(carry, outs, strict=False)]
+        if joined == carry:
+            return [*carry, *outs[parts.num_carry :]]
+        carry = joined
+
+
+def _join(*growths: _Growth) -> _Growth:
+    """What holds for whichever of the values it is."""
+    tall = {g.degree for g in growths if not g.zero} or {Fraction(0)}
+    return _Growth(
+        degree=tall.pop() if len(tall) == 1 else None,
+        varies=any(g.varies for g in growths),
+        sums=max(g.sums for g in growths),
+        zero=all(g.zero for g in growths),
+    )
 
 
 def _bodies(equation: Equation) -> list[Jaxpr] | None:

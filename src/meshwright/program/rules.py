@@ -8,8 +8,7 @@ meeting a reduction: then it runs on shards without any communication inside.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence, Set as AbstractSet
 from typing import Any
 
 from .._jax.jaxpr import (

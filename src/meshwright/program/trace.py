@@ -77,13 +77,23 @@ def abstract(args: Any) -> Any:
     def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, (bool, int, float, complex, np.generic)):
             leaf = jax.numpy.asarray(leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMmV":
+            leaf = leaf.tolist()  # objects and text are no numbers: refused below
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise PlanError(
                 refused="an argument of the step", got=f"{type(leaf).__name__} {leaf!r:.60}",
                 needed="arrays (or ShapeDtypeStructs) at every leaf", where=f"argument{jax.tree_util.keystr(path)}",
                 try_="closing over it, or splitting it off first (eqx.partition, nnx.split)",
             )  # fmt: skip
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in leaf.shape):
+            raise PlanError(
+                refused="an argument of the step", got=f"shape {tuple(leaf.shape)}",
+                needed="sizes that are whole numbers", where=f"argument{jax.tree_util.keystr(path)}",
+                try_="jax.ShapeDtypeStruct((32, 128), jax.numpy.float32)",
+            )  # fmt: skip
+        # NumPy's 64-bit numbers become JAX's 32-bit ones; a Python scalar takes the dtype of what it meets.
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
 
     return jax.tree_util.tree_map_with_path(one, args)
 
@@ -109,17 +119,19 @@ def trace_program(
       PlanError: for arguments that are not arrays, a batch that does not divide, microbatches without a core.
     """
     shapes = tuple(abstract(tuple(args)))
+    _check_request(microbatches, batch_axis, reduction)
+    _check_batch(shapes, microbatches, batch_axis)
     outer, out_tree = _trace(step, shapes)
-    flat, in_tree = jax.tree.flatten(shapes)
+    in_tree = jax.tree.structure(shapes)
     names = tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
     state_inputs = _state_inputs(outer, shapes, out_tree)
     markers = [i for i, eqn in enumerate(open_jaxpr(outer).eqns) if eqn.primitive is value_and_grad_p]
-    _check_batch(flat, names, len(jax.tree.leaves(shapes[0])) if shapes else 0, microbatches, batch_axis, bool(markers))
     if len(markers) != 1:
         if microbatches > 1:
             raise PlanError(
-                refused=f"microbatches={microbatches}", got=f"a step with {len(markers)} calls of meshwright.value_and_grad",
-                needed="exactly one", where=getattr(step, "__name__", "the step"),
+                refused=f"microbatches={microbatches}",
+                got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
+                where=getattr(step, "__name__", "the step"),
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
             )  # fmt: skip
         return _whole(inline_value_and_grad(outer), names, state_inputs, in_tree, out_tree)
@@ -130,7 +142,7 @@ def trace_program(
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
-        small_outer, _ = _trace(step, small)
+        small_outer = _trace_small(step, small, microbatches)
         small_equation = next(e for e in open_jaxpr(small_outer).eqns if e.primitive is value_and_grad_p)
         split_dims = _split_dims(equation, small_equation, microbatches)
         full_core, core = core, eliminate_dead_code(inline(small_equation.params["jaxpr"]))
@@ -195,18 +207,68 @@ def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) ->
     return 0
 
 
-def _check_batch(
-    flat: Sequence[Any], names: Sequence[str], state: int, microbatches: int, batch_axis: int, marked: bool
-) -> None:
-    if microbatches < 1:
+def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches: int) -> ClosedJaxpr:
+    """The step at the size of one microbatch."""
+    try:
+        outer, _ = _trace(step, shapes)
+    except (TypeError, ValueError) as error:
         raise PlanError(
-            refused="the number of microbatches", got=str(microbatches), needed="at least 1", where="microbatches=",
-            try_="microbatches=1",
+            refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",
+            needed="a step that takes its batch size from its arguments", where=getattr(step, "__name__", "the step"),
+            try_="x.shape[0] in place of a written batch size, or microbatches=1",
+        ) from error  # fmt: skip
+    return outer
+
+
+def _check_request(microbatches: Any, batch_axis: Any, reduction: Any) -> None:
+    if not _is_whole(batch_axis) or batch_axis < 0:
+        raise PlanError(
+            refused="the batch axis", got=repr(batch_axis), needed="a whole number, at least 0", where="batch_axis=",
+            try_="batch_axis=0",
         )  # fmt: skip
-    for leaf, name in zip(flat[state:], names[state:], strict=True):
-        if len(leaf.shape) <= batch_axis or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not _is_whole(microbatches) or microbatches < 1:
+        raise PlanError(
+            refused="the number of microbatches", got=repr(microbatches), needed="a whole number, at least 1",
+            where="microbatches=", try_="microbatches=1",
+        )  # fmt: skip
+    if reduction not in (None, "mean", "sum"):
+        raise PlanError(
+            refused="the reduction", got=repr(reduction), needed='"mean", "sum" or None', where="reduction=",
+            try_='reduction="mean"',
+        )  # fmt: skip
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
+def is_batched(args: Sequence[Any], batch_axis: int) -> list[bool]:
+    """For each leaf of a step's arguments, whether it holds the batch: every array after the first argument that has a
+    batch axis, except PRNG keys.
+
+    Args:
+      args: the step's arguments as shapes (`abstract`).
+      batch_axis: which axis is the batch.
+    """
+    state = len(jax.tree.leaves(args[0])) if args else 0
+    leaves = jax.tree.leaves(tuple(args))
+    found = [
+        i >= state and len(x.shape) > batch_axis and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        for i, x in enumerate(leaves)
+    ]
+    # A raw key looks like a batch of two (or four) integers; it is one if nothing else has that size.
+    raw = {i for i, x in enumerate(leaves) if found[i] and x.dtype == np.uint32 and x.shape in ((2,), (4,))}
+    extents = {x.shape[batch_axis] for i, x in enumerate(leaves) if found[i] and i not in raw}
+    return [f and not (i in raw and extents and leaves[i].shape[0] not in extents) for i, f in enumerate(found)]
+
+
+def _check_batch(shapes: tuple[Any, ...], microbatches: int, batch_axis: int) -> None:
+    for (path, leaf), batched in zip(
+        jax.tree_util.tree_leaves_with_path(shapes), is_batched(shapes, batch_axis), strict=True
+    ):
+        if not batched:
             continue
-        extent = leaf.shape[batch_axis]
+        extent, name = leaf.shape[batch_axis], f"args{jax.tree_util.keystr(path)}"
         if extent == 0:
             raise PlanError(
                 refused="an empty batch", got=f"shape {leaf.shape}", needed="at least one example", where=name,
@@ -225,14 +287,14 @@ def _divisor(extent: int, near: int) -> int:
 
 
 def _microbatch_shapes(shapes: tuple[Any, ...], microbatches: int, batch_axis: int) -> tuple[Any, ...]:
-    def cut(leaf: Any) -> jax.ShapeDtypeStruct:
-        if len(leaf.shape) <= batch_axis or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
+    leaves, tree = jax.tree.flatten(shapes)
+    small = []
+    for leaf, batched in zip(leaves, is_batched(shapes, batch_axis), strict=True):
         shape = list(leaf.shape)
-        shape[batch_axis] //= microbatches
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-    return (shapes[0], *(jax.tree.map(cut, arg) for arg in shapes[1:]))
+        if batched:
+            shape[batch_axis] //= microbatches
+        small.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type))
+    return jax.tree.unflatten(tree, small)
 
 
 def _split_dims(full: Equation, small: Equation, microbatches: int) -> tuple[int | None, ...]:

@@ -26,6 +26,7 @@ from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
 from .follow import Follower
 from .local_value import LocalValue
+from .matmul import matmul, turns
 
 Env = dict[Any, LocalValue]
 
@@ -177,20 +178,20 @@ class ShardedProgram:
         shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
         if is_call(equation):
             results = self._follower.call(equation, algorithm, shards, differentiated=operator.differentiated)
+        elif turns(equation) and self._is_differentiated(operator.operands[1]):
+            results = [matmul(equation, *shards, lhs_differentiated=self._is_differentiated(operator.operands[0]))]
         else:
             results = evaluate_local(equation, Split(operator.rule, algorithm.axes, self._sizes), shards)
         return [
             self._settle(
                 index,
-                LocalValue(
-                    shard,
-                    spec,
-                    self._sizes,
-                    differentiated=index is not None and self._graph.values[index].differentiated,
-                ),
+                LocalValue(shard, spec, self._sizes, differentiated=self._is_differentiated(index)),
             )
             for index, shard, spec in zip(indices, results, algorithm.results, strict=True)
         ]
+
+    def _is_differentiated(self, index: int | None) -> bool:
+        return index is not None and self._graph.values[index].differentiated
 
     def _constant(self, equation: Equation, operands: list[LocalValue], position: int) -> LocalValue:
         """A result that depends on no input: each reader computes the block it needs."""

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._jax.grad import value_and_grad_p
-from .._jax.jaxpr import open_jaxpr
+from .._jax.jaxpr import bind, is_literal, open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
 from .._jax.random import is_key
 from ..cost.liveness import PredictedMemory, predict
@@ -25,7 +25,7 @@ from ..errors import PlanError
 from ..plan import Plan, Stage
 from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
-from .collectives import run_conversion
+from .collectives import run_together
 from .evaluate import ShardedProgram
 from .follow import Follower
 from .local_value import LocalValue
@@ -184,11 +184,12 @@ class LocalStep:
         else:
             value, aux, grads = self._accumulate(microbatch, consts, parameters)
         # One synchronisation a step: gradients are partial over the axes they were broadcast over.
-        synchronised = []
-        for grad, use, storage in zip(grads, uses, storages, strict=True):
+        conversions = []
+        for use, storage in zip(uses, storages, strict=True):
             conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
             assert conversion is not None
-            synchronised.append(run_conversion(grad, conversion, sizes, differentiated=False))
+            conversions.append(conversion)
+        synchronised = run_together(grads, conversions, sizes)
         return [LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)]
 
     def _accumulate(
@@ -209,16 +210,22 @@ class LocalStep:
             for a, b in zip(core.outvars[1:], marker.outvars[1 : len(core.outvars)], strict=True)
         ]
 
+        wraps = {e.invars[0]: e for e in core.eqns if e.primitive.name == "random_wrap" and not is_literal(e.invars[0])}
+        raw_keys = [wraps.get(var) for var in core.invars[: len(consts)]]
+
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
             pieces = iter(cut)
             inputs = []
-            for const, dim in zip(consts, split, strict=True):
+            for const, dim, raw in zip(consts, split, raw_keys, strict=True):
                 if dim is not None:
                     inputs.append(next(pieces))
                 elif is_key(const):
                     # Every microbatch draws numbers of its own.
                     inputs.append(_fold_in(const, position))
+                elif raw is not None:
+                    (key,) = bind(raw, const)
+                    inputs.append(jax.random.key_data(_fold_in(key, position)))
                 else:
                     inputs.append(const)
             total, sums, kept = carry

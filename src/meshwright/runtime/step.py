@@ -41,6 +41,7 @@ class PlannedStep:
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
         self.in_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.in_specs)
         self.out_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.out_specs)
+        self._dtypes = tuple(aval.dtype for aval in self._local.avals())
         self.jitted = jax.jit(
             self._local.on(self.mesh),
             in_shardings=self.in_shardings,
@@ -55,10 +56,16 @@ class PlannedStep:
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""
-        return [
-            x if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim) else jax.device_put(x, s)
-            for x, s in zip(flat, self.in_shardings, strict=True)
-        ]
+        placed = []
+        for x, sharding, dtype in zip(flat, self.in_shardings, self._dtypes, strict=True):
+            if isinstance(x, jax.Array):
+                if getattr(x, "weak_type", False):  # would be another signature, and compile the step again
+                    x = jax.lax.convert_element_type(x, x.dtype)
+                here = x.sharding.is_equivalent_to(sharding, x.ndim)
+            else:
+                x, here = np.asarray(x, dtype), False
+            placed.append(x if here else jax.device_put(x, sharding))
+        return placed
 
     def lower(self) -> Any:
         """The lowered step, from shapes alone."""

@@ -4,15 +4,16 @@ A rule is wrong if a split it allows gives other results or other gradients than
 split it refuses would have given the right ones. The first is a bug of this package or of the rule's source; the second
 only costs speed.
 
-Cost: all splits of all equations compile as one program; each factor is split alone, since splits of different
-factors do not meet. Known limits: loops and rematerialised regions are planned equation by equation, so what is
-inside them is validated and they themselves are not; a missing split is looked for among the factors of the rule only.
+Cost: a few dozen splits compile together, unoptimised: about 30 ms a split. Each factor is split alone, since splits of
+different factors do not meet. Known limits: loops and rematerialised regions are planned equation by equation, so what
+is inside them is validated and they themselves are not; a missing split is looked for among the rule's factors only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -21,27 +22,21 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from .._jax.jaxpr import (
-    ClosedJaxpr,
-    Equation,
-    bind,
-    consts_of,
-    inline,
-    is_dropped,
-    is_literal,
-    is_remat,
-    open_jaxpr,
-    scan_parts,
-)
+from .._jax.jaxpr import Equation, bind, inline, is_dropped
 from .._jax.random import is_key
 from ..program.derivative import is_cut
 from ..program.factors import Factor, Rule
-from ..program.local import COMBINE, Split, evaluate_local
-from ..program.rules import Rules, call_bodies, is_call
+from ..program.local import COMBINE, evaluate_local
+from ..program.rules import Rules, is_call
+from ..program.split import Split
 from ..sharding import Algorithm, Spec, algorithm_of
 from .follow import Follower
+from .samples import collect
+
+Problem = Literal["result", "gradient", "failure", "missing"]
 
 _AXIS = "x"
+_TOGETHER = 40  # splits compiled together: XLA's time grows faster than the program
 # Relative to the largest magnitude; sums in another order differ by this much.
 _TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "complex64": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
 
@@ -60,7 +55,7 @@ class Violation:
     """
 
     primitive: str
-    problem: Literal["result", "gradient", "failure", "missing"]
+    problem: Problem
     factor: int
     blocks: int
     detail: str
@@ -76,6 +71,7 @@ class _Case:
     rule: Rule
     factor: int
     algorithm: Algorithm
+    whole: int  # position of the unsplit equation
 
 
 def validate_rule(equation: Equation, operands: Sequence[Any], *, blocks: int = 2) -> list[Violation]:
@@ -111,13 +107,18 @@ def validate_rules(equations: Iterable[tuple[Equation, Sequence[Any]]], *, block
     rules.prepare([(equation, any(moving)) for (equation, _), moving in zip(equations, smooth, strict=True)])
     rules.prepare([(equation, False) for equation, _ in equations])
     cases = []
-    for (equation, operands), moving in zip(equations, smooth, strict=True):
+    for position, ((equation, operands), moving) in enumerate(zip(equations, smooth, strict=True)):
         rule = rules.rule(equation, differentiated=any(moving))
         forward = rules.rule(equation, differentiated=False)
-        cases += _cases(equation, operands, moving, rule, blocks)
+        cases += _cases(equation, operands, moving, rule, blocks, position)
         if forward != rule:
-            cases += _cases(equation, operands, (False,) * len(moving), forward, blocks)
-    return _run(cases, Follower(rules, {_AXIS: blocks}), blocks)
+            cases += _cases(equation, operands, (False,) * len(moving), forward, blocks, position)
+    needed = _run_whole(equations, smooth, sorted({case.whole for case in cases}))
+    follower = Follower(rules, {_AXIS: blocks})
+    found = []
+    for start in range(0, len(cases), _TOGETHER):
+        found += _violations(cases[start : start + _TOGETHER], needed, follower, blocks)
+    return found
 
 
 def missing_splits(equation: Equation, operands: Sequence[Any], *, blocks: int = 2) -> list[Violation]:
@@ -148,59 +149,6 @@ def missing_splits(equation: Equation, operands: Sequence[Any], *, blocks: int =
                 )
             )
     return found
-
-
-def collect(
-    closed: ClosedJaxpr, args: Sequence[Any], *, key: Callable[[Equation], Any] | None = None
-) -> list[tuple[Equation, list[Any]]]:
-    """Every equation of an inlined program with the arrays it meets, those inside loops (first trip) and calls included.
-
-    Args:
-      closed: the program, `jit` calls inlined.
-      args: its inputs.
-      key: equations with equal keys are given once.
-    """
-    equations: list[Equation] = []
-    seen: set[Any] = set()
-
-    def walk(program: Any, operands: Sequence[Any], kept: list[list[Any]]) -> list[Any]:
-        jaxpr = open_jaxpr(program)
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-        env.update(zip(jaxpr.constvars, consts_of(program), strict=True))
-        for equation in jaxpr.eqns:
-            given = [a.val if is_literal(a) else env[a] for a in equation.invars]
-            for body, inner in _inside(equation, given):
-                walk(body, inner, kept)
-            described = key(equation) if key is not None else len(equations)
-            if not (equation.primitive.name == "scan" or is_remat(equation)) and described not in seen:
-                seen.add(described)
-                equations.append(equation)
-                kept.append(given)
-            env.update(zip(equation.outvars, bind(equation, *given), strict=True))
-        return kept
-
-    kept = jax.jit(lambda *leaves: walk(closed, leaves, []))(*args)
-    return list(zip(equations, kept, strict=True))
-
-
-def _inside(equation: Equation, operands: Sequence[Any]) -> Iterable[tuple[Any, Sequence[Any]]]:
-    """The programs inside an equation, each with operands for one run."""
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        parts = scan_parts(equation)
-        first_xs = parts.num_consts + parts.num_carry
-        yield parts.body, [*operands[:first_xs], *(x[0] for x in operands[first_xs:])]
-    elif is_remat(equation):
-        yield params["jaxpr"], operands
-    elif name == "while":
-        split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        yield inline(params["cond_jaxpr"]), [*operands[: split[0]], *operands[split[1] :]]
-        yield inline(params["body_jaxpr"]), operands[split[0] :]
-    elif name == "cond":
-        for branch in params["branches"]:
-            yield inline(branch), operands[1:]
-    elif is_call(equation):
-        yield inline(params["call_jaxpr"]), operands
 
 
 def _moving(equation: Equation) -> tuple[bool, ...]:
@@ -238,7 +186,7 @@ def _with_gradients(
 
 
 def _cases(
-    equation: Equation, operands: Sequence[Any], moving: tuple[bool, ...], rule: Rule, blocks: int
+    equation: Equation, operands: Sequence[Any], moving: tuple[bool, ...], rule: Rule, blocks: int, whole: int
 ) -> list[_Case]:
     at_once = not is_call(equation) and COMBINE.get(equation.primitive.name) in ("max", "min")
     found = []
@@ -254,6 +202,7 @@ def _cases(
                     rule=rule,
                     factor=factor,
                     algorithm=algorithm,
+                    whole=whole,
                 )
             )
     return found
@@ -266,24 +215,41 @@ def _cotangents(equation: Equation) -> list[np.ndarray]:
     return [np.asarray(random.standard_normal(a.shape)).astype(a.dtype) for a in avals]
 
 
-def _run(cases: Sequence[_Case], follower: Follower, blocks: int) -> list[Violation]:
-    if not cases:
-        return []
+def _compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of `function(*args)`, compiled in a hurry: each is run once."""
+    return jax.jit(function).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})(*args)
+
+
+def _run_whole(
+    equations: Sequence[tuple[Equation, Sequence[Any]]], smooth: Sequence[tuple[bool, ...]], positions: Sequence[int]
+) -> dict[int, list[np.ndarray]]:
+    """Results, then cotangents of operands, of unsplit equations, by position."""
+
+    def run(chosen: Sequence[int]) -> Callable[..., Any]:
+        def whole(groups: Sequence[Sequence[Any]]) -> list[Any]:
+            made = []
+            for i, group in zip(chosen, groups, strict=True):
+                equation = equations[i][0]
+                results, gradients = _with_gradients(
+                    partial(bind, equation), group, smooth[i], _cotangents(equation) if any(smooth[i]) else []
+                )
+                made.append([*results, *gradients])
+            return made
+
+        return whole
+
+    found: dict[int, list[np.ndarray]] = {}
+    for start in range(0, len(positions), _TOGETHER):
+        chosen = positions[start : start + _TOGETHER]
+        made = _compiled(run(chosen), [list(equations[i][1]) for i in chosen])
+        found.update(zip(chosen, made, strict=True))
+    return found
+
+
+def _violations(
+    cases: Sequence[_Case], needed: Mapping[int, Sequence[Any]], follower: Follower, blocks: int
+) -> list[Violation]:
     failures: dict[int, str] = {}
-
-    def dims(spec: Spec) -> PartitionSpec:
-        return PartitionSpec(*(axes or None for axes in spec.dims))
-
-    def smooth(case: _Case) -> list[Spec]:
-        pairs = zip(case.equation.outvars, case.algorithm.results, strict=True)
-        return [s for v, s in pairs if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-
-    def split_run(case: _Case) -> Callable[..., Sequence[Any]]:
-        if is_call(case.equation):
-            return lambda *xs: follower.call(case.equation, case.algorithm, xs, differentiated=any(case.moving))
-        return lambda *xs: evaluate_local(
-            case.equation, Split(case.rule, case.algorithm.axes, {_AXIS: blocks}), list(xs)
-        )
 
     def local(groups: Sequence[Sequence[Any]], cotangents: Sequence[Sequence[Any]]) -> list[Any]:
         made = []
@@ -293,58 +259,45 @@ def _run(cases: Sequence[_Case], follower: Follower, blocks: int) -> list[Violat
                 for atom, spec in _compared(case)
             ]
             try:
-                results, gradients = _with_gradients(split_run(case), group, case.moving, back)
-                results = [_settled(r, s.partial) for r, s in zip(results, case.algorithm.results, strict=True)]
-                moved = [s for s, m in zip(case.algorithm.operands, case.moving, strict=True) if m]
-                gradients = [_settled(g, s.broadcast) for g, s in zip(gradients, moved, strict=True)]
-                got = [*results, *gradients]
+                got = _split_run(case, group, back, follower, blocks)
                 if [(g.shape, g.dtype) for g in got] != [(w.shape, w.dtype) for w in want]:
-                    raise ValueError(f"got {[g.shape for g in got]}, needed {[w.shape for w in want]}")
+                    raise ValueError(f"got {[(g.shape, str(g.dtype)) for g in got]}, needed {want}")
             except Exception as error:  # whatever a primitive raises on shards is this split's failure, not the run's
                 failures[index] = f"{type(error).__name__}: {error}"
-                got = [
-                    jax.random.wrap_key_data(jnp.zeros((*w.shape, 2), jnp.uint32))
-                    if is_key(w)
-                    else jnp.zeros(w.shape, w.dtype)
-                    for w in want
-                ]
+                got = [_zeros(w) for w in want]
             made.append(got)
         return made
 
-    groups = [list(case.operands) for case in cases]
-    cotangents = [_cotangents(case.equation) if any(case.moving) else [] for case in cases]
-    mesh = Mesh(np.array(jax.devices()[:blocks]), (_AXIS,))
+    def dims(spec: Spec) -> PartitionSpec:
+        return PartitionSpec(*(axes or None for axes in spec.dims))
+
+    def smooth(case: _Case) -> list[Spec]:
+        pairs = zip(case.equation.outvars, case.algorithm.results, strict=True)
+        return [s for v, s in pairs if jnp.issubdtype(v.aval.dtype, jnp.inexact)] if any(case.moving) else []
+
     run = jax.shard_map(
         local,
-        mesh=mesh,
+        mesh=Mesh(np.array(jax.devices()[:blocks]), (_AXIS,)),
         in_specs=(
             [[dims(s) for s in case.algorithm.operands] for case in cases],
-            [[dims(s) for s in smooth(case)] if any(case.moving) else [] for case in cases],
+            [[dims(s) for s in smooth(case)] for case in cases],
         ),
         out_specs=[[dims(s) for _, s in _compared(case)] for case in cases],
         check_vma=False,
     )
-    got = jax.jit(run)(groups, cotangents)
-
-    def whole(groups: Sequence[Sequence[Any]], cotangents: Sequence[Sequence[Any]]) -> list[Any]:
-        made = []
-        for case, group, back in zip(cases, groups, cotangents, strict=True):
-            results, gradients = _with_gradients(
-                lambda *xs, case=case: bind(case.equation, *xs), group, case.moving, back
-            )
-            made.append([*results, *gradients])
-        return made
-
-    need = jax.jit(whole)(groups, cotangents)
+    cotangents = [_cotangents(case.equation) if any(case.moving) else [] for case in cases]
+    results = _compiled(run, [list(case.operands) for case in cases], cotangents)
     found = []
-    for index, case in enumerate(cases):
-        problem, detail = ("failure", failures[index]) if index in failures else _compare(case, got[index], need[index])
+    for index, (case, got) in enumerate(zip(cases, results, strict=True)):
+        problem, detail = _compare(case, got, needed[case.whole])
+        if index in failures:
+            problem, detail = "failure", failures[index]
         if detail:
             source = f"{case.rule.operands} -> {case.rule.results} of {[a.aval.shape for a in case.equation.invars]}"
             found.append(
                 Violation(
                     primitive=case.equation.primitive.name,
-                    problem=problem,  # pyrefly: ignore
+                    problem=problem,
                     factor=case.factor,
                     blocks=blocks,
                     detail=f"{detail}; {source}",
@@ -353,7 +306,37 @@ def _run(cases: Sequence[_Case], follower: Follower, blocks: int) -> list[Violat
     return found
 
 
-def _settled(shard: Any, axes: frozenset[str]) -> Any:
+def _split_run(case: _Case, shards: Sequence[Any], back: Sequence[Any], follower: Follower, blocks: int) -> list[Any]:
+    """Results, then cotangents of operands, on one device, summed where they are partial."""
+    equation, algorithm = case.equation, case.algorithm
+    if is_call(equation):
+        run = partial(_call, follower, equation, algorithm, any(case.moving))
+    else:
+        split = Split(case.rule, algorithm.axes, {_AXIS: blocks})
+        run = partial(_plain, equation, split)
+    results, gradients = _with_gradients(run, shards, case.moving, back)
+    moved = [s for s, m in zip(algorithm.operands, case.moving, strict=True) if m]
+    return [
+        *(_summed(r, s.partial) for r, s in zip(results, algorithm.results, strict=True)),
+        *(_summed(g, s.broadcast) for g, s in zip(gradients, moved, strict=True)),
+    ]
+
+
+def _call(follower: Follower, equation: Equation, algorithm: Algorithm, moving: bool, *shards: Any) -> Sequence[Any]:
+    return follower.call(equation, algorithm, shards, differentiated=moving)
+
+
+def _plain(equation: Equation, split: Split, *shards: Any) -> Sequence[Any]:
+    return evaluate_local(equation, split, shards)
+
+
+def _zeros(aval: Any) -> Any:
+    if is_key(aval):
+        return jax.random.wrap_key_data(jnp.zeros((*aval.shape, 2), jnp.uint32))
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _summed(shard: Any, axes: frozenset[str]) -> Any:
     return lax.psum(shard, tuple(axes)) if axes else shard
 
 
@@ -366,15 +349,16 @@ def _compared(case: _Case) -> list[tuple[Any, Spec]]:
     ]
 
 
-def _compare(case: _Case, got: Sequence[Any], need: Sequence[Any]) -> tuple[str, str]:
+def _compare(case: _Case, got: Sequence[Any], need: Sequence[Any]) -> tuple[Problem, str]:
+    """What is wrong, in words; empty if nothing is."""
     count = len(case.equation.outvars)
-    for position, (a, b) in enumerate(zip(got, need, strict=True)):
+    for position, (a, b) in enumerate(zip(got, need, strict=False)):  # a split without gradients has fewer
         if position < count and is_dropped(case.equation.outvars[position]):
             continue
         error = difference(a, b)
         if error > _TOLERANCE.get(str(b.dtype), 0.0):
-            what = ("result", position) if position < count else ("gradient", position - count)
-            return what[0], f"{what[0]} {what[1]} is off by {error:.3g} of its largest magnitude"
+            what: Problem = "result" if position < count else "gradient"
+            return what, f"{what} {position % count} is off by {error:.3g} of its largest magnitude"
     return "result", ""
 
 

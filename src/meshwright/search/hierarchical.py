@@ -17,11 +17,11 @@ from .account import account
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .pins import Pins
 
-# Logical meshes of up to this many axes are tried unless the user names one.
-_MAX_AXES = 2
+# Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
+_SMALL_PROGRAM = 150
 
 # Relative gain below which the simpler of two plans is taken: the cost model is not that exact.
-_WORTHWHILE = 5e-3
+_WORTHWHILE = 2e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def _meshes(request: SearchRequest) -> list[LogicalMesh]:
         return [cluster.logical_mesh(sizes, names) for names, sizes in request.mesh]
     meshes: list[LogicalMesh] = []
     seen: set[object] = set()
-    for shape in cluster.logical_shapes(max_axes=_MAX_AXES):
+    for shape in cluster.logical_shapes(max_axes=3 if len(request.graph.operators) <= _SMALL_PROGRAM else 2):
         mesh = cluster.logical_mesh(shape)
         # Meshes whose axes differ only in their order give the same plans.
         key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))

@@ -12,6 +12,7 @@ from meshwright.solve.portfolio import solve as solve
 from meshwright.solve.presolve import Reduction as Reduction, presolve as presolve
 from meshwright.solve.problem import (
     Infeasible as Infeasible,
+    OutOfTime as OutOfTime,
     Problem as Problem,
     Solution as Solution,
     Unsolved as Unsolved,

@@ -21,6 +21,7 @@ import numpy as np
 from meshwright.solve.deadline import NEVER, Deadline
 from meshwright.solve.order import elimination_order
 from meshwright.solve.problem import Infeasible, Problem, Solution, Unsolved
+from meshwright.solve.tables import min_sum
 
 # Entries of the largest table and of all tables of one pass; an entry takes about a nanosecond and is not held.
 _LARGEST_TABLE = 1 << 32
@@ -28,11 +29,7 @@ _MOST_ENTRIES = 1 << 33
 # Entries of all messages, which are held: half a gigabyte.
 _MOST_HELD = 1 << 26
 # Min-marginals hold each table as a whole, one after another, in a few copies.
-_LARGEST_HELD = 1 << 24
-# Tables are built in pieces of about this many entries, which stay in the cache.
-_PIECE = 1 << 16
-# Rows shorter than this are slower to add than the cache is worth.
-_NARROWEST = 256
+LARGEST_HELD = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +133,7 @@ class Elimination:
         messages: list[np.ndarray] = []
         for step in self.steps:
             self.deadline.check("exact elimination")
-            messages.append(_min_sum(_spread(step, costs, messages), step.shape, self.deadline))
+            messages.append(min_sum(_spread(step, costs, messages), step.shape, self.deadline))
         return messages
 
     def minimise(self, costs: Sequence[np.ndarray]) -> tuple[tuple[int, ...], float]:
@@ -190,10 +187,10 @@ class Elimination:
             Infeasible: every assignment is forbidden.
             Unsolved: a table is too large to be held.
         """
-        if self.largest > _LARGEST_HELD:
+        if self.largest > LARGEST_HELD:
             raise Unsolved(
                 f"refused min-marginals: got a largest table of {self.largest:.3g} entries; "
-                f"needed at most {_LARGEST_HELD}; try fewer choices"
+                f"needed at most {LARGEST_HELD}; try fewer choices"
             )
         messages = self.messages(costs)
         total = math.fsum(float(m) for m, step in zip(messages, self.steps, strict=True) if not step.separator)
@@ -259,52 +256,6 @@ def _spread(step: Step, costs: Sequence[np.ndarray], messages: Sequence[np.ndarr
             shape[dim] = size
         parts.append(source.reshape(shape))
     return parts
-
-
-def _min_sum(
-    parts: list[np.ndarray], shape: tuple[int, ...], deadline: Deadline, room: np.ndarray | None = None
-) -> np.ndarray:
-    """The minimum over dim 0 of the broadcast sum of `parts`, in pieces that stay in the cache."""
-    if len(shape) == 1:
-        return sum(parts[1:], start=parts[0]).min(axis=0)
-    if room is None:  # one for all pieces: the time of fresh memory is several times that of the sum
-        room = np.empty(min(math.prod(shape), max(_PIECE, shape[0] * _NARROWEST)))
-    parts = _summed_by_shape(parts)
-    if math.prod(shape) <= _PIECE:
-        return _sum(parts, shape, room).min(axis=0)
-    out = np.empty(shape[1:])
-    slab = shape[0] * math.prod(shape[2:])
-    if len(shape) > 2 and slab > _PIECE:
-        for i in range(shape[1]):
-            deadline.check("exact elimination")
-            piece = [part[:, i if part.shape[1] > 1 else 0] for part in parts]
-            out[i] = _min_sum(piece, (shape[0], *shape[2:]), deadline, room)
-        return out
-    width = max(_PIECE // slab, 1 if len(shape) > 2 else _NARROWEST)
-    for first in range(0, shape[1], width):
-        deadline.check("exact elimination")
-        last = min(first + width, shape[1])
-        piece = [part[:, first:last] if part.shape[1] > 1 else part for part in parts]
-        _sum(piece, (shape[0], last - first, *shape[2:]), room).min(axis=0, out=out[first:last])
-    return out
-
-
-def _summed_by_shape(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Parts of one shape summed, small ones first, so that few additions are over the whole table."""
-    by_shape: dict[tuple[int, ...], np.ndarray] = {}
-    for part in parts:
-        by_shape[part.shape] = by_shape[part.shape] + part if part.shape in by_shape else part
-    return sorted(by_shape.values(), key=lambda part: (part.size, part.shape))
-
-
-def _sum(parts: list[np.ndarray], shape: tuple[int, ...], room: np.ndarray) -> np.ndarray:
-    """The broadcast sum of `parts`, which lies in `room` as soon as it has the whole shape."""
-    out = room[: math.prod(shape)].reshape(shape)
-    total = parts[0]
-    for part in parts[1:]:
-        whole = all(max(a, b) == c for a, b, c in zip(total.shape, part.shape, shape, strict=True))
-        total = np.add(total, part, out=out if whole else None)
-    return total
 
 
 def _min_over_others(table: np.ndarray, dims: tuple[int, ...]) -> np.ndarray:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.solve.deadline import Deadline
 from meshwright.solve.eliminate import Elimination
 from meshwright.solve.improve import improve
 from meshwright.solve.lagrange import maximise_dual, priced
@@ -28,6 +29,7 @@ from meshwright.solve.problem import Infeasible, Problem, Solution, Unsolved
 _PARTS = (1 / 64, 1 / 16, 1 / 4, 1.0)
 # Labels that may be made and sorted while searching all parts: a few seconds.
 _MOST_LABELS = 1 << 23
+_LABELS_PER_SECOND = 1 << 21
 # Tables of min-marginals are held all at once.
 _MOST_ENTRIES = 1 << 22
 # Costs this close (relative to the budget) count as equal, so that sums of the same numbers in another order do.
@@ -91,7 +93,7 @@ class _Search:
         is none, but may not be the optimum itself.
 
         Raises:
-            Unsolved: the allowance of labels is used up.
+            Unsolved: the allowance of labels is used up, or the time.
         """
         budget = target + self.price * self.problem.memory_limit
         unit = max(budget, float(np.finfo(float).tiny)) * _GRID
@@ -148,6 +150,7 @@ class _Search:
             raise Unsolved(
                 f"refused labels: got more than {_MOST_LABELS} of them; needed fewer; try solve(), or a larger gap"
             )
+        self.elimination.deadline.check("labels", needed_seconds=total / _LABELS_PER_SECOND)
         left = np.repeat(np.arange(count.size), count)
         right = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
         excess = labels.excess[left] + child.excess[right]
@@ -262,16 +265,15 @@ def solve_by_labels(
     Args:
         problem: the problem.
         gap: stop when (objective - bound) / objective is at most this.
-        time_limit_seconds: not used: the number of labels is bounded instead, so that nothing depends on a clock.
+        time_limit_seconds: give up after this many seconds.
         incumbent: a known assignment.
 
     Raises:
         Infeasible: no assignment is allowed, or none fits.
-        Unsolved: the graph is too wide, or the labels become too many.
+        Unsolved: the graph is too wide, the labels become too many, or the time is out.
     """
-    del time_limit_seconds
     start = time.perf_counter()
-    elimination = Elimination(problem)
+    elimination = Elimination(problem, deadline=Deadline.after(time_limit_seconds))
     dual = maximise_dual(problem, elimination)
     known = [dual.light] if incumbent is None else [dual.light, incumbent.choices]
     choices = dual.light if dual.optimal else improve(problem, heavy=dual.heavy, light=known)

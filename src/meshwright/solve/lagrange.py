@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.solve.deadline import Deadline
 from meshwright.solve.eliminate import Elimination
 from meshwright.solve.improve import improve
-from meshwright.solve.problem import Infeasible, Problem, Solution
+from meshwright.solve.problem import Infeasible, OutOfTime, Problem, Solution
 
 # The number of lines is finite but not small in theory; in practice a dozen are met.
 _MOST_STEPS = 100
@@ -62,6 +63,7 @@ def maximise_dual(problem: Problem, elimination: Elimination) -> Dual:
 
     Raises:
         Infeasible: no assignment is allowed, or none fits.
+        OutOfTime: the deadline of the elimination passed before the first price; later, the answer is not the best.
     """
     heavy, bound = elimination.minimise(problem.costs)
     if not math.isfinite(bound):
@@ -70,7 +72,7 @@ def maximise_dual(problem: Problem, elimination: Elimination) -> Dual:
     if problem.memory is None or problem.fits(heavy_memory):
         return Dual(price=0.0, bound=bound, heavy=None, light=heavy, optimal=True)
     heavy_cost = problem.objective(heavy)
-    light = _least_memory(problem)
+    light = _least_memory(problem, elimination)
     light_memory, light_cost = problem.memory_of(light), problem.objective(light)
     if not problem.fits(light_memory):
         raise Infeasible.over_memory(least_memory=light_memory, memory_limit=problem.memory_limit)
@@ -79,7 +81,10 @@ def maximise_dual(problem: Problem, elimination: Elimination) -> Dual:
         price = (light_cost - heavy_cost) / (heavy_memory - light_memory)
         if not (math.isfinite(price) and price > 0):
             break
-        choices, value = elimination.minimise(priced(problem, price))
+        try:
+            choices, value = elimination.minimise(priced(problem, price))
+        except OutOfTime:
+            break
         here = value - price * problem.memory_limit
         if here > bound:
             bound, best_price = here, price
@@ -106,16 +111,15 @@ def solve_by_multiplier(
     Args:
         problem: the problem.
         gap: the answer is called proven when its gap is at most this.
-        time_limit_seconds: not used: the number of eliminations is bounded instead, so that nothing depends on a clock.
+        time_limit_seconds: stop after this many seconds.
         incumbent: an assignment to start the improvement from as well.
 
     Raises:
         Infeasible: no assignment is allowed, or none fits.
-        Unsolved: the graph is too wide for elimination.
+        Unsolved: the graph is too wide for elimination, or the time is out before a price is tried.
     """
-    del time_limit_seconds
     start = time.perf_counter()
-    dual = maximise_dual(problem, Elimination(problem))
+    dual = maximise_dual(problem, Elimination(problem, deadline=Deadline.after(time_limit_seconds)))
     choices = dual.light
     if not dual.optimal:
         others = [dual.light] if incumbent is None else [dual.light, incumbent.choices]
@@ -133,10 +137,10 @@ def solve_by_multiplier(
     )
 
 
-def _least_memory(problem: Problem) -> tuple[int, ...]:
+def _least_memory(problem: Problem, elimination: Elimination) -> tuple[int, ...]:
     """The assignment of finite cost that takes least memory."""
     weight = problem.of_memory()
-    choices, total = Elimination(weight).minimise(weight.costs)
+    choices, total = Elimination(weight, deadline=elimination.deadline).minimise(weight.costs)
     if not math.isfinite(total):
         raise Infeasible.no_finite("exact elimination")
     return choices

@@ -45,9 +45,7 @@ class Messages:
             self.sent[(u, v)] = np.zeros(table.shape[1])
             self.sent[(v, u)] = np.zeros(table.shape[0])
 
-    def bound(
-        self, costs: Sequence[np.ndarray], *, passes: int, deadline: Deadline = NEVER
-    ) -> tuple[float, Problem]:
+    def bound(self, costs: Sequence[np.ndarray], *, passes: int, deadline: Deadline = NEVER) -> tuple[float, Problem]:
         """A lower bound and what is left above it.
 
         Args:

@@ -18,12 +18,15 @@ import numpy as np
 from scipy import optimize, sparse
 
 from meshwright.solve.improve import descend
-from meshwright.solve.problem import Infeasible, Problem, Solution, Unsolved
+from meshwright.solve.problem import Infeasible, OutOfTime, Problem, Solution, Unsolved
 
 # HiGHS stops at an absolute gap of 1e-6, so objectives are scaled far above it.
 _OBJECTIVE = 1e4
 # HiGHS may exceed a row by 1e-6; a limit tightened by twice that is kept for certain.
 _ROW_MARGIN = 2e-6
+# HiGHS looks at its time limit only between pieces of work, which take long for large programs.
+_COLUMNS_PER_SECOND = 50_000
+_FEW_COLUMNS = 20_000
 _OPTIMAL, _LIMIT, _INFEASIBLE = 0, 1, 2
 
 
@@ -40,9 +43,15 @@ def solve_by_milp(
 
     Raises:
         Infeasible: no assignment is allowed, or none fits.
-        Unsolved: the time ran out before any assignment was found.
+        Unsolved: the time ran out before any assignment was found, or is too short for a problem of this size.
     """
     start = time.perf_counter()
+    columns = sum(problem.sizes) + sum(int(np.isfinite(table).sum()) for table in problem.edges.values())
+    if columns > max(_COLUMNS_PER_SECOND * time_limit_seconds, _FEW_COLUMNS):
+        raise OutOfTime(
+            f"refused MILP: got {columns} variables and {max(time_limit_seconds, 0.0):.3g} s; needed at least a second "
+            f"for {_COLUMNS_PER_SECOND} of them; try a longer time limit or fewer choices"
+        )
     program = _Program(problem)
     scale = _OBJECTIVE / (incumbent.objective if incumbent and incumbent.objective > 0 else program.typical)
     bound, found = -math.inf, None

@@ -14,6 +14,7 @@ far from the optimum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from meshwright.solve.improve import descend, improve
 from meshwright.solve.lagrange import maximise_dual, priced
 from meshwright.solve.messages import Messages
 from meshwright.solve.order import elimination_order
-from meshwright.solve.problem import Infeasible, Problem, Unsolved
+from meshwright.solve.problem import Infeasible, OutOfTime, Problem, Unsolved
 from meshwright.solve.thin import relaxed, spanning_forest
 
 # More passes sharpen the bound slowly; a smaller problem does so sooner.
@@ -73,10 +74,9 @@ def narrow(
         problem: the problem; every choice has an allowed partner on each edge (`presolve`).
         upper_bound: the cost of a known assignment, in seconds, or `inf`. Everything cheaper survives.
         light: an assignment of finite cost within the limit, if one is known.
-        deadline: when to give up.
+        deadline: when to stop, with what is known by then.
 
     Raises:
-        OutOfTime: the deadline has passed.
         Unsolved: the edges are too large even for a forest.
     """
     messages = Messages(problem)
@@ -84,25 +84,30 @@ def narrow(
     best: _View | None = None
     price = 0.0
     for _ in range(_MOST_PRICES):
-        view = _view(problem, messages, price, deadline)
+        try:
+            view = _view(problem, messages, price, deadline)
+        except OutOfTime:
+            break
         if best is None or view.bound > best.bound:
             best = view
-        decoded = messages.decode(priced(problem, price))
-        if np.isfinite(problem.objective(decoded)) and problem.fits(problem.memory_of(decoded)):
-            known.append(descend(problem, decoded))
+        known = [c for c in (*known, _decoded(problem, messages, price)) if c is not None]
         found, wanted = _among_the_best(problem, view.marginals, known, deadline)
-        if found is not None:
-            known = [found]
+        known = known if found is None else [found]
         if abs(wanted - price) <= _SAME_PRICE * max(wanted, price):
             break
         price = wanted
-    if known:
-        upper_bound = min(upper_bound, *(problem.objective(choices) for choices in known))
-    return Narrowed(
-        problem=_without(problem, best, upper_bound),
-        choices=min(known, key=problem.objective, default=None),
-        bound=best.bound,
-    )
+    choices = min(known, key=problem.objective, default=None)
+    if best is None:
+        return Narrowed(problem=problem, choices=choices or _decoded(problem, messages, price), bound=0.0)
+    upper_bound = min([upper_bound, *(problem.objective(c) for c in known)])
+    return Narrowed(problem=_without(problem, best, upper_bound), choices=choices, bound=best.bound)
+
+
+def _decoded(problem: Problem, messages: Messages, price: float) -> tuple[int, ...] | None:
+    choices = messages.decode(priced(problem, price))
+    if math.isfinite(problem.objective(choices)) and problem.fits(problem.memory_of(choices)):
+        return descend(problem, choices)
+    return None
 
 
 def _view(problem: Problem, messages: Messages, price: float, deadline: Deadline) -> _View:
@@ -144,9 +149,7 @@ def _without(problem: Problem, view: _View, upper_bound: float) -> Problem:
     return Problem(
         costs=tuple(np.where(m > above, np.inf, c) for m, c in zip(view.marginals.nodes, problem.costs, strict=True)),
         edges={
-            pair: np.where(view.marginals.edges[pair] > above, np.inf, table)
-            if pair in view.marginals.edges
-            else table
+            pair: np.where(view.marginals.edges[pair] > above, np.inf, table) if pair in view.marginals.edges else table
             for pair, table in problem.edges.items()
         },
         memory=problem.memory,

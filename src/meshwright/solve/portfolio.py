@@ -1,32 +1,40 @@
 """Which method when: cheap and exact first, and each next one starts from what the last one learned.
 
 1. Elimination without the memory limit. Most problems end here: the limit does not bind.
-2. Presolve, then the best price of memory, which gives a lower bound and a good assignment.
-3. What cannot be part of a better assignment is forbidden, the rest presolved again, and the price found again.
-4. Elimination with labels closes the gap that the price leaves.
-5. MILP where the labels became too many, in the time that remains.
+2. Presolve.
+3. Where elimination would still take long, most choices are forbidden by bounds (`narrow`), as often as it helps.
+4. The best price of memory, which gives a lower bound and a good assignment; what cannot be part of a better one is
+   forbidden, the rest presolved again, and the price found again. Without a limit this is elimination.
+5. Elimination with labels closes the gap that the price leaves.
+6. MILP where the labels became too many, in the time that remains.
 
-Graphs too wide for elimination go from a relaxation that is not (`thin`) to step 5.
+Graphs too wide for elimination go from a relaxation that is not (`thin`) to step 6.
 
-Only step 5 looks at the clock, and only to stop: the same input gives the same choices unless MILP ran out of time.
+The clock only ever stops the work, and then the best assignment known and its bound are the answer: the same input
+gives the same choices unless the time ran out.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
-from meshwright.solve.eliminate import Elimination, solve_by_elimination
-from meshwright.solve.improve import improve
+from meshwright.solve.deadline import Deadline
+from meshwright.solve.eliminate import LARGEST_HELD, Elimination
+from meshwright.solve.improve import descend, improve
 from meshwright.solve.labels import close_gap
-from meshwright.solve.lagrange import maximise_dual
+from meshwright.solve.lagrange import maximise_dual, priced
+from meshwright.solve.messages import Messages
 from meshwright.solve.milp import solve_by_milp
+from meshwright.solve.narrow import narrow
+from meshwright.solve.order import elimination_order
 from meshwright.solve.presolve import Reduction, presolve
 from meshwright.solve.problem import Infeasible, Problem, Solution, Unsolved
 from meshwright.solve.thin import thin
 from meshwright.solve.tighten import tighten
 
+# Elimination of fewer table entries than this takes a tenth of a second, and nothing else needs to be tried first.
+_CHEAP_ENTRIES = 1 << 26
 # Tightening pays again only while it shrinks the problem to less than this; it rarely does more often than this.
 _SHRUNK = 0.9
 _MOST_ROUNDS = 4
@@ -35,8 +43,12 @@ _EXACT = 1e-9
 _HIGHS = 1e-6
 # Labels are asked for half the gap that is needed, so that rounding does not undo the proof.
 _SAFE = 0.5
-# MILP gets this much even when the other methods used up the time: it may be the only one to find anything.
-_LEAST_SECONDS = 1.0
+# Of the time that is left, what is given to a part of the problem.
+_PART_OF_TIME = 0.4
+# At this price, in seconds per byte, nothing but memory counts.
+_HIGH_PRICE = 1e6
+# To explain why nothing fits this much is spent even when the time is out.
+_LEAST_SECONDS = 0.5
 
 
 def solve(problem: Problem, *, gap: float = 0.0, time_limit_seconds: float = 60.0) -> Solution:
@@ -51,172 +63,231 @@ def solve(problem: Problem, *, gap: float = 0.0, time_limit_seconds: float = 60.
     Args:
         problem: the problem.
         gap: stop when (objective - lower bound) / objective is at most this.
-        time_limit_seconds: the wall-clock time after which MILP stops; the work of all other methods is bounded by
-            sizes instead.
+        time_limit_seconds: the wall-clock time after which the best assignment known by then is the answer.
 
     Returns:
         The best assignment found, with a lower bound; `proven` says whether the gap was closed.
 
     Raises:
         Infeasible: no assignment has finite cost, or none fits the memory limit.
-        Unsolved: the graph is too wide for elimination and the time ran out before MILP found any assignment.
+        Unsolved: the time ran out before any assignment was found.
     """
     start = time.perf_counter()
-    answer = _answer(problem, gap, start + time_limit_seconds)
-    objective = problem.objective(answer.choices)
-    bound = min(max(answer.bound, 0.0), objective)
+    search = _Search(_without_idle_limit(problem), gap, Deadline.after(time_limit_seconds))
+    search.run()
+    bound = min(max(search.bound, 0.0), search.objective)
+    left = search.objective - bound
     return Solution(
-        choices=answer.choices,
-        objective=objective,
-        memory=problem.memory_of(answer.choices),
-        lower_bound=objective if objective - bound <= _EXACT * objective else bound,
-        method=answer.method,
-        proven=objective - bound <= max(gap, answer.accuracy) * objective,
+        choices=search.best,
+        objective=search.objective,
+        memory=problem.memory_of(search.best),
+        lower_bound=search.objective if left <= _EXACT * search.objective else bound,
+        method="+".join(search.methods),
+        proven=left <= max(gap, search.accuracy) * search.objective,
         seconds=time.perf_counter() - start,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What one way through the portfolio ends with; `accuracy` is what its bound is worth, relative."""
-
-    choices: tuple[int, ...]
-    bound: float
-    method: str
-    accuracy: float = _EXACT
+def _without_idle_limit(problem: Problem) -> Problem:
+    """The problem without its memory when not even the largest choices of all nodes exceed the limit."""
+    if problem.memory is None or not problem.fits(math.fsum(float(m.max()) for m in problem.memory)):
+        return problem
+    return Problem(costs=problem.costs, edges=problem.edges)
 
 
-def _answer(problem: Problem, gap: float, deadline: float) -> _Answer:
-    try:
-        allowed = presolve(problem, dominance=False, fold_degree=0)
-        choices = allowed.restore(solve_by_elimination(allowed.problem).choices)
-        if problem.fits(problem.memory_of(choices)):
-            return _Answer(choices=choices, bound=problem.objective(choices), method="elimination")
-    except Unsolved:
-        pass  # too wide, or the limit binds: both are what the rest is for
-    except Infeasible:
-        raise _explain(problem, deadline) from None
-    try:
-        reduction = presolve(problem)
-    except Infeasible:
-        raise _explain(problem, deadline) from None
-    try:
-        return _by_price(problem, reduction, gap, deadline)
-    except Infeasible:
-        raise _explain(problem, deadline) from None
+class _Search:
+    """What is known of one problem so far: the best assignment, a lower bound, and what is left of it.
 
+    Each reduction in `steps` keeps everything better than the best assignment known when it was made.
+    """
 
-def _by_price(problem: Problem, reduction: Reduction, gap: float, deadline: float) -> _Answer:
-    """Steps 2 to 5. Each further reduction keeps everything better than the best assignment known when it was made."""
-    steps = [reduction]
-    best: tuple[int, ...] | None = None
-    objective, bound = math.inf, 0.0
-    method = "presolve"
-    for _ in range(_MOST_ROUNDS):
-        small = steps[-1].problem
-        offset = math.fsum(step.offset_seconds for step in steps)
+    def __init__(self, problem: Problem, gap: float, deadline: Deadline) -> None:
+        self.problem, self.gap, self.deadline = problem, gap, deadline
+        self.best: tuple[int, ...] = ()
+        self.objective, self.bound = math.inf, 0.0
+        self.accuracy = _EXACT  # what the bound is worth, relative
+        self.methods: list[str] = []
+        self.steps: list[Reduction] = []
+
+    @property
+    def small(self) -> Problem:
+        return self.steps[-1].problem
+
+    @property
+    def offset(self) -> float:
+        return math.fsum(step.offset_seconds for step in self.steps)
+
+    @property
+    def closed(self) -> bool:
+        # An infinite objective is never closed: infinity minus a bound is not less than itself times a gap.
+        return math.isfinite(self.objective) and self.objective - self.bound <= max(self.gap, _EXACT) * self.objective
+
+    def offer(self, choices: tuple[int, ...] | None, *, inside: bool = True) -> None:
+        """Keep an assignment if it is the best; `inside` says that it is one of what is left."""
+        if choices is None:
+            return
+        for step in reversed(self.steps) if inside else ():
+            choices = step.restore(choices)
+        objective = self.problem.objective(choices)
+        if objective < self.objective and self.problem.fits(self.problem.memory_of(choices)):
+            self.best, self.objective = choices, objective
+
+    def run(self) -> None:
         try:
-            relaxation, elimination = small, Elimination(small)
-            method = "presolve+multiplier"
+            if not self._without_limit():
+                self.methods = ["presolve"]
+                self.steps = [presolve(self.problem, deadline=self.deadline)]
+                self._within_limit()
         except Unsolved:
-            relaxation = thin(small)
-            elimination = Elimination(relaxation)
-            method = "presolve+relaxation"
-        try:
-            dual = maximise_dual(relaxation, elimination)
-        except Infeasible:
-            if best is None:
+            # A walk through the graph that saves memory, or else time: a tenth of a second where nothing else was done.
+            for price in (_HIGH_PRICE, 0.0) if math.isinf(self.objective) else ():
+                self.offer(Messages(self.problem).decode(priced(self.problem, price)), inside=False)
+                self.methods = ["greedy"]
+            if math.isinf(self.objective):
                 raise
-            return _Answer(choices=best, bound=objective, method=method)  # nothing better is left
-        bound = max(bound, dual.bound + offset)
-        if math.isfinite(small.objective(dual.light)):
-            choices = improve(small, heavy=dual.heavy if relaxation is small else None, light=[dual.light])
-            choices = _restore(steps, choices)
-            if best is None or problem.objective(choices) < objective:
-                best, objective = choices, problem.objective(choices)
-        if best is None:
-            return _by_milp(problem, steps, None, gap, deadline)
-        known = _Answer(choices=best, bound=bound, method=method)
-        if objective - bound <= max(gap, _EXACT) * objective:
-            return known
-        tight = tighten(small, relaxation, elimination, price=dual.price, upper_bound=objective - offset)
+        except Infeasible as error:
+            if math.isinf(self.objective):
+                raise self._explain(error) from None
+            self.bound = self.objective  # nothing better is left
+
+    def _without_limit(self) -> bool:
+        """Step 1: whether it answered the problem."""
+        allowed = presolve(self.problem, dominance=False, fold_degree=0, deadline=self.deadline)
+        whole, offset = allowed.problem, allowed.offset_seconds
+        self.methods = ["elimination"]
+        if elimination_order(whole.sizes, whole.edges).entries <= _CHEAP_ENTRIES:
+            choices, total = Elimination(whole, deadline=self.deadline).minimise(whole.costs)
+            if math.isinf(total):
+                raise Infeasible.no_finite("exact elimination")
+            choices = allowed.restore(choices)
+            self.offer(choices, inside=False)
+            self.bound = self.problem.objective(choices)
+            return self.closed
+        self.bound = offset + math.fsum(float(a.min()) for a in (*whole.costs, *whole.edges.values()))
+        greedy = Messages(whole).decode(whole.costs)
+        if whole.fits(whole.memory_of(greedy)):
+            self.offer(allowed.restore(descend(whole, greedy)), inside=False)
+        if not whole.limited:
+            return False
+        if math.isinf(self.objective):
+            light = self._least_memory(whole)
+            self.offer(None if light is None else allowed.restore(descend(whole, light)), inside=False)
+        free = Problem(costs=whole.costs, edges=whole.edges)
         try:
-            steps.append(presolve(tight))
-        except Infeasible:
-            return _Answer(choices=best, bound=objective, method=method)
-        if sum(steps[-1].problem.sizes) > _SHRUNK * sum(small.sizes):
-            break
-    return _by_labels(problem, steps, dual.price, known, gap, deadline)
+            found = solve(free, gap=self.gap, time_limit_seconds=_PART_OF_TIME * self.deadline.seconds_left)
+        except Unsolved:
+            return False
+        self.bound = max(self.bound, found.lower_bound + offset)
+        self.offer(allowed.restore(found.choices), inside=False)
+        self.methods = [found.method]
+        return self.closed
 
+    def _within_limit(self) -> None:
+        self._narrow()
+        price = self._by_price()
+        if not self.closed and (price is None or not self._by_labels(price)):
+            self._by_milp()
 
-def _by_labels(
-    problem: Problem,
-    steps: list[Reduction],
-    price: float,
-    known: _Answer,
-    gap: float,
-    deadline: float,
-) -> _Answer:
-    offset = math.fsum(step.offset_seconds for step in steps)
-    objective = problem.objective(known.choices)
-    try:
-        better, bound = close_gap(
-            steps[-1].problem,
-            Elimination(steps[-1].problem),
-            price=price,
-            lower_bound=max(known.bound - offset, 0.0),
-            upper_bound=objective - offset,
-            gap=_SAFE * max(gap, _EXACT) * known.bound,
-        )
-    except Infeasible:  # nothing better is left
-        return _Answer(choices=known.choices, bound=objective, method=known.method)
-    except Unsolved as error:
-        bound = max(known.bound, error.lower_bound + offset)
-        known = _Answer(choices=known.choices, bound=bound, method=known.method)
-        return _by_milp(problem, steps, known, gap, deadline)
-    choices = known.choices if better is None else _restore(steps, better)
-    return _Answer(choices=choices, bound=bound + offset, method=f"{known.method}+labels")
+    def _narrow(self) -> None:
+        """Step 3."""
+        while not self.closed:
+            small = self.small
+            if elimination_order(small.sizes, small.edges).entries <= _CHEAP_ENTRIES:
+                return
+            light = self._least_memory(small) if small.limited else None
+            left = narrow(small, upper_bound=self.objective - self.offset, light=light, deadline=self.deadline)
+            self.methods.append("narrow")
+            self.bound = max(self.bound, left.bound + self.offset)
+            self.offer(left.choices)
+            if not self._reduce(left.problem):
+                return
 
+    def _by_price(self) -> float | None:
+        """Step 4; the best price, or `None` when no assignment is known that could be improved."""
+        self.methods.append("")
+        price = 0.0
+        for _ in range(_MOST_ROUNDS):
+            if self.closed:
+                break
+            small = self.small
+            try:
+                relaxation, elimination = small, Elimination(small, deadline=self.deadline)
+                self.methods[-1] = "multiplier" if small.limited else "elimination"
+            except Unsolved:
+                relaxation = thin(small)
+                elimination = Elimination(relaxation, deadline=self.deadline)
+                self.methods[-1] = "relaxation"
+            dual = maximise_dual(relaxation, elimination)
+            price = dual.price
+            self.bound = max(self.bound, dual.bound + self.offset)
+            if math.isfinite(small.objective(dual.light)):
+                self.offer(improve(small, heavy=dual.heavy if relaxation is small else None, light=[dual.light]))
+            if math.isinf(self.objective):
+                return None
+            if self.closed or elimination.largest > LARGEST_HELD:
+                break
+            upper_bound = self.objective - self.offset
+            if not self._reduce(tighten(small, relaxation, elimination, price=price, upper_bound=upper_bound)):
+                break
+        self.methods = [name for name in self.methods if name]
+        return price
 
-def _by_milp(problem: Problem, steps: list[Reduction], known: _Answer | None, gap: float, deadline: float) -> _Answer:
-    """Step 5; the known assignment need not have survived the reductions."""
-    offset = math.fsum(step.offset_seconds for step in steps)
-    objective = math.inf if known is None else problem.objective(known.choices)
-    # The asked gap is of the whole objective, HiGHS sees only the part that is left of it.
-    left = objective - offset
-    part = gap if known is None or left <= 0 else min(gap * objective / left, 1.0)
-    method = "presolve+milp" if known is None else f"{known.method}+milp"
-    seconds = max(deadline - time.perf_counter(), _LEAST_SECONDS)
-    try:
-        found = solve_by_milp(steps[-1].problem, gap=part, time_limit_seconds=seconds)
-    except Infeasible:
-        if known is None:
-            raise _explain(problem, deadline) from None
-        return _Answer(choices=known.choices, bound=objective, method=method, accuracy=_HIGHS)
-    except Unsolved as error:
-        if known is None:
+    def _by_labels(self, price: float) -> bool:
+        """Step 5; whether it could be done."""
+        try:
+            better, bound = close_gap(
+                self.small,
+                Elimination(self.small, deadline=self.deadline),
+                price=price,
+                lower_bound=max(self.bound - self.offset, 0.0),
+                upper_bound=self.objective - self.offset,
+                gap=_SAFE * max(self.gap, _EXACT) * self.bound,
+            )
+        except Unsolved as error:
+            self.bound = max(self.bound, error.lower_bound + self.offset)
+            return False
+        self.methods.append("labels")
+        self.bound = max(self.bound, bound + self.offset)
+        self.offer(better)
+        return True
+
+    def _by_milp(self) -> None:
+        """Step 6. The assignment known need not have survived the reductions."""
+        self.methods.append("milp")
+        # The asked gap is of the whole objective, HiGHS sees only the part that is left of it.
+        left = self.objective - self.offset
+        part = self.gap if math.isinf(left) or left <= 0 else min(self.gap * self.objective / left, 1.0)
+        self.accuracy = _HIGHS
+        try:
+            found = solve_by_milp(self.small, gap=part, time_limit_seconds=self.deadline.seconds_left)
+        except Unsolved as error:
+            self.bound = max(self.bound, error.lower_bound + self.offset)
             raise
-        bound = max(known.bound, error.lower_bound + offset)
-        return _Answer(choices=known.choices, bound=bound, method=method, accuracy=_HIGHS)
-    choices, bound = _restore(steps, found.choices), found.lower_bound + offset
-    if known is not None:
-        bound = max(bound, known.bound)
-        choices = choices if problem.objective(choices) < objective else known.choices
-    return _Answer(choices=choices, bound=bound, method=method, accuracy=_HIGHS)
+        self.bound = max(self.bound, found.lower_bound + self.offset)
+        self.offer(found.choices)
 
+    def _least_memory(self, problem: Problem) -> tuple[int, ...] | None:
+        """The assignment of a problem that takes least memory, if it fits and can be found soon."""
+        try:
+            least = solve(problem.of_memory(), time_limit_seconds=_PART_OF_TIME * self.deadline.seconds_left)
+        except Unsolved:
+            return None
+        if not problem.fits(least.lower_bound):
+            raise Infeasible.over_memory(least_memory=least.objective, memory_limit=problem.memory_limit)
+        return least.choices if problem.fits(least.objective) else None
 
-def _restore(steps: list[Reduction], choices: tuple[int, ...]) -> tuple[int, ...]:
-    for step in reversed(steps):
-        choices = step.restore(choices)
-    return choices
+    def _explain(self, error: Infeasible) -> Infeasible:
+        """Why there is no assignment: the least memory of any that is allowed, or that there is none."""
+        if not self.problem.limited:
+            return error
+        try:
+            least = solve(self.problem.of_memory(), time_limit_seconds=max(self.deadline.seconds_left, _LEAST_SECONDS))
+        except Infeasible as none:
+            return none
+        return Infeasible.over_memory(least_memory=least.objective, memory_limit=self.problem.memory_limit)
 
-
-def _explain(problem: Problem, deadline: float) -> Infeasible:
-    """Why there is no assignment: the least memory of any that is allowed, or that there is none."""
-    if not problem.limited:
-        return Infeasible.no_finite("presolve")
-    try:
-        least = solve(problem.of_memory(), time_limit_seconds=max(deadline - time.perf_counter(), _LEAST_SECONDS))
-    except Infeasible as error:
-        return error
-    return Infeasible.over_memory(least_memory=least.objective, memory_limit=problem.memory_limit)
+    def _reduce(self, problem: Problem) -> bool:
+        """Presolve what is left of what was left; whether that made it much smaller."""
+        before = sum(self.small.sizes)
+        self.steps.append(presolve(problem, deadline=self.deadline))
+        return sum(self.small.sizes) <= _SHRUNK * before

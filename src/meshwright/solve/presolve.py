@@ -1,16 +1,18 @@
 """Make a problem smaller without changing its optimum.
 
-Four reductions, repeated until none applies:
+Five reductions, repeated until none applies:
 
 * a choice is dropped when it is forbidden, when every pair it takes part in on some edge is forbidden, or when it alone
   takes more memory than the limit leaves (arc consistency);
+* a choice is dropped when another one looks the same to all neighbours, costs no more and takes no more memory;
 * a choice is dropped when another one of the same node is no worse whatever the neighbours choose, and takes no more
   memory ("dead-end elimination", Goldstein 1994);
 * a node with one choice left is folded into its neighbours;
 * a node whose choices all take the same memory and that has at most `fold_degree` neighbours is eliminated: what
   remains of it is a cost on its neighbour or an edge between its two neighbours.
 
-Cost: per node, choices squared times choices of each neighbour.
+Cost: per node, choices squared times choices of each neighbour, up to an allowance; what is left then stays larger
+than it could be.
 """
 
 from __future__ import annotations
@@ -21,10 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.solve.deadline import NEVER, Deadline
+from meshwright.solve.dominance import among_equals, undominated
 from meshwright.solve.problem import Infeasible, Problem
+from meshwright.solve.tables import min_sum
 
-# Dominance compares all pairs of choices against all of a neighbour's at once, up to this many entries.
-_PIECE = 1 << 20
+# Comparisons of all pairs of choices, for one node and for all: about a second. Merging equal ones is always cheap.
+_MOST_COMPARED_AT_ONCE = 1 << 24
+_MOST_COMPARED = 1 << 28
+# A node is not eliminated when that means more additions than this: after other reductions it takes fewer.
+_MOST_FOLDED = 1 << 20
 # Relative slack on the limit: subtracting fixed memory from it rounds, and must not lose an assignment that just fits.
 _SLACK = 1e-13
 
@@ -60,18 +68,21 @@ class Reduction:
     nodes: tuple[int, ...]
     choices: tuple[np.ndarray, ...]
     removed: tuple[_Removed, ...]
+    started: tuple[np.ndarray, ...]
 
     def restore(self, choices: Sequence[int]) -> tuple[int, ...]:
         """The original's assignment for an assignment of the smaller problem."""
-        full = [0] * (len(self.nodes) + len(self.removed))
+        full = [0] * len(self.started)
         for v, names, s in zip(self.nodes, self.choices, choices, strict=True):
-            full[v] = int(names[s])
+            full[v] = int(np.searchsorted(self.started[v], names[s]))
         for gone in reversed(self.removed):
             full[gone.node] = gone.best(full)
-        return tuple(full)
+        return tuple(int(names[s]) for names, s in zip(self.started, full, strict=True))
 
 
-def presolve(problem: Problem, *, dominance: bool = True, fold_degree: int = 2) -> Reduction:
+def presolve(
+    problem: Problem, *, dominance: bool = True, fold_degree: int = 2, deadline: Deadline = NEVER
+) -> Reduction:
     """Reduce a problem.
 
     >>> presolve(Problem(costs=([1.0, 0.0], [0.0, 4.0]))).restore(())
@@ -81,28 +92,36 @@ def presolve(problem: Problem, *, dominance: bool = True, fold_degree: int = 2) 
         problem: the problem.
         dominance: whether to drop dominated choices.
         fold_degree: eliminate nodes of indifferent memory with at most this many neighbours (0, 1 or 2).
+        deadline: when to give up.
 
     Raises:
         Infeasible: some node has no choice left. The least memory is not worked out here.
+        OutOfTime: the deadline has passed.
     """
-    work = _Work(problem)
+    started = tuple(np.flatnonzero(np.isfinite(c)) for c in problem.costs)
+    for v, names in enumerate(started):
+        if names.size == 0:
+            raise Infeasible.no_finite(f"node {v}, whose every choice is forbidden")
+    work = _Work(problem.restricted(started), deadline)
     pending = set(range(len(problem.costs)))
     while pending:
         work.forbid(pending)
         for v in sorted(pending):
-            if dominance and v in work.around:
+            if dominance:
                 work.drop_dominated(v)
         work.forbid_heavy()
         pending = work.fold(fold_degree)
         if not dominance:
             break
-    return work.result()
+    return work.result(started)
 
 
 class _Work:
     """The problem while it is being reduced; choices keep their numbers, dead ones cost infinity."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, deadline: Deadline) -> None:
+        self.deadline = deadline
+        self.allowance = _MOST_COMPARED
         self.costs = {v: np.array(c) for v, c in enumerate(problem.costs)}
         memory = problem.memory if problem.limited and problem.memory is not None else None
         self.memory = [np.zeros(c.size) for c in problem.costs] if memory is None else list(memory)
@@ -127,6 +146,7 @@ class _Work:
         queue = sorted(nodes)
         waiting = set(queue)
         while queue:
+            self.deadline.check("presolve")
             v = queue.pop()
             waiting.discard(v)
             names = self.alive(v)
@@ -155,21 +175,20 @@ class _Work:
         self.forbid(touched)
 
     def drop_dominated(self, v: int) -> None:
+        self.deadline.check("presolve")
         names = self.alive(v)
         if names.size == 1:
             return
-        cost = self.costs[v][names]
-        worse = cost[:, None] - cost[None, :]  # [b, a]: at most this much is lost by choosing b instead of a
-        with np.errstate(invalid="ignore"):
-            for u, table in self.around[v].items():
-                worse = worse + _greatest_loss(table[np.ix_(names, self.alive(u))])
-        memory = self.memory[v][names]
-        covers = (worse <= 0) & (memory[:, None] <= memory[None, :])
-        np.fill_diagonal(covers, False)
-        keep = np.ones(names.size, dtype=bool)
-        for a in range(names.size - 1, -1, -1):  # of equal choices the lowest stays
-            if (covers[:, a] & keep).any():
-                keep[a] = False
+        tables = [table[np.ix_(names, self.alive(u))] for u, table in self.around[v].items()]
+        keep = among_equals(self.costs[v][names], self.memory[v][names], tables)
+        self._keep(v, names, keep)
+        names, tables = names[keep], [table[keep] for table in tables]
+        compared = names.size**2 * sum(table.shape[1] for table in tables)
+        if compared <= min(_MOST_COMPARED_AT_ONCE, self.allowance):
+            self.allowance -= compared
+            self._keep(v, names, undominated(self.costs[v][names], self.memory[v][names], tables))
+
+    def _keep(self, v: int, names: np.ndarray, keep: np.ndarray) -> None:
         if not keep.all():
             self.costs[v][names[~keep]] = np.inf
             self.changed.add(v)
@@ -186,8 +205,10 @@ class _Work:
             names = self.alive(v)
             memory = self.memory[v][names]
             neighbours = sorted(self.around[v])
-            if names.size > 1 and (len(neighbours) > degree or memory.min() < memory.max()):
+            additions = math.prod((names.size, *(self.costs[u].size for u in neighbours)))
+            if names.size > 1 and (len(neighbours) > degree or memory.min() < memory.max() or additions > _MOST_FOLDED):
                 continue
+            self.deadline.check("presolve")
             self._remove(v, names, neighbours)
             pending.discard(v)
             for u in neighbours:
@@ -214,9 +235,9 @@ class _Work:
             self.costs[u] = self.costs[u] + (cost[:, None] + tables[0][names]).min(axis=0)
         else:
             u, w = neighbours
-            new = np.full((tables[0].shape[1], tables[1].shape[1]), np.inf)
-            for s in names:
-                np.minimum(new, (self.costs[v][s] + tables[0][s])[:, None] + tables[1][s][None, :], out=new)
+            first, second = (cost[:, None] + tables[0][names])[:, :, None], tables[1][names][:, None, :]
+            shape = (names.size, first.shape[1], second.shape[2])
+            new = min_sum([first, second], shape, self.deadline)
             if w in self.around[u]:
                 new = new + self.around[u][w]
             self.around[u][w] = new
@@ -225,7 +246,7 @@ class _Work:
             del self.around[u][v]
         del self.around[v], self.costs[v]
 
-    def result(self) -> Reduction:
+    def result(self, started: tuple[np.ndarray, ...]) -> Reduction:
         nodes = tuple(sorted(self.around))
         names = tuple(self.alive(v) for v in nodes)
         number = {v: i for i, v in enumerate(nodes)}
@@ -247,24 +268,7 @@ class _Work:
             ),
             offset_seconds=math.fsum(self.offset),
             nodes=nodes,
-            choices=names,
+            choices=tuple(started[v][n] for v, n in zip(nodes, names, strict=True)),
             removed=tuple(self.removed),
+            started=started,
         )
-
-
-def _greatest_loss(table: np.ndarray) -> np.ndarray:
-    """[b, a]: the most that choosing b instead of a adds on one edge, whatever the other end x chooses.
-
-    Where (a, x) is forbidden, nothing is lost; where only (b, x) is, everything.
-    """
-    if table.shape[0] ** 2 * table.shape[1] <= _PIECE:
-        loss = table[:, None, :] - table[None, :, :]
-        loss[np.broadcast_to(np.isinf(table)[None], loss.shape)] = -np.inf
-        return loss.max(axis=2)
-    rows = []
-    forbidden = np.isinf(table)
-    for row in table:
-        loss = row[None, :] - table
-        loss[forbidden] = -np.inf
-        rows.append(loss.max(axis=1))
-    return np.stack(rows)

@@ -1,0 +1,58 @@
+"""Collectives as XLA's CPU backend runs them, for the memory model.
+
+A collective is a kernel of its own, but rarely alone:
+
+* gathering and scattering work on the major dim, so another dim is moved there before and back afterwards;
+* an all-to-all takes its operand cut into one piece for each device and gives as many pieces, put together afterwards;
+* bfloat16 is widened to float32 before and rounded afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright._jax.dataflow import Kind
+from meshwright._jax.liveness_builder import Builder
+
+NAMES = frozenset(
+    """psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all""".split()  # noqa: SIM905
+)
+
+
+def add_collective(program: Builder, equation: Any, position: int, value: int) -> int:
+    """Adds what a collective does with its operand `value`, the one at `position`; returns its result."""
+    name, params = equation.primitive.name, equation.params
+    aval = equation.outvars[position].aval
+    key = str(sorted((k, str(v)) for k, v in params.items()))
+    if str(aval.dtype) == "bfloat16":
+        value = program.widened(value)
+        return program.rounded(_moved(program, name, params, value, jax.ShapeDtypeStruct(aval.shape, np.float32), key))
+    return _moved(program, name, params, value, aval, key)
+
+
+def _moved(program: Builder, name: str, params: Any, value: int, aval: Any, key: str) -> int:
+    if name == "all_to_all":
+        return _all_to_all(program, params, value, aval, key)
+    dim = params.get("all_gather_dimension", params.get("scatter_dimension", 0))
+    if not dim or not params.get("tiled", True):
+        return program.emit(Kind.OPAQUE, name, [value], [aval], key=key)[0]
+    rank = len(aval.shape)
+    first = [dim, *(d for d in range(rank) if d != dim)]
+    turned = jax.ShapeDtypeStruct(tuple(aval.shape[d] for d in first), aval.dtype)
+    (result,) = program.emit(Kind.OPAQUE, name, [program.arranged(value, first)], [turned], key=key)
+    return program.arranged(result, [int(d) for d in np.argsort(first)])
+
+
+def _all_to_all(program: Builder, params: Any, value: int, aval: Any, key: str) -> int:
+    shape = program.types[value][0]
+    dim = params["split_axis"]
+    # Two pieces stand for all: what matters is that there are several, and how large they are together.
+    if shape[dim] % 2:
+        return program.emit(Kind.OPAQUE, "all_to_all", [value], [aval], key=key)[0]
+    half = jax.ShapeDtypeStruct((*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]), aval.dtype)
+    pieces = [program.emit(Kind.PERMUTE, "slice", [value], [half], key=(key, rank))[0] for rank in range(2)]
+    moved = program.emit(Kind.OPAQUE, "all_to_all", pieces, [half, half], key=key)
+    return program.emit(Kind.PERMUTE, "concatenate", moved, [aval], key=key)[0]

@@ -1,0 +1,162 @@
+"""What the command line prints of a plan and of a verification; `docs/cli.md` documents every field of the JSON.
+
+Bytes, seconds and FLOPs, per device and step unless the name says otherwise. JSON has no infinity and no NaN: a number
+that is not finite is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite, nan
+from typing import Any
+
+from .plan import Plan, Stage
+from .planning import Planning
+from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
+from .verify import Check, Traffic, Verification
+
+# Raised when a field changes its meaning or goes away; new fields leave it.
+SCHEMA = 1
+
+
+def plan_document(target: str, planning: Planning) -> dict[str, Any]:
+    """What `meshwright plan --json` prints.
+
+    Args:
+      target: as the user named it.
+      planning: the plan, priced, and how it was found.
+    """
+    plan = planning.plan
+    predicted = plan.predicted
+    assert predicted is not None  # plan_for prices what it finds
+    return _finite({
+        "schema": SCHEMA,
+        "target": target,
+        "program": plan.program,
+        "cluster": plan.cluster,
+        "devices": plan.num_devices,
+        "planning": {**_planning(planning), "optimality_gap": predicted.optimality_gap},
+        "predicted": {
+            "step_seconds": predicted.step_seconds,
+            "tflops_per_device": predicted.tflops_per_device,
+            "flops_per_device": predicted.flops_per_device,
+        },
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "stages": [_stage(stage) for stage in plan.stages],
+        "considered": list(planning.considered),
+        "notes": list(plan.notes),
+    })  # fmt: skip
+
+
+def verification_document(verification: Verification) -> dict[str, Any]:
+    """What `meshwright verify --json` prints."""
+    plan, facts = verification.planning.plan, verification.facts
+    predicted = plan.predicted
+    assert predicted is not None  # plan_for prices what it finds
+    return _finite({
+        "schema": SCHEMA,
+        "target": verification.target,
+        "program": plan.program,
+        "devices": plan.num_devices,
+        "mesh": [dict(stage.mesh) for stage in plan.stages],
+        "microbatches": plan.microbatches,
+        "planning": _planning(verification.planning),
+        "compile_seconds": verification.compile_seconds,
+        "collectives": {
+            "predicted": _traffic(verification.predicted),
+            "compiled": _traffic(verification.compiled),
+        },
+        "flops": {"predicted": predicted.flops_per_device, "compiled": facts.flops},
+        "memory_bytes": {"predicted": _peak(plan), "compiled": facts.peak_bytes},
+        "max_relative_error": verification.max_relative_error,
+        "compared": verification.compared,
+        "reference": verification.reference,
+        "step_seconds": {"predicted": predicted.step_seconds, "measured": verification.step_seconds},
+        "checks": [
+            {
+                "name": check.name, "predicted": check.predicted, "compiled": check.compiled, "ratio": check.ratio,
+                "tolerance": check.tolerance, "passed": check.passed,
+            }
+            for check in verification.checks
+        ],
+        "passed": verification.passed,
+    })  # fmt: skip
+
+
+def verification_text(verification: Verification) -> str:
+    """What `meshwright verify` prints for people: a line for each check with its verdict."""
+    plan = verification.planning.plan
+    rows = []
+    for check in verification.checks:
+        allowed = "at most the predicted" if check.tolerance is None else f"within {format_percent(check.tolerance)}"
+        verdict = "ok" if check.passed else "FAILED"
+        values = (_quantity(check, check.predicted), _quantity(check, check.compiled))
+        rows.append((check.name, *values, format_ratio(check.ratio), allowed, verdict))
+    table = format_table(("on a device, in a step", "predicted", "compiled", "ratio", "allowed", "verdict"), rows)
+    counts = (
+        f"{kind}: arrays compiled {one.count} (in {one.operations} operations), "
+        f"predicted {verification.predicted[kind].count if kind in verification.predicted else 0}"
+        for kind, one in sorted(verification.compiled.items())
+    )
+    predicted = plan.predicted.step_seconds if plan.predicted is not None else nan
+    return "\n".join((
+        f"{verification.target}: {plan}", "", table, "", *counts,
+        f"results compared with: {verification.reference}",
+        f"step time: measured {format_seconds(verification.step_seconds)}, predicted {format_seconds(predicted)}",
+        "passed" if verification.passed else "FAILED",
+    ))  # fmt: skip
+
+
+def _quantity(check: Check, value: float) -> str:
+    return {"bytes": format_bytes, "flops": format_flops}.get(check.unit, "{:.2g}".format)(value)
+
+
+def _planning(planning: Planning) -> dict[str, float]:
+    return {
+        "seconds": planning.seconds,
+        "trace_seconds": planning.trace_seconds,
+        "solve_seconds": planning.solve_seconds,
+    }
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    memory = stage.memory
+    return {
+        "layers": list(stage.layers),
+        "devices": list(stage.devices),
+        "mesh": dict(stage.mesh),
+        "memory_bytes": {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "workspace": memory.workspace,
+            "total": memory.total,
+        },
+        "memory_limit_bytes": stage.memory_limit_bytes,
+        "communication_bytes": {one.kind: one.bytes for one in stage.communication},
+        "communication_counts": {one.kind: one.count for one in stage.communication},
+        "compute_seconds": stage.compute_seconds,
+        "communication_seconds": stage.communication_seconds,
+        "rematerialised": bool(stage.rematerialised),
+    }
+
+
+def _traffic(by_kind: Mapping[str, Traffic]) -> dict[str, Any]:
+    return {
+        kind: {"count": one.count, "bytes": one.bytes, "operations": one.operations}
+        for kind, one in sorted(by_kind.items())
+    }
+
+
+def _peak(plan: Plan) -> float:
+    return max(stage.memory.total for stage in plan.stages)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,77 @@
+"""Which choices of a node another choice of the same node makes useless.
+
+Two tests: the quick one compares choices that look the same to all neighbours; the full one all pairs ("dead-end
+elimination", Goldstein 1994), at the cost of choices squared times choices of each neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# All pairs of choices are compared against all of a neighbour's at once, up to this many entries.
+_PIECE = 1 << 20
+
+
+def among_equals(cost: np.ndarray, memory: np.ndarray, tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Which choices stay when of those with equal rows in all tables only the best in cost or memory do.
+
+    Args:
+        cost: seconds of each choice, shape (k,).
+        memory: bytes of each choice, shape (k,).
+        tables: of each edge, shape (k, choices of the neighbour).
+
+    Returns:
+        Whether each choice stays, shape (k,).
+    """
+    rows = np.hstack([np.zeros((cost.size, 0)), *tables]) + 0.0  # -0.0 becomes 0.0: rows are compared by their bytes
+    least: dict[bytes, float] = {}
+    keep = np.zeros(cost.size, dtype=bool)
+    for a in np.lexsort((memory, cost)).tolist():  # the cheapest first, so each next one must take less memory
+        row = rows[a].tobytes()
+        if memory[a] < least.get(row, np.inf):
+            least[row] = memory[a]
+            keep[a] = True
+    return keep
+
+
+def undominated(cost: np.ndarray, memory: np.ndarray, tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Which choices stay when each is dropped that another is no worse than, whatever the neighbours choose.
+
+    Args:
+        cost: seconds of each choice, shape (k,).
+        memory: bytes of each choice, shape (k,).
+        tables: of each edge, shape (k, choices of the neighbour).
+
+    Returns:
+        Whether each choice stays, shape (k,); of equal choices the lowest does.
+    """
+    worse = cost[:, None] - cost[None, :]  # [b, a]: at most this much is lost by choosing b instead of a
+    with np.errstate(invalid="ignore"):
+        for table in tables:
+            worse = worse + _greatest_loss(table)
+    covers = (worse <= 0) & (memory[:, None] <= memory[None, :])
+    np.fill_diagonal(covers, False)
+    keep = np.ones(cost.size, dtype=bool)
+    for a in range(cost.size - 1, -1, -1):
+        keep[a] = not (covers[:, a] & keep).any()
+    return keep
+
+
+def _greatest_loss(table: np.ndarray) -> np.ndarray:
+    """[b, a]: the most that choosing b instead of a adds on one edge, whatever the other end x chooses.
+
+    Where (a, x) is forbidden, nothing is lost; where only (b, x) is, everything.
+    """
+    if table.shape[0] ** 2 * table.shape[1] <= _PIECE:
+        loss = table[:, None, :] - table[None, :, :]
+        loss[np.broadcast_to(np.isinf(table)[None], loss.shape)] = -np.inf
+        return loss.max(axis=2)
+    rows = []
+    forbidden = np.isinf(table)
+    for row in table:
+        loss = row[None, :] - table
+        loss[forbidden] = -np.inf
+        rows.append(loss.max(axis=1))
+    return np.stack(rows)
