@@ -102,7 +102,9 @@ def plans(target: zoo.Target, devices: Sequence[jax.Device]) -> dict[str, Expert
     def tensor(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         dims = next((d for pattern, d in patterns.items() if fnmatchcase(name, pattern)), ())
-        fits = len(dims) == leaf.ndim and all(d is None or n % mesh.size == 0 for d, n in zip(dims, leaf.shape, strict=True))
+        if len(dims) != leaf.ndim:
+            return whole
+        fits = all(dim is None or extent % mesh.size == 0 for dim, extent in zip(dims, leaf.shape, strict=True))
         return NamedSharding(mesh, P(*dims)) if fits else whole
 
     state, batch = target.example_state, target.example_batch

@@ -1,9 +1,9 @@
 """Predicted beside compiled, for steps that run by a plan: peak memory, and the collectives of every kind.
 
-Run ``python benchmarks/memory_plans.py [--only NAME] [--variant NAME]``: prints one JSON object with a row per model and
-variant of planning (predicted and compiled peak and their ratio; the kinds of collectives whose predicted and compiled
-bytes differ), the versions, and the command that repeats it. Nothing is executed, only planned, traced and compiled for
-eight virtual CPU devices.
+Run ``python benchmarks/memory_plans.py [--only NAME] [--variant NAME]``: prints one JSON object with a row per model
+and variant of planning (predicted and compiled peak and their ratio; the kinds of collectives whose predicted and
+compiled bytes differ), the versions, and the command that repeats it. Nothing is executed, only planned, traced
+and compiled for eight virtual CPU devices.
 """
 
 from __future__ import annotations

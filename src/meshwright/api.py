@@ -34,6 +34,7 @@ class Parallelized:
         self._steps: dict[Any, PlannedStep] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on arguments as the step itself takes them; the first call plans."""
         if kwargs:
             args = self._positional(args, kwargs)
         return self._planned(args)(*args)

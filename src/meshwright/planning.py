@@ -99,7 +99,8 @@ def plan_for(
         request = SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=_parameters(program), cluster=where,
             microbatches=count, mesh=mesh_argument(mesh), pins=pinned, remat=remat,
-            carried=0 if program.marked else program.state_inputs, time_limit_seconds=time_limit_seconds,
+            carried=0 if program.marked else program.state_inputs,
+            split_dims=program.split_dims, time_limit_seconds=time_limit_seconds,
         )  # fmt: skip
         pinned.check(program.input_names)
         begun = time.perf_counter()
@@ -181,7 +182,7 @@ def _positive(value: float, name: str) -> float:
 
 
 def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    layout = []
+    layout: list[tuple[str, ...]] = []
     for dim in tuple(dims):
         if dim is None:
             layout.append(())

@@ -187,7 +187,8 @@ def verify(
             target.step, target.example_args, cluster=local_cluster(1), microbatches=plan.microbatches, **kept
         )
         alone = PlannedStep(again.program, again.plan, jax.devices()[:1])
-        wanted = _run_planned(target.make_args(), alone, alone.lower().compile(), steps, 0, which).leaves
+        args = _regrouped(target.make_args(), planned, options.get("batch_axis", 0))
+        wanted = _run_planned(args, alone, alone.lower().compile(), steps, 0, which).leaves
         error, reference = max_relative_error(run.leaves, wanted), "one device, the same microbatches"
     return Verification(
         target=target.name, planning=planning, predicted=_predicted(planning), compiled=compiled_traffic(facts),
@@ -286,6 +287,34 @@ def _compared(program: Program) -> tuple[str, list[int]]:
         if (i < program.state_inputs or not program.state_inputs) and not jnp.issubdtype(out.dtype, jax.dtypes.prng_key)
     ]
     return ("state" if program.state_inputs else "outputs"), kept
+
+
+def _regrouped(args: tuple[Any, ...], planned: PlannedStep, batch_axis: int) -> tuple[Any, ...]:
+    """The batch in the order in which one device's microbatches hold the examples of the planned step's.
+
+    Each device cuts its own part of the batch, so a microbatch is a piece of every part. Parts that differ between the
+    step's inputs would pair one example's input with another's label: then the order is left, and the error shows it.
+    """
+    program, count = planned.program, planned.plan.microbatches
+    cut = {
+        i: d for i, d in zip(program.core_inputs, program.split_dims, strict=True) if i is not None and d is not None
+    }
+    leaves, tree = jax.tree.flatten(args)
+    parts, extents = set(), set()
+    for index, dim in cut.items():
+        sharding = planned.in_shardings[index]
+        shape = leaves[index].shape
+        extents.add(shape[dim])
+        parts.add(shape[dim] // sharding.shard_shape(shape)[dim])
+    if len(parts) != 1 or len(extents) != 1:
+        return args
+    (n,), (extent,) = parts, extents
+    order = np.arange(extent).reshape(n, count, -1).swapaxes(0, 1).ravel()
+    for index in range(program.state_inputs, len(leaves)):
+        shape = leaves[index].shape
+        if len(shape) > batch_axis and shape[batch_axis] == extent:
+            leaves[index] = jnp.take(leaves[index], order, axis=batch_axis)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _run_plain(

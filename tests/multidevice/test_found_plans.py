@@ -62,7 +62,7 @@ def test_zero_2_scatters_gradients_and_splits_the_optimizer() -> None:
     step = PlannedStep(planning.program, planning.plan, jax.devices())
     state, _ = step.program.in_tree.unflatten(step.in_shardings)
     for leaf, sharding in zip(jax.tree.leaves(target.example_state["opt"]), jax.tree.leaves(state["opt"]), strict=True):
-        assert leaf.ndim == 0 or sharding.num_devices == 8 and not sharding.is_fully_replicated
+        assert leaf.ndim == 0 or not sharding.is_fully_replicated
 
 
 def test_zero_3_splits_every_matrix_and_optimizer_leaf() -> None:

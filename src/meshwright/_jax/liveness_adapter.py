@@ -35,8 +35,8 @@ _LIBRARY = frozenset(
 # Primitives whose one result may have the shape of their operands although they are no arithmetic.
 _OWN_KERNEL = frozenset(
     """cholesky cumlogsumexp cummax cummin cumprod cumsum fft ffi_call io_callback pbroadcast ppermute pure_callback
-    random_bits reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter_add sort
-    threefry2x32 triangular_solve""".split()  # noqa: SIM905 (a table, not a column)
+    random_bits reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
+    select_and_scatter_add sort threefry2x32 triangular_solve""".split()  # noqa: SIM905 (a table, not a column)
 )
 
 

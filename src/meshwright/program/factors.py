@@ -107,6 +107,7 @@ class Composer:
         self._split: dict[int, tuple[int, int]] = {}
 
     def atom(self, size: int, kind: FactorKind = "parallel") -> int:
+        """A new index that relates to nothing yet."""
         self._parent.append(len(self._parent))
         self._size.append(size)
         self._kind.append(kind)
@@ -117,6 +118,7 @@ class Composer:
         return [[self.atom(extent)] for extent in shape]
 
     def size(self, atom: int) -> int:
+        """Extent of an atom."""
         return self._size[self._find(atom)]
 
     def _find(self, atom: int) -> int:

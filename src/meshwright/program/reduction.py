@@ -178,10 +178,10 @@ def _literal(full: Any, small: Any, ratio: int) -> _Growth:
 
 def _equation(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> list[_Growth]:
     name = full.primitive.name
-    bodies = _bodies(full), _bodies(small)
-    if bodies[0] is not None and bodies[1] is not None:
+    ours, theirs = _bodies(full), _bodies(small)
+    if ours is not None and theirs is not None:
         inner = given[1:] if name == "cond" else given
-        found = [_growths(x, y, ratio, inner) for x, y in zip(*bodies, strict=True)]
+        found = [_growths(x, y, ratio, inner) for x, y in zip(ours, theirs, strict=True)]
         outs = [_join(*branches) for branches in zip(*found, strict=True)]
         return [replace(g, sums=2) if g.varies else g for g in outs] if name == "cond" and given[0].sums else outs
     if name == "scan":

@@ -36,6 +36,7 @@ class ReplicationWarning(UserWarning):
 
 
 def is_call(equation: Equation) -> bool:
+    """Whether an equation holds a program and is run as one operator."""
     return equation.primitive.name in _CALLS
 
 
@@ -241,8 +242,8 @@ def _lower(equations: Sequence[Equation]) -> list[Any]:
     except Exception as error:  # whatever a primitive's lowering raises: it falls back to replication
         if len(equations) == 1:
             warnings.warn(
-                f"{equations[0].primitive.name} at {source_line(equations[0])} runs whole on every device: it could not "
-                f"be analysed ({type(error).__name__}: {error})",
+                f"{equations[0].primitive.name} at {source_line(equations[0])} runs whole on every device: it could "
+                f"not be analysed ({type(error).__name__}: {error})",
                 ReplicationWarning,
                 stacklevel=2,
             )

@@ -68,6 +68,7 @@ class Program:
 
     @property
     def marked(self) -> bool:
+        """Whether the step has a core, planned by its forward graph."""
         return self.marker is not None
 
 
@@ -150,7 +151,7 @@ def trace_program(
             from .reduction import loss_reduction
 
             reduction = loss_reduction(full_core, core, microbatches, split_dims)
-    positions = {var: i for i, var in enumerate(open_jaxpr(outer).invars)}
+    positions: dict[Any, int] = {var: i for i, var in enumerate(open_jaxpr(outer).invars)}
     sources = tuple(None if is_literal(a) else positions.get(a) for a in equation.invars)
     input_names = [names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
@@ -187,8 +188,9 @@ def _whole(outer: ClosedJaxpr, names: tuple[str, ...], state_inputs: int, in_tre
     graph, rules = build_graph(core, input_names=names)
     inputs = tuple(range(len(names)))
     return Program(
-        outer=core, core=core, graph=graph, rules=rules, marker=None, num_consts=len(names), split_dims=(None,) * len(names),
-        microbatches=1, input_names=names, state_inputs=state_inputs, state=(None,) * state_inputs, parameter_inputs=(),
+        outer=core, core=core, graph=graph, rules=rules, marker=None, num_consts=len(names),
+        split_dims=(None,) * len(names), microbatches=1, input_names=names, state_inputs=state_inputs,
+        state=(None,) * state_inputs, parameter_inputs=(),
         core_inputs=inputs, in_tree=in_tree, out_tree=out_tree, fingerprint=_fingerprint(core, 1), reduction="mean",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The planned program on one device's shards: every equation by its algorithm, every operand moved to where it is needed."""
+"""The planned program on one device's shards: each equation by its algorithm, each operand moved where needed."""
 
 from __future__ import annotations
 

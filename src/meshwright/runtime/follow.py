@@ -1,7 +1,7 @@
 """Programs inside calls, evaluated on shards by following their operands' specs.
 
-A call (`custom_jvp_call`, `custom_vjp_call`, `cond`, `while`) is planned as one operator, split only along dims that pass
-through it untouched. Its equations need no plan: each is split the way its operands are.
+A call (`custom_jvp_call`, `custom_vjp_call`, `cond`, `while`) is planned as one operator, split only along dims that
+pass through it untouched. Its equations need no plan: each is split the way its operands are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,19 @@ from .local_value import LocalValue
 
 # Linear in all operands together.
 _LINEAR = frozenset(
-    "add add_any sub neg convert_element_type reshape transpose squeeze broadcast_in_dim reduce_sum copy".split()
+    [
+        "add",
+        "add_any",
+        "sub",
+        "neg",
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "broadcast_in_dim",
+        "reduce_sum",
+        "copy",
+    ]
 )
 
 

@@ -8,6 +8,7 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -143,7 +144,23 @@ class LocalStep:
         stage = self._stage
         inputs = [*(plan.spec for plan in stage.inputs), *(plan.use for plan in stage.parameters)]
         made = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
+        if self.program.microbatches > 1:
+            # Stacked results are put in order along the batch, so they are split as it is or not at all.
+            batch = self._batch_axes()
+            for i, dim in enumerate(self._grown(), start=1):
+                if dim is not None and made[i].dims[dim] != batch[: len(made[i].dims[dim])]:
+                    made[i] = Spec((*made[i].dims[:dim], (), *made[i].dims[dim + 1 :]))
         return [*made, *(plan.storage for plan in stage.parameters)]
+
+    def _grown(self) -> list[int | None]:
+        """For each auxiliary result, the dim that grows with the batch."""
+        program = self.program
+        assert program.marker is not None
+        core, marker = open_jaxpr(program.core), open_jaxpr(program.outer).eqns[program.marker]
+        return [
+            next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
+            for a, b in zip(core.outvars[1:], marker.outvars[1 : len(core.outvars)], strict=True)
+        ]
 
     def _local(self, shards: Sequence[Any]) -> list[LocalValue]:
         """The whole step on one device's shards."""
@@ -192,24 +209,44 @@ class LocalStep:
         synchronised = run_together(grads, conversions, sizes)
         return [LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)]
 
+    def _blocks(self, axes: Sequence[str]) -> int:
+        return prod(self._stage.sizes[axis] for axis in axes)
+
+    def _batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch. Its blocks over them are each cut into microbatches, the same for every array:
+        all must give a microbatch the same examples, however they are split over devices.
+
+        Raises:
+          PlanError: if two arrays split the batch over axes of which neither continues the other.
+        """
+        inputs, dims = self._stage.inputs, self.program.split_dims
+        splits = {plan.name: plan.spec.dims[d] for plan, d in zip(inputs, dims, strict=True) if d is not None}
+        longest = max(splits.values(), key=len, default=())
+        for name, axes in splits.items():
+            if axes != longest[: len(axes)]:
+                raise PlanError(
+                    refused="the plan",
+                    got=f"{name} with its batch split over {' '.join(axes)}, another array over {' '.join(longest)}",
+                    needed="one split of the batch for all arrays that microbatches cut",
+                    where="inputs of stage 1",
+                    try_="microbatches=1, or pins that agree",
+                )
+        return longest
+
     def _accumulate(
         self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]
     ) -> tuple[Any, list[Any], Any]:
         """Microbatches one after the other, gradients summed locally."""
         program, count = self.program, self.program.microbatches
         split = program.split_dims
+        blocks = self._blocks(self._batch_axes())
         rows = [
-            jnp.moveaxis(c.reshape(*c.shape[:d], count, c.shape[d] // count, *c.shape[d + 1 :]), d, 0)
-            for c, d in zip(consts, split, strict=True)
+            _cut(c, d, count, blocks // self._blocks(plan.spec.dims[d]))
+            for c, d, plan in zip(consts, split, self._stage.inputs, strict=True)
             if d is not None
         ]
         core = open_jaxpr(program.core)
-        marker = open_jaxpr(program.outer).eqns[program.marker]
-        grown = [
-            next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
-            for a, b in zip(core.outvars[1:], marker.outvars[1 : len(core.outvars)], strict=True)
-        ]
-
+        grown = self._grown()
         wraps = {e.invars[0]: e for e in core.eqns if e.primitive.name == "random_wrap" and not is_literal(e.invars[0])}
         raw_keys = [wraps.get(var) for var in core.invars[: len(consts)]]
 
@@ -259,9 +296,24 @@ class LocalStep:
             if d is None:
                 aux.append(k * jnp.asarray(scale, k.dtype) if _adds(k) else k)
             else:
-                piece = jnp.moveaxis(next(pieces), 0, d)
-                aux.append(piece.reshape(*piece.shape[:d], -1, *piece.shape[d + 2 :]))
+                spec = self._core_specs()[1 + len(aux)]
+                aux.append(_joined(next(pieces), d, blocks // self._blocks(spec.dims[d])))
         return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
+
+
+def _cut(x: jax.Array, dim: int, count: int, blocks: int) -> jax.Array:
+    """Microbatches of a shard, stacked in front: `count` pieces of each of its `blocks` blocks along `dim`."""
+    parts = x.reshape(*x.shape[:dim], blocks, count, x.shape[dim] // (blocks * count), *x.shape[dim + 1 :])
+    parts = jnp.moveaxis(parts, dim + 1, 0)
+    return parts.reshape(count, *x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def _joined(pieces: jax.Array, dim: int, blocks: int) -> jax.Array:
+    """The inverse of `_cut`."""
+    count, *shape = pieces.shape
+    parts = pieces.reshape(count, *shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
+    parts = jnp.moveaxis(parts, 0, dim + 1)
+    return parts.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def _aligned(consts: Sequence[Any], split: Sequence[int | None], rows: list[Any]) -> list[tuple[Any, int | None, Any]]:

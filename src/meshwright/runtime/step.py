@@ -30,7 +30,8 @@ class PlannedStep:
     def __init__(self, program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
         if plan.num_devices != len(devices):
             raise PlanError(
-                refused="the plan", got=f"{len(devices)} devices", needed=f"{plan.num_devices}, as planned", where="plan=",
+                refused="the plan", got=f"{len(devices)} devices",
+                needed=f"{plan.num_devices}, as planned", where="plan=",
                 try_="planning again for the devices at hand",
             )  # fmt: skip
         self.program = program

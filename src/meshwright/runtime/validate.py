@@ -217,7 +217,8 @@ def _cotangents(equation: Equation) -> list[np.ndarray]:
 
 def _compiled(function: Callable[..., Any], *args: Any) -> Any:
     """The result of `function(*args)`, compiled in a hurry: each is run once."""
-    return jax.jit(function).lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})(*args)
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+    return jax.jit(function).lower(*args).compile(compiler_options=options)(*args)
 
 
 def _run_whole(

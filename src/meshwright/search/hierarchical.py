@@ -38,6 +38,7 @@ class SearchRequest:
       pins: what is fixed.
       remat: "none", "layer", or None for the planner's choice.
       carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
+      split_dims: for the leading inputs, the dim that microbatches cut, or None.
       gap: relative optimality gap at which to stop.
       time_limit_seconds: for all solving together.
     """
@@ -51,6 +52,7 @@ class SearchRequest:
     pins: Pins
     remat: str | None
     carried: int = 0
+    split_dims: Sequence[int | None] = ()
     gap: float = 1e-3
     time_limit_seconds: float = 60.0
 
@@ -153,6 +155,7 @@ class HierarchicalSearch:
                 microbatches=request.microbatches,
                 pins=request.pins,
                 carried=request.carried,
+                split_dims=request.split_dims if request.microbatches > 1 else (),
             )
             self._problems[index, remat] = (problem, segments)
         return self._problems[index, remat]

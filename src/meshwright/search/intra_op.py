@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class IntraOpProblem:
       parameters: by position in `graph.parameters`.
       microbatches: how often the program runs in a step.
       pins: what the user has fixed.
+      split_dims: for the leading inputs, the dim that microbatches cut, or None.
       carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
     """
 
@@ -87,6 +89,7 @@ class IntraOpProblem:
         microbatches: int,
         pins: Pins,
         carried: int,
+        split_dims: Sequence[int | None] = (),
     ) -> None:
         self.graph = graph
         self.prices = Prices(mesh, device)
@@ -108,6 +111,7 @@ class IntraOpProblem:
         self.input_node: dict[int, int] = {}
         self._defines: dict[int, tuple[int, tuple[Spec, ...]]] = {}
         self._add_inputs()
+        self._agree_on_batch(split_dims)
         self._add_operators()
         self._add_operands()
         self._add_outputs()
@@ -140,6 +144,20 @@ class IntraOpProblem:
                 self._bytes[node] += held
                 self._defines[index] = (node, tuple(specs))
             self.input_node[index] = node
+
+    def _agree_on_batch(self, split_dims: Sequence[int | None]) -> None:
+        """Arrays that microbatches cut split their batch over the same axes, or the first few of them: else a
+        microbatch would pair different examples on one device."""
+        cut = [(self.graph.inputs[i], d) for i, d in enumerate(split_dims) if d is not None]
+        for (left, left_dim), (right, right_dim) in combinations(cut, 2):
+            u, v = self.input_node[left], self.input_node[right]
+            table = np.zeros((len(self.choices[u]), len(self.choices[v])))
+            for i, a in enumerate(self.choices[u]):
+                for j, b in enumerate(self.choices[v]):
+                    shared = min(len(a.dims[left_dim]), len(b.dims[right_dim]))
+                    if a.dims[left_dim][:shared] != b.dims[right_dim][:shared]:
+                        table[i, j] = np.inf
+            self._connect(u, v, table)
 
     def _parameter_price(self, value_bytes: float, info: ParameterInfo, choice: ParameterChoice) -> tuple[float, float]:
         """Seconds a step for gradient synchronisation and update, and bytes on one device."""

@@ -33,7 +33,7 @@ def build(
     global_batch: int | None = None,
     sequence: int | None = None,
     dtype: str | None = None,
-    optimizer: Optimizer = "adam",
+    optimizer: Optimizer | None = None,
     remat: bool = False,
 ) -> Target:
     """The reference model of this name, abstract: no array is made, so the largest cost no more than the smallest.
@@ -43,7 +43,7 @@ def build(
         global_batch: samples a step; the literature's by default.
         sequence: tokens a sample; only for families that have one.
         dtype: of the activations ("float32", "bfloat16", "float16"); parameters stay float32.
-        optimizer: "adam", "adamw" or "sgd".
+        optimizer: "adam", "adamw" or "sgd"; None for what the family is trained with (Wide-ResNet: sgd, others: adam).
         remat: recompute each layer (block) in the backward pass.
 
     Raises:
@@ -68,4 +68,6 @@ def build(
             raise ValueError(
                 f"refused to build {name!r}: got {key}={value!r}, needed a model with a {key}; try without {key}="
             )
-    return family.build(dataclasses.replace(config, **changes), optimizer=optimizer, remat=remat)
+    # Each family's own default stands where none is named.
+    named = {} if optimizer is None else {"optimizer": optimizer}
+    return family.build(dataclasses.replace(config, **changes), remat=remat, **named)

@@ -144,7 +144,7 @@ def max_pool(x: jax.Array) -> jax.Array:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
 
 
-def build(config: WideResNetConfig, *, optimizer: Optimizer = "adam", remat: bool = False) -> Target:
+def build(config: WideResNetConfig, *, optimizer: Optimizer = "sgd", remat: bool = False) -> Target:
     """The training step of a wide ResNet.
 
     The batch is `images`, (global_batch, image_size, image_size, 3) in `config.dtype`, and int32 `labels`
