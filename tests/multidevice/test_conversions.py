@@ -118,6 +118,7 @@ def test_conversions_move_the_value_and_its_cotangent(source: Spec) -> None:
 def test_conversions_that_cannot_exist() -> None:
     whole = Spec(((), ()))
     assert convert(whole, Spec(((), ()), partial=frozenset({"x"}))) is None
+    assert convert(Spec(((), ()), broadcast=frozenset({"x"})), whole) is None
     assert convert(whole, whole) == ()
 
 

@@ -25,7 +25,8 @@ BATCH = jax.ShapeDtypeStruct((32, 64), "float32")
 
 
 def train_step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-    loss, grad = value_and_grad(lambda w: jnp.mean((jax.nn.relu(x @ w) @ w.T) ** 2))(state["w"])
+    # Scaled so that gradients stay near one: large ones would make every step the same, and the comparison empty.
+    loss, grad = value_and_grad(lambda w: 1e-3 * jnp.mean((jax.nn.relu(x @ w) @ w.T) ** 2))(state["w"])
     moment = 0.9 * state["moment"] + 0.1 * grad**2
     return {"w": state["w"] - 0.1 * grad / jnp.sqrt(moment + 1e-3), "moment": moment}, loss
 

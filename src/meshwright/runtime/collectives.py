@@ -70,14 +70,12 @@ def _forward(step: Step, x: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
             return lax.psum(x, step.axes)
         case "all_gather":
             return lax.all_gather(x, step.axes, axis=step.from_dim, tiled=True)
-        case "mark_broadcast" | "unmark_broadcast":
+        case "mark_broadcast":
             return x
 
 
 def _backward(step: Step, g: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
     match step.kind, step.partial_cotangent:
-        case "unmark_broadcast", _:
-            return jnp.where(lax.axis_index(step.axes) == 0, g, jnp.zeros_like(g))
         case "slice", True:
             return _padded(g, step.axes, step.to_dim, sizes)
         case (("slice" | "reduce_scatter"), _):

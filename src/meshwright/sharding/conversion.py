@@ -13,7 +13,6 @@ runs on the cotangent (the table of `docs/architecture.md`):
     replicated  sharded     - (slice)        all_gather
     replicated  broadcast   -                all_reduce
     broadcast   sharded     - (slice)        - (zero padding)
-    broadcast   replicated  -                - (kept by the first device of a group)
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from typing import Literal
 
 from .spec import Spec
 
-Kind = Literal[
-    "slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "mark_broadcast", "unmark_broadcast"
-]
+Kind = Literal["slice", "reduce_scatter", "all_to_all", "all_reduce", "all_gather", "mark_broadcast"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
 
 
@@ -55,7 +52,7 @@ class Step:
     @property
     def forward(self) -> Collective | None:
         """The collective run on the value, None when no bytes move."""
-        return None if self.kind in ("slice", "mark_broadcast", "unmark_broadcast") else self.kind
+        return None if self.kind in ("slice", "mark_broadcast") else self.kind
 
     @property
     def backward(self) -> Collective | None:
@@ -88,7 +85,8 @@ Conversion = tuple[Step, ...]
 def convert(source: Spec, target: Spec) -> Conversion | None:
     """The steps from `source` to `target`; empty when nothing is to be done, None where no conversion exists.
 
-    None is returned for a target that is partial where the source is not: a value cannot be un-summed.
+    None is returned for a target that is partial where the source is not (a value cannot be un-summed) and for
+    broadcast to replicated (its cotangent would be counted once per device).
 
     Moves that make the buffer smaller come first, so that later ones carry fewer bytes: slices and reduce-scatters,
     then all-to-alls, all-reduces, and all-gathers last.
@@ -98,6 +96,8 @@ def convert(source: Spec, target: Spec) -> Conversion | None:
     if len(source.dims) != len(target.dims) or not target.partial <= source.partial:
         return None
     target_dim = {axis: d for d, axes in enumerate(target.dims) for axis in axes}
+    if any(axis not in target.broadcast and axis not in target_dim for axis in source.broadcast):
+        return None
     walk = _Walk(source, target, target_dim)
     while walk.shrink() or walk.exchange() or walk.sum_up() or walk.gather():
         pass
@@ -199,11 +199,6 @@ class _Walk:
         return False
 
     def mark(self) -> None:
-        over = tuple(sorted(self.broadcast - self.want.broadcast))
-        if over:
-            # The reader's cotangent is whole on every device: one of each group may pass it on.
-            self._take("unmark_broadcast", over, still_split=self._splits())
-            self.broadcast.difference_update(over)
         marks = tuple(sorted(self.want.broadcast - self.broadcast))
         if marks:
             self._take("mark_broadcast", marks, partial_cotangent=True, still_split=self._splits())
