@@ -18,6 +18,7 @@ from meshwright._jax.hlo import CompiledCollective, read_compiled
 from meshwright.api import Planning, plan_for
 from meshwright.cluster import load_cluster
 from meshwright.cost.collective import collective_seconds
+from meshwright.report.strategy import axis_roles
 from meshwright.runtime.step import PlannedStep
 
 
@@ -234,3 +235,15 @@ def test_convolutions_with_many_channels_are_channel_parallel() -> None:
     assert_as_predicted(planning, found)
     kernels = [p for p in planning.plan.stages[0].parameters if len(p.shape) == 4]
     assert all(p.use.dims[2] == ("x",) or p.use.dims[3] == ("x",) for p in kernels)
+
+
+def test_large_images_are_split_spatially_and_borders_exchanged() -> None:
+    planning = _convolutions(batch=1, channels=8, pixels=512, layers=2)
+    found = compiled_collectives(planning)
+    assert_as_predicted(planning, found)
+    stage = planning.plan.stages[0]
+    assert stage.inputs[-1].spec.dims[1:3] in ((("x",), ()), ((), ("x",)))
+    # One row of the image to and from each neighbour, forward; the first layer's input needs no gradient.
+    row = 512 * 8 * 4
+    assert sorted(c.bytes for c in found if c.kind == "permute") == [row] * (4 + 2)
+    assert axis_roles(stage)[0].names == ("spatial (borders exchanged)",)

@@ -170,6 +170,8 @@ class _Reader(Builder):
             return self.dot(equation, reads, key)
         if name == "conv_general_dilated":
             return self.convolution(equation, reads, key)
+        if name == "select_and_scatter_add" and len(reads) == 2:
+            return self.pooling_gradient(equation, reads, key)
         if name == "convert_element_type" and (same := self.converted(reads[0], avals[0].dtype)) is not None:
             return (same,)
         if name == "broadcast_in_dim":

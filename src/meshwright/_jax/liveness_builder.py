@@ -5,6 +5,7 @@ Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each 
 * equal operations are merged; a reshape of a reshape or a transposition of a transposition is one;
 * a matrix product gets two-dimensional operands (plus batch dims), transposed in memory where the kernel needs it;
 * a convolution gets channels last;
+* the gradient of max pooling carries a position of every element, one array for each dim;
 * adding what was scattered onto zeros scatters onto the other term;
 * a division by a broadcast value multiplies by the broadcast reciprocal;
 * bfloat16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice.
@@ -279,3 +280,32 @@ class Builder:
         canonical = jax.ShapeDtypeStruct(tuple(aval.shape[dim] for dim in order), aval.dtype)
         (result,) = self.emit(Kind.OPAQUE, "conv", [image, kernel], [canonical], key=key)
         return (self.arranged(result, tuple(int(dim) for dim in np.argsort(order))),)
+
+    def pooling_gradient(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
+        """The gradient of max pooling: where each window's maximum lies is found among arrays of positions, one for
+        each dim and as large as the padded operand, and the cotangents are scattered to it."""
+        cotangent, operand = reads
+        shape = self.types[operand][0]
+        padding = equation.params["padding"]
+        padded = tuple(size + low + high for size, (low, high) in zip(shape, padding, strict=True))
+        aval = equation.outvars[0].aval
+        whole = jax.ShapeDtypeStruct(padded, aval.dtype)
+        if padded != shape:
+            (operand,) = self.emit(Kind.PERMUTE, "pad", [operand], [whole], key=padded)
+        position = jax.ShapeDtypeStruct(padded, np.int32)
+        positions = [
+            self.emit(Kind.BROADCAST, "iota", (), [position], key=("position", dim))[0] for dim in range(len(shape))
+        ]
+        windows = self.types[cotangent][0]
+        found = jax.ShapeDtypeStruct(windows, np.int32)
+        largest = jax.ShapeDtypeStruct(windows, aval.dtype)
+        _, *chosen = self.emit(
+            Kind.OPAQUE, "reduce_window", [operand, *positions], [largest, *[found] * len(shape)], key=key
+        )
+        table = jax.ShapeDtypeStruct((math.prod(windows), len(shape)), np.int32)
+        (indices,) = self.emit(Kind.PERMUTE, "concatenate", chosen, [table], key="positions")
+        (zeros,) = self.emit(Kind.BROADCAST, "zeros", (), [whole], key=("zeros", padded))
+        (result,) = self.emit(Kind.UPDATE, "scatter", [zeros, indices, cotangent], [whole], key=key)
+        if padded != shape:
+            (result,) = self.emit(Kind.PERMUTE, "slice", [result], [aval], key=padded)
+        return (result,)

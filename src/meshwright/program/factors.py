@@ -33,10 +33,13 @@ class Factor:
       size: its extent.
       kind: `parallel` may be split freely; `reduction` is summed over and leaves a partial result; `spatial` may be
         split if neighbours exchange borders; `whole` may not be split.
+      halo: of a spatial factor, how many elements of its dim of the first operand a block needs from the block before
+        it and from the one after it.
     """
 
     size: int
     kind: FactorKind
+    halo: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from jax import lax
 from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
 from .._jax.random import is_key, random_bits_block
 from .factors import Dims, Rule
+from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
 from .split import Split
 
@@ -82,6 +83,7 @@ def _random_bits(equation: Equation, split: Split, operands: Sequence[Any]) -> S
 
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+_WINDOWED = ("conv_general_dilated", *POOLS)
 _EVALUATORS: Mapping[str, Evaluator] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
@@ -92,6 +94,7 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "gather": gather,
     "ragged_dot_general": ragged_dot,
     **dict.fromkeys(_SCATTERS, scatter),
+    **dict.fromkeys(_WINDOWED, windowed),
 }
 _COMBINERS = {"max": lax.pmax, "min": lax.pmin}
 
@@ -167,7 +170,8 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
       differentiated: whether a cotangent passes through it.
     """
     name = equation.primitive.name
-    whole = {index for index, factor in enumerate(rule.factors) if factor.kind == "spatial"}
+    rule = spatial_rule(equation, rule)
+    whole: set[int] = set()
     combine = COMBINE.get(name)
     reductions = {index for index, factor in enumerate(rule.factors) if factor.kind == "reduction"}
     truths = any(var.aval.dtype == bool for var in equation.outvars)
@@ -188,9 +192,11 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     if name in _WHOLE:
         whole |= _WHOLE[name](equation, rule)
     rule = rule.with_whole(sorted(whole))
-    if name not in _EVALUATORS:
-        rule = rule.with_whole([f for f in rule.splittable() if not _is_shape_free(equation, rule, f)])
-    return rule
+    if name in _WINDOWED:
+        unsure = [f for f in rule.splittable() if rule.factors[f].kind != "spatial"]
+    else:
+        unsure = rule.splittable() if name not in _EVALUATORS else ()
+    return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])
 
 
 def _factors(tensors: Sequence[Dims]) -> set[int]:

@@ -42,6 +42,7 @@ class AxisRole:
       stored: parameters whose optimizer state it splits further than the parameter (ZeRO-1 and 2).
       holding: what becomes of the parameters it splits: "used split" as they are, "gathered" at use (ZeRO-3), or
         "unknown" where the plan does not tell, or none is split.
+      exchanges: whether neighbours in the stage exchange borders.
     """
 
     axis: str
@@ -51,6 +52,7 @@ class AxisRole:
     split: tuple[ParameterPlan, ...]
     stored: tuple[ParameterPlan, ...]
     holding: Holding
+    exchanges: bool
 
     @property
     def experts(self) -> tuple[ParameterPlan, ...]:
@@ -67,6 +69,8 @@ class AxisRole:
         found = []
         if self.over_batch or self.holding == "gathered":
             found.append("data parallel")
+        if self.exchanges and self.summed and any(self.input_dims) and not self.over_batch:
+            found.append("spatial (borders exchanged)")
         if self.stored:
             found.append("ZeRO-1/2")
         if self.holding == "gathered":
@@ -110,6 +114,7 @@ def _role(axis: str, stage: Stage) -> AxisRole:
         split=tuple(p for p in parameters if axis in p.use.sharded_axes),
         stored=tuple(p for p in parameters if axis in p.stored_axes),
         holding="unknown",
+        exchanges=any(c.kind == "permute" for c in stage.communication),
     )
     gathers = _gathers(stage)
     scatters = sum(c.count for c in stage.communication if c.kind == "reduce_scatter")

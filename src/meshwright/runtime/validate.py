@@ -101,7 +101,7 @@ def validate_rules(equations: Iterable[tuple[Equation, Sequence[Any]]], *, block
             f"refused to validate rules over {blocks} devices: got {len(jax.devices())} devices, needed {blocks}; "
             f"try XLA_FLAGS=--xla_force_host_platform_device_count={blocks} in the environment"
         )
-    equations = list(equations)
+    equations = [(equation, [_on_host(x) for x in operands]) for equation, operands in equations]
     smooth = [_moving(equation) for equation, _ in equations]
     rules = Rules()
     rules.prepare([(equation, any(moving)) for (equation, _), moving in zip(equations, smooth, strict=True)])
@@ -242,7 +242,7 @@ def _run_whole(
     found: dict[int, list[np.ndarray]] = {}
     for start in range(0, len(positions), _TOGETHER):
         chosen = positions[start : start + _TOGETHER]
-        made = _compiled(run(chosen), [list(equations[i][1]) for i in chosen])
+        made = _compiled(run(chosen), [equations[i][1] for i in chosen])
         found.update(zip(chosen, made, strict=True))
     return found
 
@@ -287,7 +287,7 @@ def _violations(
         check_vma=False,
     )
     cotangents = [_cotangents(case.equation) if any(case.moving) else [] for case in cases]
-    results = _compiled(run, [list(case.operands) for case in cases], cotangents)
+    results = _compiled(run, [case.operands for case in cases], cotangents)
     found = []
     for index, (case, got) in enumerate(zip(cases, results, strict=True)):
         problem, detail = _compare(case, got, needed[case.whole])
@@ -329,6 +329,11 @@ def _call(follower: Follower, equation: Equation, algorithm: Algorithm, moving: 
 
 def _plain(equation: Equation, split: Split, *shards: Any) -> Sequence[Any]:
     return evaluate_local(equation, split, shards)
+
+
+def _on_host(x: Any) -> Any:
+    """`x` where every mesh can be fed from it without a program of its own."""
+    return x if is_key(jax.typeof(x)) else np.asarray(x)
 
 
 def _zeros(aval: Any) -> Any:

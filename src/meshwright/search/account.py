@@ -110,17 +110,18 @@ def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account)
         if choice is None:
             continue
         runs = problem.forward_runs(operator)
-        compute, inside = prices.operator(graph, operator, choice.algorithm, forward_runs=runs)
+        compute, _ = prices.operator(graph, operator, choice.algorithm, forward_runs=runs)
         total.compute_seconds += m * operator.repeats * compute
         shards = prod(problem.sizes[a] for split in choice.algorithm.axes for a in split)
         if operator.matmul:
-            moving = sum(1 for v in operator.operands if v is not None and graph.values[v].differentiated)
-            total.flops += m * operator.repeats * operator.flops / shards * (runs + moving * operator.differentiated)
-        if inside:
-            for position, value in enumerate(operator.results):
-                if value is not None and prod(graph.values[value].shape) > 1:
-                    size = graph.values[value].bytes / choice.algorithm.results[position].shards(problem.sizes)
-                    total.add("all_reduce", size, inside / runs, m * operator.repeats * runs)
+            passes = prices.passes(graph, operator, choice.algorithm, forward_runs=runs)
+            total.flops += m * operator.repeats * operator.flops / shards * passes
+        results = [graph.values[v].shape for v in operator.results if v is not None]
+        if all(prod(shape) == 1 for shape in results):
+            continue
+        for inner in prices.inner_collectives(graph, operator, choice.algorithm):
+            seconds = prices.collective(inner.kind, inner.size_bytes, inner.axes)
+            total.add(inner.kind, inner.size_bytes, seconds, m * operator.repeats * (runs + inner.mirrored))
 
 
 def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -11,11 +12,29 @@ from ..cluster import Device, LogicalMesh
 from ..cost.collective import collective_seconds
 from ..cost.compute import elementwise_seconds, matmul_seconds
 from ..program.graph import Graph, Operator
+from ..program.halo import halo_bytes, halo_growth
 from ..program.residuals import is_fusible
 from ..sharding import Algorithm, Spec, convert
 
 # Share of an elementwise operator's memory traffic that is left when it is fused into its readers: its arithmetic.
 _FUSED_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerCollective:
+    """A collective inside an operator.
+
+    Args:
+      kind: see `cost.collective`.
+      size_bytes: its buffer on one device.
+      axes: mesh axes it spans.
+      mirrored: whether the derivative makes the same one again.
+    """
+
+    kind: str
+    size_bytes: float
+    axes: tuple[str, ...]
+    mirrored: bool
 
 
 class Prices:
@@ -129,30 +148,23 @@ class Prices:
             return 0.0, 0.0
         shards = prod(self.sizes[axis] for split in algorithm.axes for axis in split)
         results = [v for v in operator.results if v is not None]
-        moving = sum(1 for v in operator.operands if v is not None and graph.values[v].differentiated)
         runs = forward_runs
         written = sum(
             graph.values[v].bytes / algorithm.results[i].shards(self.sizes)
             for i, v in enumerate(operator.results)
             if v is not None
         )
-        inside = 0.0
-        reduced = [
-            a
-            for factor, split in zip(operator.rule.factors, algorithm.axes, strict=True)
-            if factor.kind == "reduction"
-            for a in split
-        ]
-        if reduced and operator.combine in ("max", "min"):
-            inside = runs * self.collective("all_reduce", written, reduced)
+        inside = sum(
+            (runs + c.mirrored) * self.collective(c.kind, c.size_bytes, c.axes)
+            for c in self.inner_collectives(graph, operator, algorithm)
+        )
         if operator.matmul:
             read = sum(
                 graph.values[v].bytes / algorithm.operands[i].shards(self.sizes)
                 for i, v in enumerate(operator.operands)
                 if v is not None
             )
-            if operator.differentiated:
-                runs += moving
+            runs = self.passes(graph, operator, algorithm, forward_runs=runs)
             dtype = graph.values[results[0]].dtype if results else "float32"
             return runs * matmul_seconds(operator.flops / shards, read + written, dtype, self.device), inside
         if operator.differentiated:
@@ -160,6 +172,37 @@ class Prices:
         if not self.is_stored(graph, operator):
             written *= _FUSED_SHARE
         return runs * elementwise_seconds(written, self.device), inside
+
+    def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
+        """What an operator moves in one forward run: partial maxima combined, borders exchanged with neighbours."""
+        found = []
+        split = [(f.kind, axes) for f, axes in zip(operator.rule.factors, algorithm.axes, strict=True) if axes]
+        reduced = tuple(axis for kind, axes in split if kind == "reduction" for axis in axes)
+        if reduced and operator.combine in ("max", "min"):
+            for position, index in enumerate(operator.results):
+                if index is not None:
+                    size = graph.values[index].bytes / algorithm.results[position].shards(self.sizes)
+                    found.append(InnerCollective(kind="all_reduce", size_bytes=size, axes=reduced, mirrored=False))
+        if any(kind == "spatial" for kind, _ in split):
+            value = graph.values[operator.operands[0] or 0]
+            for move in halo_bytes(operator.rule, algorithm.axes, value.shape, value.itemsize, self.sizes):
+                mirrored = operator.differentiated and value.differentiated
+                found.append(
+                    InnerCollective(kind="permute", size_bytes=move.size_bytes, axes=move.axes, mirrored=mirrored)
+                )
+        return tuple(found)
+
+    def passes(self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int) -> float:
+        """How often a matrix product or convolution is computed: forward, and once for each operand's gradient."""
+        if not operator.differentiated:
+            return forward_runs
+        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
+        if not moving[0]:
+            return forward_runs + sum(moving)
+        first = graph.values[operator.operands[0] or 0]
+        # The gradient of a block reaches into its halos.
+        growth = halo_growth(operator.rule, algorithm.axes, first.shape, self.sizes)
+        return forward_runs + growth + sum(moving[1:])
 
     def is_stored(self, graph: Graph, operator: Operator) -> bool:
         """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain."""
