@@ -72,6 +72,7 @@ def verification_document(verification: Verification) -> dict[str, Any]:
         "max_relative_error": verification.max_relative_error,
         "compared": verification.compared,
         "reference": verification.reference,
+        "errors": list(verification.errors),
         "step_seconds": {"predicted": predicted.step_seconds, "measured": verification.step_seconds},
         "checks": [
             {
@@ -102,10 +103,16 @@ def verification_text(verification: Verification) -> str:
     predicted = plan.predicted.step_seconds if plan.predicted is not None else nan
     return "\n".join((
         f"{verification.target}: {plan}", "", table, "", *counts,
-        f"results compared with: {verification.reference}",
+        f"results compared with: {verification.reference}{_starts(verification)}",
         f"step time: measured {format_seconds(verification.step_seconds)}, predicted {format_seconds(predicted)}",
         "passed" if verification.passed else "FAILED",
     ))  # fmt: skip
+
+
+def _starts(verification: Verification) -> str:
+    if len(verification.errors) == 1:
+        return ""
+    return f", from {len(verification.errors)} starts: {', '.join(f'{e:.2g}' for e in verification.errors)}"
 
 
 def _quantity(check: Check, value: float) -> str:

@@ -54,8 +54,10 @@ def test_a_step_with_abstract_arguments(data_parallel: Verification) -> None:
 @pytest.mark.parametrize(
     ("changes", "failing"),
     [
-        ({"max_relative_error": math.nan}, "error after 3 steps (parameters)"),
-        ({"max_relative_error": 2e-4}, "error after 3 steps (parameters)"),
+        ({"errors": (math.nan,)}, "error after 3 steps (parameters)"),
+        ({"errors": (2e-4,)}, "error after 3 steps (parameters)"),
+        ({"errors": (2e-4, 1e-6, 2e-4)}, "error after 3 steps (parameters)"),
+        ({"errors": (2e-4, math.nan, 1e-6)}, "error after 3 steps (parameters)"),
         ({"predicted": {}}, "all_gather bytes"),
         ({"compiled": {}}, "all_gather bytes"),
     ],

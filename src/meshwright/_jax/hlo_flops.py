@@ -1,8 +1,8 @@
 """FLOPs of one HLO instruction: matrix products and convolutions, also as the library calls a GPU makes of them.
 
 A matrix product costs 2 x results x contracted elements, a convolution 2 x outputs x kernel elements per feature.
-Multiplications with padding count, as in published figures; multiplications with the zeros that XLA inserts when
-it writes the gradient of a strided or grouped convolution as a dilated one do not, for nobody need perform them.
+Multiplications with padding count, as in published figures, but not more than each input position meets kernel
+positions: XLA writes gradients as convolutions over inputs full of inserted zeros and borders, which are no work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ def instruction_flops(computation: Computation, instruction: Instruction) -> flo
         left = computation.instructions[instruction.operands[0]].shapes[0]
         return _dot_flops(instruction.shapes[0], left, _numbers(instruction.attributes.get("lhs_contracting_dims", "")))
     if instruction.opcode == "convolution":
-        kernel = computation.instructions[instruction.operands[1]].shapes[0]
-        holes = math.prod(_window(instruction, "lhs_dilate"))
-        return _convolution_flops(instruction, instruction.shapes[0], kernel) / holes
+        image, kernel = (computation.instructions[name].shapes[0] for name in instruction.operands[:2])
+        output = instruction.shapes[0]
+        read, _, written = re.split("_|->", instruction.attributes["dim_labels"])
+        share = _positions(image, read) / max(_positions(output, written), 1)
+        return _convolution_flops(instruction, output, kernel) * min(share, 1.0)
     if instruction.opcode == "custom-call":
         return _library_flops(computation, instruction)
     return 0.0
@@ -32,9 +34,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 
-def _window(instruction: Instruction, key: str) -> tuple[int, ...]:
-    found = re.search(rf"\b{key}=([0-9x]+)", instruction.attributes.get("window", ""))
-    return _numbers(found[1]) if found else ()
+def _positions(shape: ArrayShape, labels: str) -> int:
+    """Over how many places a window slides: the dims labelled by a digit."""
+    return math.prod(size for size, label in zip(shape.dims, labels, strict=True) if label.isdigit())
 
 
 def _dot_flops(result: ArrayShape, left: ArrayShape, contracted: tuple[int, ...]) -> float:

@@ -24,7 +24,9 @@ class Device:
     `peak_flops`: dtype name ('float32', 'bfloat16', ...) to dense FLOP/s; 'float32' is required, because a dtype that
     is not listed runs at its rate. `memory_bytes`: all of the device's memory, of which a program may use
     `usable_memory_fraction` (0 to 1]. `memory_bandwidth_bytes_per_second`: of that memory. `efficiency` (0 to 1]: the
-    achievable fraction of `peak_flops`. `kernel_launch_seconds`: fixed cost of every operator.
+    achievable fraction of `peak_flops`. `kernel_launch_seconds`: fixed cost of every operator. `memory_overlap` [0 to
+    1]: the share of a matrix product's memory traffic that hides behind its arithmetic. `unfolds_convolutions`: whether
+    a convolution writes every window out as a row of a matrix first.
 
     Raises ClusterError for a number that is missing, not finite or out of range.
 
@@ -43,6 +45,8 @@ class Device:
     efficiency: float
     kernel_launch_seconds: float
     usable_memory_fraction: float
+    memory_overlap: float = 1.0
+    unfolds_convolutions: bool = False
 
     def __post_init__(self) -> None:
         check_text("Device", "kind", self.kind)
@@ -62,6 +66,8 @@ class Device:
         check_number("Device", "efficiency", self.efficiency, above=True, at_most=1.0)
         check_number("Device", "kernel_launch_seconds", self.kernel_launch_seconds)
         check_number("Device", "usable_memory_fraction", self.usable_memory_fraction, above=True, at_most=1.0)
+        check_number("Device", "memory_overlap", self.memory_overlap, at_most=1.0)
+        check_type("Device", "unfolds_convolutions", self.unfolds_convolutions, bool)
         # A sorted private copy: the caller's mapping may change, and text made from it must not depend on its order.
         object.__setattr__(self, "peak_flops", {k: float(v) for k, v in sorted(self.peak_flops.items())})
 
@@ -80,7 +86,8 @@ class Link:
     """A way for bytes to travel: the link inside a host (per device) or one NIC.
 
     `bandwidth_bytes_per_second`: one direction, all directions of travel usable at once. `latency_seconds`: of one hop.
-    `launch_seconds`: fixed cost of starting one collective that uses this link.
+    `launch_seconds`: fixed cost of starting one collective that uses this link. `exchange_efficiency` (0 to 1]: the
+    share of the bandwidth that an all-to-all reaches.
 
     >>> Link(bandwidth_bytes_per_second=25e9, latency_seconds=3e-6).launch_seconds
     0.0
@@ -89,11 +96,13 @@ class Link:
     bandwidth_bytes_per_second: float
     latency_seconds: float
     launch_seconds: float = 0.0
+    exchange_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("Link", "bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, above=True)
         check_number("Link", "latency_seconds", self.latency_seconds)
         check_number("Link", "launch_seconds", self.launch_seconds)
+        check_number("Link", "exchange_efficiency", self.exchange_efficiency, above=True, at_most=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

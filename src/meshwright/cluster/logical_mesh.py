@@ -172,7 +172,8 @@ def _price_axis(name: str, groups: np.ndarray, hosts: Sequence[Host], oversubscr
         if members.max() > 1 or not crosses.any():
             ring_bandwidth = min(ring_bandwidth, host.link.bandwidth_bytes_per_second)
             launch = max(launch, host.link.launch_seconds)
-            inside = (members.max() - 1) / size / host.link.bandwidth_bytes_per_second
+            reached = host.link.bandwidth_bytes_per_second * host.link.exchange_efficiency
+            inside = (members.max() - 1) / size / reached
             exchange_bandwidth = min(exchange_bandwidth, _per_device(size, inside))
         leaving = crosses & (members > 0)
         if leaving.any():
@@ -180,7 +181,8 @@ def _price_axis(name: str, groups: np.ndarray, hosts: Sequence[Host], oversubscr
             ring_bandwidth = min(ring_bandwidth, out / leaving.sum())
             launch = max(launch, host.nic.launch_seconds)
             load = (members[leaving] * (size - members[leaving])).sum() / size
-            exchange_bandwidth = min(exchange_bandwidth, _per_device(size, load / out))
+            reached = out * host.nic.exchange_efficiency
+            exchange_bandwidth = min(exchange_bandwidth, _per_device(size, load / reached))
     return Axis(
         name=name,
         size=size,

@@ -73,6 +73,8 @@ def _is_bare(key: str) -> bool:
 def _value(value: str | float) -> str:
     # A JSON string is a TOML basic string, but TOML wants DEL escaped and knows no surrogate pairs (hence no ASCII
     # escapes); Python's repr of a finite number is a TOML number.
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
 
 

@@ -168,24 +168,6 @@ class HaloMove:
     size_bytes: float
 
 
-def _local_shape(
-    rule: Rule, axes: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping[str, int]
-) -> list[int]:
-    return [
-        extent // prod(sizes[axis] for f in dim for axis in axes[f])
-        for extent, dim in zip(shape, rule.operands[0], strict=True)
-    ]
-
-
-def halo_growth(rule: Rule, axes: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping[str, int]) -> float:
-    """How many times as large a block of the first operand is with its halos (arguments as of `halo_bytes`)."""
-    growth = 1.0
-    for extent, dim in zip(_local_shape(rule, axes, shape, sizes), rule.operands[0], strict=True):
-        if dim and rule.factors[dim[0]].kind == "spatial" and axes[dim[0]]:
-            growth *= (extent + sum(rule.factors[dim[0]].halo)) / extent
-    return growth
-
-
 def halo_bytes(
     rule: Rule, axes: Sequence[tuple[str, ...]], shape: Sequence[int], itemsize: float, sizes: Mapping[str, int]
 ) -> tuple[HaloMove, ...]:
@@ -206,7 +188,10 @@ def halo_bytes(
     """
     if not rule.operands:
         return ()
-    local = _local_shape(rule, axes, shape, sizes)
+    local = [
+        extent // prod(sizes[axis] for f in dim for axis in axes[f])
+        for extent, dim in zip(shape, rule.operands[0], strict=True)
+    ]
     moves = []
     for d, dim in enumerate(rule.operands[0]):
         factor = rule.factors[dim[0]] if dim else None

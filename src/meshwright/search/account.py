@@ -10,6 +10,7 @@ from typing import Any
 from ..plan import Collective
 from ..sharding import Conversion, Spec, convert
 from .intra_op import IntraOpProblem, IntraOpSolution
+from .products import product_passes
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account)
         total.compute_seconds += m * operator.repeats * compute
         shards = prod(problem.sizes[a] for split in choice.algorithm.axes for a in split)
         if operator.matmul:
-            passes = prices.passes(graph, operator, choice.algorithm, forward_runs=runs)
+            passes = sum(product_passes(graph, operator, forward_runs=runs))
             total.flops += m * operator.repeats * operator.flops / shards * passes
         results = [graph.values[v].shape for v in operator.results if v is not None]
         if all(prod(shape) == 1 for shape in results):

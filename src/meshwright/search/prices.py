@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
 from ..cluster import Device, LogicalMesh
 from ..cost.collective import collective_seconds
-from ..cost.compute import elementwise_seconds, matmul_seconds
+from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator
-from ..program.halo import halo_bytes, halo_growth
+from ..program.halo import halo_bytes
 from ..program.residuals import is_fusible
 from ..sharding import Algorithm, Spec, convert
+from .products import product_seconds
 
 # Share of an elementwise operator's memory traffic that is left when it is fused into its readers: its arithmetic.
 _FUSED_SHARE = 0.1
@@ -146,8 +146,6 @@ class Prices:
         """
         if operator.is_link:
             return 0.0, 0.0
-        shards = prod(self.sizes[axis] for split in algorithm.axes for axis in split)
-        results = [v for v in operator.results if v is not None]
         runs = forward_runs
         written = sum(
             graph.values[v].bytes / algorithm.results[i].shards(self.sizes)
@@ -159,14 +157,8 @@ class Prices:
             for c in self.inner_collectives(graph, operator, algorithm)
         )
         if operator.matmul:
-            read = sum(
-                graph.values[v].bytes / algorithm.operands[i].shards(self.sizes)
-                for i, v in enumerate(operator.operands)
-                if v is not None
-            )
-            runs = self.passes(graph, operator, algorithm, forward_runs=runs)
-            dtype = graph.values[results[0]].dtype if results else "float32"
-            return runs * matmul_seconds(operator.flops / shards, read + written, dtype, self.device), inside
+            seconds = product_seconds(graph, operator, algorithm, self.sizes, self.device, forward_runs=runs)
+            return seconds, inside
         if operator.differentiated:
             runs += 1
         if not self.is_stored(graph, operator):
@@ -191,18 +183,6 @@ class Prices:
                     InnerCollective(kind="permute", size_bytes=move.size_bytes, axes=move.axes, mirrored=mirrored)
                 )
         return tuple(found)
-
-    def passes(self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int) -> float:
-        """How often a matrix product or convolution is computed: forward, and once for each operand's gradient."""
-        if not operator.differentiated:
-            return forward_runs
-        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
-        if not moving[0]:
-            return forward_runs + sum(moving)
-        first = graph.values[operator.operands[0] or 0]
-        # The gradient of a block reaches into its halos.
-        growth = halo_growth(operator.rule, algorithm.axes, first.shape, self.sizes)
-        return forward_runs + growth + sum(moving[1:])
 
     def is_stored(self, graph: Graph, operator: Operator) -> bool:
         """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain."""

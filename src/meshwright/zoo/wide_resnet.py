@@ -65,8 +65,8 @@ CONFIGS: dict[str, WideResNetConfig] = {
             channels=32,
             width_factor=2,
             classes=16,
-            image_size=32,
-            global_batch=16,
+            image_size=16,
+            global_batch=32,
         ),
     )
 }
