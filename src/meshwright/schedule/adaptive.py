@@ -1,0 +1,90 @@
+"""Adaptive eager 1F1B: as many forwards ahead on each edge as its transfers need, and no more.
+
+With warm-up d_e on an edge, its source runs d_e more forwards ahead than its target. In a steady state of period T
+the source must have sent c seconds before the target's forward and waits c seconds after the target's backward, which
+leaves w t_b early when weight gradients follow the input gradients as instructions of their own. Both fit exactly when
+T + 2c - w t_b <= d_e T, so
+
+    d_e = max(1, 1 + ceil((2 c_e - w t_b) / T)).
+
+1F1B is d_e = 1, eager 1F1B is d_e = 2. A stage with several edges runs ahead as far as the neediest of them asks.
+
+The schedule takes the whole numbers d_e, not the seconds: a plan stores them, and every process gets the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .errors import check_count, refusal
+from .instruction import Edge
+from .one_f_one_b import alternate
+from .schedule import Schedule, check_edges
+
+# (2c - w t_b) / T that is a whole number but for its last bits must not cost a microbatch of memory.
+_ROUNDING = 1e-9
+
+
+def adaptive_warm_up(
+    transfer_seconds: Sequence[float], *, period_seconds: float, weight_gradient_seconds: float = 0.0
+) -> tuple[int, ...]:
+    """The warm-up d_e of each edge.
+
+    >>> adaptive_warm_up([0.2, 2.0, 0.0], period_seconds=3.0)
+    (2, 3, 1)
+
+    Args:
+      transfer_seconds: of each edge, one way; the mean of both ways where they differ.
+      period_seconds: T, of the slowest stage, forward and backward.
+      weight_gradient_seconds: w t_b, the part of a backward that is a weight gradient, when it is split off.
+
+    Raises:
+      ScheduleError: a time that is negative, infinite or not a number, or a period of zero.
+    """
+    named = [(f"transfer_seconds[{i}]", c) for i, c in enumerate(transfer_seconds)]
+    for name, value in (*named, ("weight_gradient_seconds", weight_gradient_seconds)):
+        if not (math.isfinite(value) and value >= 0):
+            raise refusal("adaptive", name, f"{value} s", "finite seconds >= 0", "predicted or measured times")
+    if not (math.isfinite(period_seconds) and period_seconds > 0):
+        needed = "finite seconds > 0"
+        raise refusal("adaptive", "period_seconds", f"{period_seconds} s", needed, "forward plus backward of a stage")
+    slack = ((2 * c - weight_gradient_seconds) / period_seconds for c in transfer_seconds)
+    return tuple(max(1, 1 + math.ceil(periods - _ROUNDING)) for periods in slack)
+
+
+def adaptive(
+    stages: int,
+    microbatches: int,
+    *,
+    warm_up: Sequence[int],
+    edges: Sequence[Edge] | None = None,
+    split_backward: bool = False,
+) -> Schedule:
+    """1F1B whose warm-up is chosen for each edge.
+
+    >>> adaptive(4, 8, warm_up=(2, 3, 1)).in_flight
+    (7, 5, 2, 1)
+
+    Args:
+      stages: how many, one on each rank.
+      microbatches: how many.
+      warm_up: d_e of each edge, in the order of `edges`, of at least 1; `adaptive_warm_up` computes them.
+      edges: of the stage graph; None for a chain.
+      split_backward: run weight gradients as instructions of their own, right after the input gradients.
+
+    Raises:
+      ScheduleError: fewer than one stage or microbatch, a warm-up below 1 or not one for each edge, or an edge that is
+        not of the stages.
+    """
+    stages = check_count("adaptive", "stages", stages)
+    ordered = check_edges("adaptive", stages, edges)
+    given = tuple(edges) if edges is not None else ordered
+    if len(warm_up) != len(given):
+        needed = f"{len(given)}, one for each edge"
+        raise refusal("adaptive", "warm_up", f"{len(warm_up)} warm-ups", needed, "`adaptive_warm_up` of all edges")
+    ahead = {edge: check_count("adaptive", "warm_up", d) for edge, d in zip(given, warm_up, strict=True)}
+    depths = [1] * stages
+    for edge in sorted(ordered, key=lambda e: -e.source):
+        depths[edge.source] = max(depths[edge.source], depths[edge.target] + ahead[edge])
+    return alternate("adaptive", microbatches, depths=tuple(depths), edges=ordered, split_backward=split_backward)

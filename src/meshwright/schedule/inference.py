@@ -1,0 +1,44 @@
+"""Inference pipelines: forwards only, microbatch after microbatch.
+
+A step takes sum(f_i) + sum of the transfers + (B - 1) max(f, c) seconds. Nothing is kept for a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import check_count
+from .instruction import Edge, Instruction, Kind
+from .schedule import Mode, Schedule, check_edges
+
+
+def inference(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None) -> Schedule:
+    """Forwards only.
+
+    >>> inference(2, 3).in_flight
+    (1, 1)
+
+    Args:
+      stages: how many, one on each rank.
+      microbatches: how many.
+      edges: of the stage graph; None for a chain.
+
+    Raises:
+      ScheduleError: fewer than one stage or microbatch, or an edge that is not of the stages.
+    """
+    stages = check_count("inference", "stages", stages)
+    microbatches = check_count("inference", "microbatches", microbatches)
+    ranks = tuple(
+        tuple(Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in range(microbatches))
+        for stage in range(stages)
+    )
+    return Schedule(
+        name="inference",
+        stages=stages,
+        microbatches=microbatches,
+        mode=Mode.INFERENCE,
+        ranks=ranks,
+        stage_ranks=tuple(range(stages)),
+        edges=check_edges("inference", stages, edges),
+        in_flight_limit=(1,) * stages,
+    )

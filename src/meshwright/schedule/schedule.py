@@ -1,0 +1,151 @@
+"""The schedule as data: for each rank the instructions it runs, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from .errors import refusal
+from .instruction import Edge, Instruction, Kind
+from .walk import Walk, walk
+
+
+class Mode(StrEnum):
+    """When the optimizer steps.
+
+    `SYNCHRONOUS`: once, after all microbatches; the numbers are those of one device. `ASYNCHRONOUS`: after each
+    microbatch, with the weights of its forward kept for its backward (weight stashing); the numbers are those of
+    delayed gradients. `INFERENCE`: never; there are forwards only.
+    """
+
+    SYNCHRONOUS = "synchronous"
+    ASYNCHRONOUS = "asynchronous"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The order of everything in one step of a pipeline.
+
+    Made by the functions of this package; one made by hand should pass `check_schedule`.
+
+    >>> from meshwright.schedule import one_f_one_b
+    >>> schedule = one_f_one_b(2, 3)
+    >>> for instruction in schedule.ranks[1][:2]:
+    ...     print(instruction)
+    forward of stage 1, microbatch 0
+    backward of stage 1, microbatch 0
+    >>> schedule.in_flight
+    (2, 1)
+
+    Args:
+      name: of the function that made it.
+      stages: how many.
+      microbatches: how many.
+      mode: when the optimizer steps.
+      ranks: for each rank (group of devices) what it runs, in order.
+      stage_ranks: for each stage the rank that holds it; a rank may hold several (interleaving).
+      edges: which stages read what which others compute, sorted.
+      in_flight_limit: for each rank, the most pairs (stage, microbatch) whose forward has begun and whose last backward
+        instruction has not ended, as the schedule promises.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    mode: Mode
+    ranks: tuple[tuple[Instruction, ...], ...]
+    stage_ranks: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    in_flight_limit: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = f"{self.stages} stages on {len(self.ranks)} ranks, {self.microbatches} microbatches"
+        return f"{self.name} ({self.mode}): {counts}"
+
+    @cached_property
+    def walk(self) -> Walk:
+        """One order of all instructions and transfers that respects every rank and every edge; found once.
+
+        Raises:
+          ScheduleError: there is none: the ranks wait for each other.
+        """
+        return walk(self)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage, the most microbatches it holds at once, counted."""
+        most = [0] * self.stages
+        for program in self.ranks:
+            for stage, held, _ in holdings(program, self.mode):
+                most[stage] = max(most[stage], held)
+        return tuple(most)
+
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """For each stage, the most versions of its weights that are needed at once, counted; 1 when synchronous."""
+        most = [1] * self.stages
+        for program in self.ranks:
+            version = dict.fromkeys(range(self.stages), 0)
+            used: dict[int, dict[int | None, int]] = {stage: {} for stage in version}
+            for one in program:
+                if one.kind is Kind.FORWARD:
+                    used[one.stage][one.microbatch] = version[one.stage]
+                elif one.kind is Kind.UPDATE:
+                    version[one.stage] += 1
+                else:
+                    # The update that follows writes a new version beside those still needed.
+                    used[one.stage].pop(one.microbatch, None)
+                most[one.stage] = max(most[one.stage], len({version[one.stage], *used[one.stage].values()}))
+        return tuple(most)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are instructions of their own."""
+        return any(one.kind is Kind.BACKWARD_WEIGHT for program in self.ranks for one in program)
+
+
+def holdings(program: Iterable[Instruction], mode: Mode) -> Iterable[tuple[int, int, int]]:
+    """Stage, microbatches held by it and pairs held by the rank, as each forward of a rank's `program` begins."""
+    by_stage: dict[int, int] = {}
+    by_rank = 0
+    for one in program:
+        if one.kind is Kind.FORWARD:
+            held = by_stage.get(one.stage, 0) + 1
+            by_rank += 1
+            yield one.stage, held, by_rank
+            if mode is Mode.INFERENCE:  # nothing is kept for a backward
+                by_rank -= 1
+            else:
+                by_stage[one.stage] = held
+        elif one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            by_stage[one.stage] = by_stage.get(one.stage, 0) - 1
+            by_rank -= 1
+
+
+def neighbours(stages: int) -> tuple[Edge, ...]:
+    """The edges of a chain of stages.
+
+    >>> print(*neighbours(3))
+    0->1 1->2
+    """
+    return tuple(Edge(stage, stage + 1) for stage in range(stages - 1))
+
+
+def check_edges(schedule: str, stages: int, edges: Sequence[Edge] | None) -> tuple[Edge, ...]:
+    """The edges sorted, those of a chain where None is given.
+
+    Raises:
+      ScheduleError: an edge goes backwards, leaves the stages, or is there twice.
+    """
+    if edges is None:
+        return neighbours(stages)
+    for edge in edges:
+        if not 0 <= edge.source < edge.target < stages:
+            needed = f"source < target, both of 0..{stages - 1}"
+            raise refusal(schedule, "edges", f"the edge {edge}", needed, "stages numbered in program order")
+    if len(set(edges)) != len(edges):
+        raise refusal(schedule, "edges", "an edge twice", "each edge once", "one edge for all that two stages share")
+    return tuple(sorted(edges))

@@ -1,0 +1,63 @@
+"""Zero-bubble pipelines: weight gradients split off and used to fill the bubble.
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024; arXiv 2401.10241), the handcrafted schedule ZB-H1: input
+gradients keep the order of 1F1B, so the stages before get their cotangents without waiting for weight gradients; those
+of stage i start i microbatches late, so that the same n microbatches are in flight on every stage, as many as the first
+stage of 1F1B has, and the ones left over fill the time in which the pipeline drains.
+
+For equal stages with t_f = t_input = t_weight = t and B >= n microbatches a step takes (3B + n - 1) t: a third of the
+bubble of 1F1B. With fewer microbatches than stages the way there and back dominates, (2n - 1 + 2B) t.
+
+Known limit: the order is made for parts of about equal length. ZB-H2 (no bubble, twice the memory) and the paper's
+automatic search are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import check_count
+from .instruction import Edge, Instruction, Kind
+from .schedule import Mode, Schedule, check_edges
+
+
+def zero_bubble(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None) -> Schedule:
+    """ZB-H1: 1F1B of forwards and input gradients, with weight gradients delayed by i microbatches on stage i.
+
+    >>> zero_bubble(4, 8).in_flight
+    (4, 4, 4, 4)
+
+    Args:
+      stages: how many, one on each rank.
+      microbatches: how many.
+      edges: of the stage graph; None for a chain.
+
+    Raises:
+      ScheduleError: fewer than one stage or microbatch, or an edge that is not of the stages.
+    """
+    stages = check_count("zero_bubble", "stages", stages)
+    microbatches = check_count("zero_bubble", "microbatches", microbatches)
+    return Schedule(
+        name="zero_bubble",
+        stages=stages,
+        microbatches=microbatches,
+        mode=Mode.SYNCHRONOUS,
+        ranks=tuple(_program(stage, stages, microbatches) for stage in range(stages)),
+        stage_ranks=tuple(range(stages)),
+        edges=check_edges("zero_bubble", stages, edges),
+        in_flight_limit=(min(stages, microbatches),) * stages,
+    )
+
+
+def _program(stage: int, stages: int, microbatches: int) -> tuple[Instruction, ...]:
+    ahead, delay = min(stages - stage, microbatches), stage
+    order = [(Kind.FORWARD, m) for m in range(ahead - 1)]
+    for m in range(microbatches):
+        if m + ahead <= microbatches:
+            order.append((Kind.FORWARD, m + ahead - 1))
+        order.append((Kind.BACKWARD_INPUT, m))
+        if m >= delay:
+            order.append((Kind.BACKWARD_WEIGHT, m - delay))
+    order += [(Kind.BACKWARD_WEIGHT, m) for m in range(max(microbatches - delay, 0), microbatches)]
+    program = [Instruction(kind=kind, stage=stage, microbatch=m) for kind, m in order]
+    return (*program, Instruction(kind=Kind.UPDATE, stage=stage, microbatch=None))
