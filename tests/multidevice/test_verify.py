@@ -21,7 +21,7 @@ from meshwright.verify import Verification, max_relative_error, verify
 from meshwright.zoo import mlp
 
 WHOLE = jax.ShapeDtypeStruct((64, 64), "float32")
-BATCH = jax.ShapeDtypeStruct((32, 64), "float32")
+BATCH = jax.ShapeDtypeStruct((256, 64), "float32")
 
 
 def train_step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:

@@ -24,7 +24,8 @@ def instruction_flops(computation: Computation, instruction: Instruction) -> flo
         output = instruction.shapes[0]
         read, _, written = re.split("_|->", instruction.attributes["dim_labels"])
         share = _positions(image, read) / max(_positions(output, written), 1)
-        return _convolution_flops(instruction, output, kernel) * min(share, 1.0)
+        holes = math.prod(_window(instruction, "lhs_dilate"))
+        return _convolution_flops(instruction, output, kernel) * min(share, 1 / holes)
     if instruction.opcode == "custom-call":
         return _library_flops(computation, instruction)
     return 0.0
@@ -32,6 +33,11 @@ def instruction_flops(computation: Computation, instruction: Instruction) -> flo
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
+def _window(instruction: Instruction, key: str) -> tuple[int, ...]:
+    found = re.search(rf"\b{key}=([0-9x]+)", instruction.attributes.get("window", ""))
+    return _numbers(found[1]) if found else ()
 
 
 def _positions(shape: ArrayShape, labels: str) -> int:
