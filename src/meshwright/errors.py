@@ -21,3 +21,9 @@ class PlanError(ValueError):
 
 class MemoryExceeded(PlanError):
     """Nothing that was asked for fits a device's memory."""
+
+    def but(self, reason: str) -> MemoryExceeded:
+        """The same refusal with what stands against the next thing to try."""
+        return MemoryExceeded(
+            refused=self.refused, got=self.got, needed=self.needed, where=self.where, try_=f"{self.try_} ({reason})"
+        )

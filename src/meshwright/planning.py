@@ -92,9 +92,16 @@ def plan_for(
     pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
     count = microbatches if microbatches is not None else 1
     trace_seconds = solve_seconds = 0.0
+    short: MemoryExceeded | None = None
     while True:
         begun = time.perf_counter()
-        program = trace_program(step, args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
+        try:
+            program = trace_program(step, args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
+        except PlanError as error:
+            if short is None:
+                raise
+            # More microbatches were our idea: the user asked for a plan that fits.
+            raise short.but(f"more microbatches are out of the question: {error}") from error
         trace_seconds += time.perf_counter() - begun
         request = SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=_parameters(program), cluster=where,
@@ -106,7 +113,8 @@ def plan_for(
         begun = time.perf_counter()
         try:
             result = _search_within_memory(program, request)
-        except MemoryExceeded:
+        except MemoryExceeded as error:
+            short = error
             solve_seconds += time.perf_counter() - begun
             more = _more_microbatches(program, args, count, batch_axis)
             if microbatches is not None or more is None:

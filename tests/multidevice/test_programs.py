@@ -87,6 +87,11 @@ def branching(p, b):
     return error(h @ p["out"], b[1])
 
 
+def branching_on_parameters(p, b):
+    h = jax.lax.cond(jnp.sum(b[0]) > 0, lambda: b[0] @ p["w"][0], lambda: b[0] * 1.0)
+    return error(jnp.tanh(h) @ p["out"], b[1])
+
+
 @jax.custom_vjp
 def sine_of_product(x, w):
     return jnp.sin(x @ w)
@@ -135,6 +140,8 @@ def of_jitted_layers(p, b):
         (looped, {"zero": 1}),
         (until_small, {"zero": 1}),
         (branching, {"zero": 1}),
+        (branching_on_parameters, {"zero": 1}),
+        (branching_on_parameters, {"mesh": (8,)}),
         (with_derivatives_of_its_own, {"zero": 3, "microbatches": 2}),
         (of_jitted_layers, {"mesh": (2, 2, 2), "zero": 2}),
     ],

@@ -98,7 +98,9 @@ def test_more_devices_than_there_are() -> None:
 
 def test_outputs_of_a_function_without_a_state() -> None:
     target = step_target(
-        lambda w, x: {"y": jnp.tanh(x @ w), "best": jnp.argmax(x @ w, axis=1)}, (WHOLE, BATCH), name="f"
+        lambda w, x: {"y": jnp.tanh(x @ w), "best": jnp.argmax(x @ w, axis=1)},
+        (WHOLE, jax.ShapeDtypeStruct((32, 64), "float32")),
+        name="f",
     )
     found = verify(target, steps=1, timed_steps=1)
     assert found.compared == "outputs"

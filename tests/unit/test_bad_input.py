@@ -15,7 +15,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.cluster import ClusterError
-from meshwright.errors import PlanError
+from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
 
 PARAMETERS = {"w": jnp.ones((16, 16)), "b": jnp.zeros(12)}
@@ -186,3 +186,15 @@ def test_an_argument_that_has_no_position() -> None:
     with pytest.raises(PlanError, match="keyword-only") as caught:
         mw.parallelize(keyword_only)(X, x=X)
     assert_complete(caught.value)
+
+
+def test_microbatches_of_our_own_making_are_not_what_is_refused() -> None:
+    """A loss that is neither mean nor sum cannot be cut; the user asked for a plan that fits, and hears of that."""
+
+    def spread(p: Any, x: jax.Array) -> Any:
+        loss, gradients = mw.value_and_grad(lambda p: jnp.std(x @ p["w"]))(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), loss
+
+    text = refusal(MemoryExceeded, of=spread, memory_per_device=700)
+    assert "usable on a device" in text
+    assert "more microbatches are out of the question: refused" in text

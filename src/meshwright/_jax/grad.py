@@ -15,7 +15,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from .jaxpr import evaluate, hoist_consts, inline
+from .jaxpr import consts_of, evaluate, hoist_consts, inline, open_jaxpr
 
 value_and_grad_p = jex_core.Primitive("meshwright_value_and_grad")
 value_and_grad_p.multiple_results = True
@@ -103,12 +103,34 @@ mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_reference, multiple_res
 
 
 def inline_value_and_grad(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
-    """The same program with every marked call replaced by the equations of its forward and backward passes."""
+    """The same program with every marked call, in loops and branches too, replaced by the equations of its forward and
+    backward passes."""
+    closed = _inline_nested(closed)
 
     def on_equation(equation: jex_core.JaxprEqn, operands: Sequence[Any]) -> Any:
         return _reference(*operands, **equation.params) if equation.primitive is value_and_grad_p else None
 
-    if not any(equation.primitive is value_and_grad_p for equation in closed.jaxpr.eqns):
+    if not any(equation.primitive is value_and_grad_p for equation in open_jaxpr(closed).eqns):
         return closed
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
     return inline(jax.make_jaxpr(lambda *args: evaluate(closed, *args, on_equation=on_equation))(*avals))
+
+
+def _inline_nested(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """The same program without marked calls inside its loops and branches."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, jex_core.ClosedJaxpr):
+            return inline_value_and_grad(value)
+        if isinstance(value, tuple) and any(isinstance(part, jex_core.ClosedJaxpr) for part in value):
+            return tuple(replaced(part) for part in value)
+        return value
+
+    jaxpr = open_jaxpr(closed)
+    equations = [
+        equation.replace(params={name: replaced(value) for name, value in equation.params.items()})
+        if equation.primitive.name in ("scan", "while", "cond")
+        else equation
+        for equation in jaxpr.eqns
+    ]
+    return jex_core.ClosedJaxpr(jaxpr.replace(eqns=equations), consts_of(closed))

@@ -27,6 +27,7 @@ Var = jex_core.Var
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
 
 # Wishes about the layout of a value on a mesh of the user's. The plan decides layouts; the values stay the same.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 _WISHES = ("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast")
 
 
@@ -54,7 +55,10 @@ def source_line(equation: Equation) -> str:
 
 
 def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations."""
+    """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations.
+
+    A matrix product or convolution written twice is kept once, as the compiler would.
+    """
     top = open_jaxpr(closed)
     constvars: list[Any] = list(top.constvars)
     consts: list[Any] = list(consts_of(closed))
@@ -96,12 +100,21 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
             elif is_remat(equation):
                 params["jaxpr"] = open_jaxpr(params["jaxpr"])
             outvars = equation.outvars
+            key = None
+            if equation.primitive.name in _PRODUCTS and not any(map(is_literal, invars)):
+                key = (equation.primitive.name, *invars, str(sorted(params.items())))
+            if key in products:
+                env.update(zip(outvars, products[key], strict=True))
+                continue
             if fresh:
                 # A jaxpr object may be called twice: each inlining needs variables of its own.
                 outvars = [var if is_dropped(var) else Var(var.aval) for var in outvars]
                 env.update(zip(equation.outvars, outvars, strict=True))
             equations.append(equation.replace(invars=invars, outvars=outvars, params=params))
+            if key is not None:
+                products[key] = outvars
 
+    products: dict[Any, Any] = {}
     env: dict[Any, Any] = {}
     walk(top, env, False)
     outvars = [read(env, atom) for atom in top.outvars]

@@ -80,7 +80,11 @@ class Rules:
             if lowered is None:
                 self._plain[key] = whole_rule(operands, [v.aval.shape for v in eqn.outvars])
             else:
-                self._plain[key] = compose(lowered, operands, masks=eqn.primitive.name in ("gather", "scatter-add"))
+                rule = compose(lowered, operands, masks=eqn.primitive.name in ("gather", "scatter-add"))
+                unknown = [op.name for op in lowered.ops if op.rule is None and op.operands]
+                if unknown and rule.factors and not rule.splittable():
+                    _warn_whole(eqn, f"no sharding rule is known for {unknown[0]}")
+                self._plain[key] = rule
 
     def _plain_equations(self, equation: Equation, differentiated: bool) -> Iterable[Equation]:
         if is_call(equation):
@@ -241,15 +245,18 @@ def _lower(equations: Sequence[Equation]) -> list[Any]:
         return list(lower_with_rules(equations))
     except Exception as error:  # whatever a primitive's lowering raises: it falls back to replication
         if len(equations) == 1:
-            warnings.warn(
-                f"{equations[0].primitive.name} at {source_line(equations[0])} runs whole on every device: it could "
-                f"not be analysed ({type(error).__name__}: {error})",
-                ReplicationWarning,
-                stacklevel=2,
-            )
+            _warn_whole(equations[0], f"it could not be analysed ({type(error).__name__}: {error})")
             return [None]
         half = len(equations) // 2
         return [*_lower(equations[:half]), *_lower(equations[half:])]
+
+
+def _warn_whole(equation: Equation, why: str) -> None:
+    warnings.warn(
+        f"{equation.primitive.name} at {source_line(equation)} runs whole on every device: {why}",
+        ReplicationWarning,
+        stacklevel=2,
+    )
 
 
 def _signature(equation: Equation) -> tuple[Any, ...]:

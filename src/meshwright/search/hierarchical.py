@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import isfinite, prod
 
 from ..cluster import Cluster, LogicalMesh
 from ..errors import MemoryExceeded, PlanError
@@ -97,6 +97,7 @@ class HierarchicalSearch:
             )
         self._request = request
         self._meshes = _meshes(request)
+        self._pins = request.pins
         self._problems: dict[tuple[int, str], tuple[IntraOpProblem, Segments]] = {}
 
     def plan(self, memory_row_bytes: float) -> SearchResult:
@@ -126,7 +127,7 @@ class HierarchicalSearch:
                 if best is None or candidate.seconds < best.seconds * (1 - _WORTHWHILE):
                     best = candidate
         if best is None:
-            raise _nothing_fits(request, memory_row_bytes, least)
+            raise _nothing_fits(request, memory_row_bytes, least) if isfinite(least) else _contradiction(request)
         plan = _assemble(request, best)
         return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=tuple(considered))
 
@@ -139,7 +140,13 @@ class HierarchicalSearch:
         try:
             chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)
         except Infeasible as error:
-            return error.least_memory if error.least_memory is not None else float("inf")
+            if error.least_memory is not None and isfinite(error.least_memory):
+                return error.least_memory
+            if self._pins.zero in (1, 2) and self._pins.strict:
+                self._pins = replace(self._pins, strict=False)
+                self._problems.clear()
+                return self._solve(index, remat, limit)
+            return float("inf")
         return _Candidate(problem, chosen, self._meshes[index], segments, remat)
 
     def _problem(self, index: int, remat: str) -> tuple[IntraOpProblem, Segments]:
@@ -153,7 +160,7 @@ class HierarchicalSearch:
                 request.cluster.device,
                 parameters=request.parameters,
                 microbatches=request.microbatches,
-                pins=request.pins,
+                pins=self._pins,
                 carried=request.carried,
                 split_dims=request.split_dims if request.microbatches > 1 else (),
             )
@@ -202,6 +209,16 @@ def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryE
         needed=f"at least {least / 2**20:.1f} MiB on a device, with {request.microbatches} microbatches{what}",
         where="stage 1 of 1",
         try_="more devices, a smaller batch" + ("" if request.remat == "layer" else ', or remat="layer"'),
+    )
+
+
+def _contradiction(request: SearchRequest) -> PlanError:
+    return PlanError(
+        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got="pins, a ZeRO stage or a rematerialisation that no choice of layouts satisfies, whatever the memory",
+        needed="wishes that some layouts satisfy",
+        where="pins=, zero=, remat=",
+        try_="leaving one of them out",
     )
 
 

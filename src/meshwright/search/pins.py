@@ -27,10 +27,13 @@ class Pins:
         path), the axes that split each dim.
       zero: None to choose per parameter; 0 nothing split that operators do not need split; 1 or 2 optimizer state split
         over every axis it divides; 3 parameters split likewise.
+      strict: whether ZeRO 1 and 2 also ask for parameters used whole with gradients summed over all axes, the
+        data-parallel form that they divide; not every program allows it (a `cond` reads its parameters unsplit).
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     zero: int | None = None
+    strict: bool = True
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2, 3):
@@ -109,8 +112,7 @@ class Pins:
         if self.zero == 0:
             return tuple(c for c in kept if c.storage.dims == c.use.dims)
         whole = kept
-        if self.zero in (1, 2):
-            # Whole in use, its gradient summed over every axis: the data-parallel form that ZeRO divides.
+        if self.zero in (1, 2) and self.strict:
             kept = tuple(c for c in kept if c.use.broadcast == frozenset(sizes)) or kept
         most = max((len((c.use if self.zero == 3 else c.storage).sharded_axes) for c in kept), default=0)
         best = tuple(c for c in kept if len((c.use if self.zero == 3 else c.storage).sharded_axes) == most)

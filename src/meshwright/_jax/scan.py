@@ -1,0 +1,123 @@
+"""Surgery on scans: one scan as several shorter ones in a row, and the slices of stacked operands read back.
+
+The equations around a scan stay the very objects they were. What is new (slices, concatenations) is traced, not built
+by hand, so that it has the parameters of the JAX at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+
+from .jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, is_dropped, is_literal, open_jaxpr, scan_parts
+
+
+def split_scan(equation: Equation, trips: Sequence[int], makers: Mapping[Any, Equation]) -> Iterator[Equation]:
+    """The equations that a scan becomes: for each piece the slices of its stacked operands and the shorter scan, after
+    the last one the concatenations of its stacked results.
+
+    Args:
+      equation: a scan.
+      trips: of each piece, in the order they run; they add up to the scan's.
+      makers: by variable, the equation that makes it. A stacked operand that is another array in another dtype is
+        sliced before it is converted: each piece reads its rows of that array only.
+    """
+    parts = scan_parts(equation)
+    first_xs = parts.num_consts + parts.num_carry
+    consts, carries, stacked = (
+        list(equation.invars[: parts.num_consts]),
+        list(equation.invars[parts.num_consts : first_xs]),
+        equation.invars[first_xs:],
+    )
+    results = equation.outvars[: parts.num_carry], equation.outvars[parts.num_carry :]
+    made: list[list[Any]] = []
+    bounds = list(pairwise(accumulate(trips, initial=0)))
+    for number, (start, stop) in enumerate(bounds):
+        rows = (parts.length - stop, parts.length - start) if parts.reverse else (start, stop)
+        xs = []
+        for atom in stacked:
+            casts = []
+            while (maker := makers.get(atom)) is not None and maker.primitive.name == "convert_element_type":
+                casts.append(maker)
+                (atom,) = maker.invars
+            slicing, part = _one_equation(equation, _rows(rows), [atom])
+            yield slicing
+            for cast in reversed(casts):
+                converted = Var(cast.outvars[0].aval.update(shape=part.aval.shape))
+                yield cast.replace(invars=[part], outvars=[converted])
+                part = converted
+            xs.append(part)
+        last = number == len(bounds) - 1
+        outs = [Var(v.aval) if is_dropped(v) or not last else v for v in results[0]]
+        shapes = [v.aval.update(shape=(stop - start, *v.aval.shape[1:])) for v in results[1]]
+        ys = [Var(aval) for aval in shapes]
+        params = {**equation.params, "length": stop - start, "unroll": min(parts.unroll, stop - start)}
+        yield equation.replace(invars=[*consts, *carries, *xs], outvars=[*outs, *ys], params=params)
+        carries = list(outs)
+        made.append(ys)
+    for position, var in enumerate(results[1]):
+        if not is_dropped(var):
+            pieces = [ys[position] for ys in (reversed(made) if parts.reverse else made)]
+            joined, _ = _one_equation(equation, _join, pieces, result=var)
+            yield joined
+
+
+def split_scans_at(closed: ClosedJaxpr, trips: Mapping[int, Sequence[int]]) -> ClosedJaxpr:
+    """The program with the top-level scans at the positions `trips` cut into pieces of so many trips; conversions that
+    nothing reads any more are gone."""
+    top: Jaxpr = open_jaxpr(closed)
+    makers = {var: equation for equation in top.eqns for var in equation.outvars}
+    equations: list[Equation] = []
+    for position, equation in enumerate(top.eqns):
+        if len(trips.get(position, ())) > 1:
+            equations.extend(split_scan(equation, trips[position], makers))
+        else:
+            equations.append(equation)
+    read = {id(atom) for atom in top.outvars}
+    kept: list[Equation] = []
+    for equation in reversed(equations):
+        if equation.primitive.name == "convert_element_type" and id(equation.outvars[0]) not in read:
+            continue
+        read.update(id(atom) for atom in equation.invars)
+        kept.append(equation)
+    debug = top.debug_info.with_unknown_names()
+    return ClosedJaxpr(top.replace(eqns=kept[::-1], debug_info=debug), list(consts_of(closed)))
+
+
+def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
+    """For each top-level equation that cuts whole rows of dim 0 out of an input: that input's position, the first row
+    and the one past the last."""
+    top = open_jaxpr(closed)
+    inputs = {var: i for i, var in enumerate(top.invars)}
+    found = {}
+    for position, equation in enumerate(top.eqns):
+        if equation.primitive.name != "slice" or is_literal(equation.invars[0]):
+            continue
+        source = inputs.get(equation.invars[0])
+        starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
+        shape = equation.invars[0].aval.shape
+        whole = all(a == 0 and b == n for a, b, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
+        if source is not None and shape and whole and equation.params["strides"] is None:
+            found[position] = (source, int(starts[0]), int(stops[0]))
+    return found
+
+
+def _rows(rows: tuple[int, int]) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.slice_in_dim(x, *rows, axis=0)
+
+
+def _join(*pieces: Any) -> Any:
+    return jax.lax.concatenate(pieces, 0)
+
+
+def _one_equation(
+    origin: Equation, function: Callable[..., Any], atoms: Sequence[Any], *, result: Any = None
+) -> tuple[Equation, Any]:
+    """`function` of `atoms`, one primitive, as an equation that carries the source line of `origin`; and its result."""
+    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
+    (made,) = open_jaxpr(jax.make_jaxpr(function)(*avals)).eqns
+    out = Var(made.outvars[0].aval) if result is None else result
+    return made.replace(invars=list(atoms), outvars=[out], source_info=origin.source_info), out
