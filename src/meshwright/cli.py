@@ -164,6 +164,54 @@ def demo(
 
 
 @app.command()
+def reshard(
+    cases: Annotated[Path, typer.Option(metavar="FILE.json", help="Moves between meshes, as in docs/resharding.md.")],
+    as_json: _Json = False,
+) -> None:
+    """Plan the moves of FILE.json between meshes, and compare with the lower bound and the published algorithms."""
+    with _refusals(), _progress() as tell:
+        from .reshard.cases import read_cases, report, report_table
+
+        reports = []
+        for case in read_cases(cases):
+            tell(f"resharding {case.name}")
+            reports.append(report(case))
+    if as_json:
+        _print_json({"schema": 1, "cases": reports})
+        return
+    from .report.table import format_seconds, format_table
+
+    heads, rows = report_table(reports, show=format_seconds)
+    print(format_table(heads, rows, left=1))
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def launch(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file that calls meshwright.initialize().")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own.")] = None,
+    processes: Annotated[int, typer.Option(help="How many processes, all on this machine.")] = 1,
+    devices_per_process: Annotated[
+        int | None, typer.Option(help="Virtual CPU devices of each, or GPUs where this machine has any.")
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Where process-N.log are written; else a new folder.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="S", help="End the run after S seconds.")] = None,
+    port: Annotated[int | None, typer.Option(help="Of the coordinator on 127.0.0.1; else a free one.")] = None,
+) -> None:
+    """Run SCRIPT in several processes on this machine; if one fails, all end and its error is shown."""
+    with _refusals():
+        from .launch import run
+
+        result = run(
+            script, arguments or (), processes=processes, devices_per_process=devices_per_process, log_dir=log_dir,
+            timeout_seconds=timeout, port=port, tell=lambda line: print(line, flush=True),
+        )  # fmt: skip
+    if result.exit_status:
+        print(f"meshwright: {result.problem}", file=sys.stderr)
+    print(f"meshwright: logs in {result.processes[0].log.parent}", file=sys.stderr)
+    raise typer.Exit(result.exit_status)
+
+
+@app.command()
 def models() -> None:
     """List the reference models."""
     from . import zoo

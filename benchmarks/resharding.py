@@ -1,0 +1,297 @@
+"""How close resharding plans come to the lower bound, how fast they are found, and what the published algorithms reach.
+
+    python benchmarks/resharding.py --random 10000 --seed 0
+    python benchmarks/resharding.py --planning
+    python benchmarks/resharding.py --cases /work/shared/data/resharding_cases.json
+
+Every random plan is checked symbolically: its rounds bring every byte exactly once to every domain that lacks it, a
+relay sends only what it has. Prints one JSON object: what was run, where, with which versions, and the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import scipy
+
+from meshwright.reshard import (
+    Host,
+    Layout,
+    Move,
+    Network,
+    Nic,
+    ReshardPlan,
+    check_transfers,
+    grid_layout,
+    plan_fluid_seconds,
+    plan_reshard,
+    uniform_network,
+)
+from meshwright.reshard.cases import read_cases, report
+from meshwright.reshard.published import published_seconds
+
+RATE = 1.25e9
+SCALES = (0.5, 1, 1, 1, 1.5, 2, 4)
+# What counts as the same number of seconds in floating point.
+ROUNDING = 1e-9
+# Published algorithms are compared on cases of at most so many unit tasks, to keep the run short.
+COMPARED_TASKS = 64
+
+
+def random_case(seed: int) -> tuple[Network, Move]:
+    """One move between meshes of 1 to 8 hosts of 1 to 8 devices; a third of them overlap, half have unequal NICs.
+
+    Tensors are of rank 1 to 4 and 4 MiB to 1 GiB, so that whole elements do not decide; shards may be uneven.
+    """
+    chance = random.Random(seed)
+    overlap, unequal = chance.random() < 1 / 3, chance.random() < 1 / 2
+    hosts: list[list[int]] = []
+    first = chance.randint(1, 8)
+
+    def more_hosts(count: int, devices: int) -> None:
+        for _ in range(count):
+            begin = len(hosts) and hosts[-1][-1] + 1
+            hosts.append(list(range(begin, begin + devices)))
+
+    more_hosts(chance.randint(1, 8), first)
+    source = [d for host in hosts for d in host]
+    if overlap:
+        more_hosts(chance.randint(0, 4), first)
+        everything = [d for host in hosts for d in host]
+        begin = chance.randrange(len(everything))
+        target = everything[begin : begin + 8 * first]
+    else:
+        old = len(hosts)
+        more_hosts(chance.randint(1, 8), chance.randint(1, 8))
+        target = [d for host in hosts[old:] for d in host]
+    if chance.random() < 1 / 8:
+        chance.shuffle(target)
+    rank = chance.randint(1, 4)
+    elements = 2 ** chance.uniform(22, 28)
+    weights = [chance.random() + 0.2 for _ in range(rank)]
+    shape = tuple(max(round(elements ** (w / sum(weights))), 1) for w in weights)
+    if chance.random() < 2 / 3:  # mostly round extents, as in models
+        shape = tuple(-(-n // 64) * 64 for n in shape)
+    move = Move(
+        name=f"random {seed}",
+        shape=shape,
+        item_bytes=chance.choice((1, 2, 4)),
+        source=_layout(chance, source, rank),
+        destination=_layout(chance, target, rank),
+    )
+    nics = []
+    for _ in hosts:
+        scales = [chance.choice(SCALES) for _ in range(chance.choice((1, 1, 1, 2, 4)))] if unequal else [1]
+        half = unequal and chance.random() < 1 / 8
+        nics.append(tuple(Nic(send_rate=RATE * s / (2 if half else 1), receive_rate=RATE * s) for s in scales))
+    core = RATE * chance.choice((1, 2, 3.5)) if chance.random() < 1 / 8 else None
+    described = (Host(devices=tuple(d), nics=n) for d, n in zip(hosts, nics, strict=True))
+    return Network(hosts=tuple(described), core_rate=core), move
+
+
+def _layout(chance: random.Random, devices: list[int], rank: int) -> Layout:
+    """A mesh of one to three axes over `devices`, and any spec over it."""
+    shape, left = [], len(devices)
+    while left > 1 and len(shape) < 2 and chance.random() < 2 / 3:
+        shape.append(chance.choice([k for k in range(2, left + 1) if left % k == 0]))
+        left //= shape[-1]
+    shape.append(left)
+    chance.shuffle(shape)
+    axes = "abc"[: len(shape)]
+    spec: list[list[str]] = [[] for _ in range(rank)]
+    for axis in chance.sample(axes, len(axes)):
+        if chance.random() < 0.7:
+            spec[chance.randrange(rank)].append(axis)
+    return grid_layout(devices, shape, axes, spec)
+
+
+def meets_the_bound(plan: ReshardPlan) -> bool:
+    """Whether theory promises the bound itself: no domain both sends and receives, no receiver sends slower."""
+    senders = {s for task in plan.demand.classes for s in task.senders}
+    receivers = {d for task in plan.demand.classes for d in task.receivers}
+    network = plan.demand.network
+    return not senders & receivers and all(network.send_rates[d] >= network.receive_rates[d] for d in receivers)
+
+
+def run_random(count: int, seed: int) -> dict[str, object]:
+    """Plan and check `count` random cases."""
+    worst = {
+        "disjoint, full duplex: to the bound": 1.0,
+        "others: to the program with relays": 1.0,
+        "others: to the bound": 1.0,
+    }
+    seconds, failures, above_published = [], [], []
+    counted = {"disjoint, full duplex": 0, "others": 0, "at the bound exactly": 0, "compared with published": 0}
+    gain: list[float] = []
+    for number in range(seed, seed + count):
+        network, move = random_case(number)
+        start = time.perf_counter()
+        plan = plan_reshard(network, [move])
+        seconds.append(time.perf_counter() - start)
+        check_transfers(plan)
+        bound, ours = plan.bound.seconds, plan.seconds
+        if ours < bound or plan.bytes_between_domains != plan.demand.needed_bytes:
+            failures.append(number)
+        if not bound:
+            continue
+        counted["at the bound exactly"] += ours == bound
+        ratio, to_program = float(ours / bound), float(ours) / max(plan.relay_bound_seconds, float(bound))
+        if meets_the_bound(plan):
+            counted["disjoint, full duplex"] += 1
+            worst["disjoint, full duplex: to the bound"] = max(worst["disjoint, full duplex: to the bound"], ratio)
+            failed = ratio > 1 + 1 / 64
+        else:
+            counted["others"] += 1
+            worst["others: to the bound"] = max(worst["others: to the bound"], ratio)
+            worst["others: to the program with relays"] = max(worst["others: to the program with relays"], to_program)
+            failed = to_program > 1 + 1 / 64
+        if failed:
+            failures.append(number)
+        if plan.demand.unit_tasks <= COMPARED_TASKS:
+            best = min(published_seconds(plan.demand).values())
+            counted["compared with published"] += 1
+            gain.append(float(best / ours))
+            if ours > best * Fraction(65, 64):
+                above_published.append(number)
+        if number % 500 == 499:
+            print(number + 1 - seed, max(seconds), failures, file=sys.stderr)
+    return {
+        "cases": count,
+        "seed": seed,
+        "counted": counted,
+        "worst_ratio": worst,
+        "failures": failures,
+        "more_than_a_64th_above_best_published": above_published,
+        "best_published_over_ours": _spread(gain),
+        "planning_seconds": _spread(seconds),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "p99": float(np.quantile(values, 0.99)),
+        "most": max(values),
+    }
+
+
+def large_moves() -> Iterator[tuple[str, Network, list[Move]]]:
+    """Moves of 4,096 and 32,768 unit tasks, kind and harsh, and a whole Llama-70B."""
+    for devices in ((64, 64), (128, 256)):  # 4,096 and 32,768 unit tasks
+        for per_host in (8, 1):
+            for replicas in (1, 2):
+                first, second = devices[0], devices[1] * replicas
+                hosts = [range(i, i + per_host) for i in range(0, first + second, per_host)]
+                source = grid_layout(range(first), (first,), ("a",), [("a",)])
+                grid = (replicas, devices[1])
+                destination = grid_layout(range(first, first + second), grid, ("r", "b"), [(), ("b",)])
+                move = Move(name="t", shape=(8192, 8192), item_bytes=2, source=source, destination=destination)
+                name = f"{first} devices to {replicas} x {devices[1]}, {per_host} a host"
+                yield name, uniform_network(hosts, nic_rate=50e9), [move]
+    hosts = [range(i, i + 8) for i in range(0, 96, 8)]
+    yield "Llama-70B, FSDP 64 to TP 8 x 4", uniform_network(hosts, nic_rate=50e9), llama_70b()
+
+
+def llama_70b() -> list[Move]:
+    """Its 723 tensors, in bf16, from fully sharded over 64 devices to 4 replicas of tensor parallelism 8."""
+    hidden, feed_forward, keys, words = 8192, 28672, 1024, 128256
+    tensors = [("embedding", (words, hidden), 1), ("head", (hidden, words), 1), ("norm", (hidden,), None)]
+    for layer in range(80):
+        for name, shape, dim in (
+            ("query", (hidden, hidden), 1),
+            ("key", (hidden, keys), 1),
+            ("value", (hidden, keys), 1),
+            ("output", (hidden, hidden), 0),
+            ("gate", (hidden, feed_forward), 1),
+            ("up", (hidden, feed_forward), 1),
+            ("down", (feed_forward, hidden), 0),
+            ("attention_norm", (hidden,), None),
+            ("feed_forward_norm", (hidden,), None),
+        ):
+            tensors.append((f"{layer}.{name}", shape, dim))
+    source = grid_layout(range(64), (64,), ("fsdp",), [("fsdp",)])
+    moves = []
+    for name, shape, dim in tensors:
+        spec = [("tp",) if d == dim else () for d in range(len(shape))]
+        destination = grid_layout(range(64, 96), (4, 8), ("dp", "tp"), spec)
+        moves.append(Move(name=name, shape=shape, item_bytes=2, source=source, destination=destination))
+    return moves
+
+
+def run_planning() -> list[dict[str, object]]:
+    """How long it takes to plan large moves."""
+    rows = []
+    for name, network, moves in large_moves():
+        start = time.perf_counter()
+        plan = plan_reshard(network, moves)
+        seconds = time.perf_counter() - start
+        check_transfers(plan)
+        rows.append(
+            {
+                "move": name,
+                "tensors": len(moves),
+                "unit_tasks": plan.demand.unit_tasks,
+                "classes": len(plan.demand.classes),
+                "planning_seconds": round(seconds, 4),
+                "ours_to_bound": float(plan.seconds / plan.bound.seconds),
+                "chunks": plan.chunks,
+                "rounds": plan.rounds,
+            }
+        )
+        print(json.dumps(rows[-1]), file=sys.stderr)
+    return rows
+
+
+def run_cases(path: Path) -> list[dict[str, object]]:
+    """The cases of a file, with the fluid model beside the exclusive one."""
+    rows = []
+    for case in read_cases(path):
+        row = report(case)
+        row["ours_fluid_seconds"] = plan_fluid_seconds(plan_reshard(case.network, [case.move]))
+        row["ours_to_bound"] = (
+            row["ours_seconds"] / row["lower_bound_seconds"] if row["lower_bound_seconds"] else math.nan
+        )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="random cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one")
+    parser.add_argument("--planning", action="store_true", help="planning times of large moves")
+    parser.add_argument("--cases", type=Path, help="a file of cases")
+    args = parser.parse_args()
+    results: dict[str, object] = {}
+    if args.random:
+        results["random"] = run_random(args.random, args.seed)
+    if args.planning:
+        results["planning"] = run_planning()
+    if args.cases:
+        results["cases"] = run_cases(args.cases)
+    result = {
+        "what": "resharding plans: seconds by their rounds, to the lower bound; seconds to find them",
+        "where": {"machine": platform.machine(), "system": platform.system(), "processor": platform.processor()},
+        "versions": {"python": platform.python_version(), "numpy": np.__version__, "scipy": scipy.__version__},
+        "command": "python " + shlex.join(sys.argv),
+        "results": results,
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
