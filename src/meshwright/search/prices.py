@@ -13,7 +13,8 @@ from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
 from ..program.residuals import is_fusible
-from ..sharding import Algorithm, Spec, convert
+from ..sharding import Algorithm, Spec
+from .conversion_prices import conversion_prices
 from .products import product_seconds
 
 # Share of an elementwise operator's memory traffic that is left when it is fused into its readers: its arithmetic.
@@ -52,9 +53,7 @@ class Prices:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
-        self._linear: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
-        self._pairs: dict[tuple[Spec, Spec], tuple[float, float, float, float]] = {}
-        self._lines: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+        self._conversions = conversion_prices(mesh)
 
     def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
         """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`)."""
@@ -80,61 +79,10 @@ class Prices:
         """
         key = (tuple(sources), tuple(targets), value_bytes, forward_runs, differentiated)
         if key not in self._tables:
-            forward, backward = self._linear_tables(key[0], key[1], differentiated)
+            forward, backward = self._conversions.lines(key[0], key[1], differentiated=differentiated)
             table = forward_runs * (forward[0] + forward[1] * value_bytes)
             self._tables[key] = table + (backward[0] + backward[1] * value_bytes) if differentiated else table
         return self._tables[key]
-
-    def _linear_tables(
-        self, sources: tuple[Spec, ...], targets: tuple[Spec, ...], differentiated: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Fixed seconds and seconds per byte of the whole value, forward and backward: each `[2, source, target]`."""
-        key = (sources, targets, differentiated)
-        if key not in self._linear:
-            rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
-            columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}
-            small = np.empty((4, len(rows), len(columns)))
-            for source, i in rows.items():
-                for target, j in columns.items():
-                    small[:, i, j] = self._terms(source, target, differentiated)
-            where = np.ix_([0, 1, 2, 3], [rows[s] for s in sources], [columns[t] for t in targets])
-            whole = small[where]
-            self._linear[key] = (whole[:2], whole[2:])
-        return self._linear[key]
-
-    def _terms(self, source: Spec, target: Spec, differentiated: bool) -> tuple[float, float, float, float]:
-        """Fixed and per-byte seconds forward, then backward."""
-        if not differentiated:
-            source, target = source.without_broadcast(), target.without_broadcast()
-        if source == target:
-            return 0.0, 0.0, 0.0, 0.0
-        key = (source, target)
-        if key not in self._pairs:
-            conversion = convert(source, target)
-            if conversion is None:
-                self._pairs[key] = (np.inf, 0.0, np.inf, 0.0)
-            else:
-                forward = backward = (0.0, 0.0)
-                for step in conversion:
-                    fraction = step.buffer_fraction(self.sizes)
-                    if step.forward is not None:
-                        fixed, rate = self._line(step.forward, step.axes)
-                        forward = forward[0] + fixed, forward[1] + rate * fraction
-                    if step.backward is not None:
-                        fixed, rate = self._line(step.backward, step.axes)
-                        backward = backward[0] + fixed, backward[1] + rate * fraction
-                self._pairs[key] = (*forward, *backward)
-        return self._pairs[key]
-
-    def _line(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
-        """A collective's seconds as fixed plus rate times bytes, exact for all but short multi-axis exchanges."""
-        key = (kind, axes)
-        if key not in self._lines:
-            large = float(1 << 24)
-            far, near = self.collective(kind, 2 * large, axes), self.collective(kind, large, axes)
-            rate = (far - near) / large
-            self._lines[key] = (near - rate * large, rate)
-        return self._lines[key]
 
     def operator(
         self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int

@@ -1,0 +1,116 @@
+"""Seconds of converting every spec of a value to every other, as tables: the edges of the search's problem.
+
+A search asks for a million pairs of specs, most of them over and over. A price is a line in the bytes of the value,
+forward and backward, so it belongs to the pair alone; and it depends only on the dims that one of the two splits, in
+their order, so values of every rank share it. What is left to look up is done by NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from ..cluster import LogicalMesh
+from ..cost.collective import collective_seconds
+from ..sharding import Spec, convert
+
+_Terms = tuple[float, float, float, float]
+
+
+class ConversionPrices:
+    """Prices of conversions on one logical mesh.
+
+    Args:
+      mesh: the logical mesh.
+    """
+
+    def __init__(self, mesh: LogicalMesh) -> None:
+        self._axes = {axis.name: axis for axis in mesh.axes}
+        self._sizes = {axis.name: axis.size for axis in mesh.axes}
+        self._collectives: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+        self._terms: dict[object, _Terms] = {}
+        self._by_rank: dict[int, _Known] = {}
+
+    def lines(
+        self, sources: Sequence[Spec], targets: Sequence[Spec], *, differentiated: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fixed seconds and seconds per byte of the whole value, forward and backward: each `[2, source, target]`.
+
+        Infinite where no conversion exists. Without a cotangent what it would be does not matter.
+        """
+        if not differentiated:
+            sources = [spec.without_broadcast() for spec in sources]
+            targets = [spec.without_broadcast() for spec in targets]
+        known = self._by_rank.setdefault(len(sources[0].dims) if sources else 0, _Known())
+        rows, columns = known.positions(sources), known.positions(targets)
+        found = known.terms[:, rows[:, None], columns]
+        missing = np.isnan(found[0])
+        if missing.any():
+            pairs = {(rows[i], columns[j]): (i, j) for i, j in zip(*np.nonzero(missing), strict=True)}
+            for (row, column), (i, j) in pairs.items():
+                known.terms[:, row, column] = self._of(sources[i], targets[j])
+            found = known.terms[:, rows[:, None], columns]
+        return found[:2], found[2:]
+
+    def _of(self, source: Spec, target: Spec) -> _Terms:
+        if source == target:
+            return 0.0, 0.0, 0.0, 0.0
+        dims = tuple((a, b) for a, b in zip(source.dims, target.dims, strict=True) if a or b)
+        key = (dims, source.partial, source.broadcast, target.partial, target.broadcast)
+        if key not in self._terms:
+            self._terms[key] = self._price(
+                Spec(tuple(a for a, _ in dims), source.partial, source.broadcast),
+                Spec(tuple(b for _, b in dims), target.partial, target.broadcast),
+            )
+        return self._terms[key]
+
+    def _price(self, source: Spec, target: Spec) -> _Terms:
+        conversion = convert(source, target)
+        if conversion is None:
+            return np.inf, 0.0, np.inf, 0.0
+        terms = [0.0, 0.0, 0.0, 0.0]
+        for step in conversion:
+            fraction = step.buffer_fraction(self._sizes)
+            for place, kind in ((0, step.forward), (2, step.backward)):
+                if kind is not None:
+                    fixed, rate = self._line(kind, step.axes)
+                    terms[place] += fixed
+                    terms[place + 1] += rate * fraction
+        return terms[0], terms[1], terms[2], terms[3]
+
+    def _line(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+        """A collective's seconds as fixed plus rate times bytes, exact for all but short multi-axis exchanges."""
+        key = (kind, axes)
+        if key not in self._collectives:
+            large = float(1 << 24)
+            near, far = (collective_seconds(kind, size, [self._axes[a] for a in axes]) for size in (large, 2 * large))
+            rate = (far - near) / large
+            self._collectives[key] = (near - rate * large, rate)
+        return self._collectives[key]
+
+
+# Microbatches and rematerialisation change a program, not what a conversion costs on a mesh.
+@lru_cache(maxsize=16)
+def conversion_prices(mesh: LogicalMesh) -> ConversionPrices:
+    """The one `ConversionPrices` of a mesh."""
+    return ConversionPrices(mesh)
+
+
+class _Known:
+    """The specs of one rank met so far, and what is known of their pairs; NaN where nothing is."""
+
+    def __init__(self) -> None:
+        self.position: dict[Spec, int] = {}
+        self.terms = np.full((4, 0, 0), np.nan)
+
+    def positions(self, specs: Sequence[Spec]) -> np.ndarray:
+        """Where each spec stands, room made for new ones."""
+        found = np.array([self.position.setdefault(spec, len(self.position)) for spec in specs], dtype=np.intp)
+        size = self.terms.shape[1]
+        if len(self.position) > size:
+            grown = np.full((4, *(max(2 * size, len(self.position)),) * 2), np.nan)
+            grown[:, :size, :size] = self.terms
+            self.terms = grown
+        return found
