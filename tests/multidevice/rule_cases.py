@@ -312,7 +312,7 @@ SHAPES: dict[str, Case] = {
     "transpose": (lambda x: x.transpose(2, 0, 1), (normal(8, 4, 2),)),
     "broadcast": (lambda x, y: (jnp.broadcast_to(x[:, None], (8, 2, 4)), x + y), (normal(8, 4), normal(1, 4))),
     "iota": (lambda x: (x + lax.broadcasted_iota(jnp.int32, (8, 4), 1), jnp.tril(x)), (integers(4, 8, 4),)),
-    "barrier": (lambda x, y: lax.optimization_barrier((x, y)), (normal(8, 4), normal(4))),
+    "barrier": (lax.optimization_barrier, (normal(8, 4),)),
     "convert": (
         lambda x: (x.astype(jnp.bfloat16), x.astype(jnp.int32), lax.bitcast_convert_type(x, jnp.uint8),
                    lax.reduce_precision(x, 8, 7)), (normal(8, 4),),

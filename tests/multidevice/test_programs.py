@@ -87,6 +87,11 @@ def branching(p, b):
     return error(h @ p["out"], b[1])
 
 
+def behind_a_barrier(p, b):
+    w, x = jax.lax.optimization_barrier((p["w"][0], b[0]))
+    return error(jnp.tanh(x @ w) @ p["out"], b[1])
+
+
 def branching_on_parameters(p, b):
     h = jax.lax.cond(jnp.sum(b[0]) > 0, lambda: b[0] @ p["w"][0], lambda: b[0] * 1.0)
     return error(jnp.tanh(h) @ p["out"], b[1])
@@ -140,6 +145,7 @@ def of_jitted_layers(p, b):
         (looped, {"zero": 1}),
         (until_small, {"zero": 1}),
         (branching, {"zero": 1}),
+        (behind_a_barrier, SPLIT_OUT),
         (branching_on_parameters, {"zero": 1}),
         (branching_on_parameters, {"mesh": (8,)}),
         (with_derivatives_of_its_own, {"zero": 3, "microbatches": 2}),

@@ -110,6 +110,12 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 # A jaxpr object may be called twice: each inlining needs variables of its own.
                 outvars = [var if is_dropped(var) else Var(var.aval) for var in outvars]
                 env.update(zip(equation.outvars, outvars, strict=True))
+            if equation.primitive.name == "optimization_barrier":
+                # Values that only wait for each other share no dims: each gets a barrier of its own.
+                pairs = zip(invars, outvars, strict=True)
+                equations.extend(equation.replace(invars=[a], outvars=[b]) for a, b in pairs if not is_literal(a))
+                env.update((b, a) for a, b in zip(invars, outvars, strict=True) if is_literal(a))
+                continue
             equations.append(equation.replace(invars=invars, outvars=outvars, params=params))
             if key is not None:
                 products[key] = outvars

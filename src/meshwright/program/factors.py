@@ -239,6 +239,9 @@ def compose(lowered: Lowered, operand_shapes: Sequence[Sequence[int]], *, masks:
                 for value in values[1:]:
                     for left, right in zip(tensor(values[0]), tensor(value), strict=True):
                         composer.unify(left, right)
+            elif op.name == "stablehlo.optimization_barrier" and len(op.operands) == 1:
+                for left, right in zip(tensor(op.operands[0]), tensor(op.results[0]), strict=True):
+                    composer.unify(left, right)
             else:
                 kind: FactorKind = "parallel" if not op.operands else "whole"
                 for value in values:
