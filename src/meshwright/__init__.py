@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Cluster": "cluster",
     "Plan": "plan",
+    "initialize": "launch",
     "load_cluster": "cluster",
     "load_plan": "plan",
     "parallelize": "api",

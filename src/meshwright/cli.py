@@ -185,7 +185,8 @@ def reshard(
     print(format_table(heads, rows, left=1))
 
 
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+# What stands after SCRIPT is the script's, also what looks like an option.
+@app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file that calls meshwright.initialize().")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own.")] = None,
