@@ -279,16 +279,11 @@ class LocalStep:
             kept = [next(whole) if d is None else k for k, d in zip(kept, grown, strict=True)]
             return (total + value, sums, kept), stacked
 
-        shapes = jax.eval_shape(
-            lambda: microbatch(
-                [c if d is None else r for c, d, r in _aligned(consts, split, [row[0] for row in rows])], parameters
-            )
-        )
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], list(shapes[2])))
-        kept = [
-            jnp.zeros(s.shape, s.dtype) if d is None else jnp.zeros(()) for s, d in zip(shapes[1], grown, strict=True)
-        ]
-        (value, grads, kept), stacked = lax.scan(trip, (*zeros, kept), (jnp.arange(count), rows))
+        made = zip(core.outvars, self._core_specs(), strict=False)
+        loss, *sums = [jnp.zeros(s.local_shape(v.aval.shape, self._stage.sizes), v.aval.dtype) for v, s in made]
+        kept = [x if d is None else jnp.zeros(()) for x, d in zip(sums, grown, strict=True)]
+        zeros = [jnp.zeros_like(p) for p in parameters]
+        (value, grads, kept), stacked = lax.scan(trip, (loss, zeros, kept), (jnp.arange(count), rows))
         scale = 1.0 / count if program.reduction == "mean" else 1.0
         pieces = iter(stacked)
         aux = []
@@ -314,11 +309,6 @@ def _joined(pieces: jax.Array, dim: int, blocks: int) -> jax.Array:
     parts = pieces.reshape(count, *shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
     parts = jnp.moveaxis(parts, 0, dim + 1)
     return parts.reshape(*shape[:dim], -1, *shape[dim + 1 :])
-
-
-def _aligned(consts: Sequence[Any], split: Sequence[int | None], rows: list[Any]) -> list[tuple[Any, int | None, Any]]:
-    given = iter(rows)
-    return [(c, d, next(given) if d is not None else None) for c, d in zip(consts, split, strict=True)]
 
 
 def _adds(x: Any) -> bool:
