@@ -1,4 +1,4 @@
-"""Whether a loss is a mean or a sum over the batch, from the program itself.
+"""Whether a loss, or a result beside it, is a mean or a sum over the batch, from the program itself.
 
 The gradient of a batch is the mean of its microbatches' gradients for a mean, their sum for a sum; taking one for the
 other trains with a wrong learning rate and no error. The *degree* of a value is the power of the batch size it grows
@@ -15,13 +15,19 @@ normalisation, is taken as it is: its microbatches use statistics of their own, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
+
+import jax.numpy as jnp
 
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, inline, is_literal, is_remat, open_jaxpr, scan_parts, source_line
 from ..errors import PlanError
+
+# How a result combines over microbatches; "same": any of them has it.
+Reduction = Literal["mean", "sum", "max", "min", "same"]
 
 _SAME = frozenset(
     [
@@ -86,6 +92,7 @@ _LINEAR = frozenset(
         "optimization_barrier",
     ]
 )
+_PASSED_ON = ("convert_element_type", "reshape", "squeeze", "copy", "stop_gradient", "reduce_max", "reduce_min")
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge", "eq", "ne", "is_finite", "sign"])
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 
@@ -141,6 +148,74 @@ def loss_reduction(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, spl
         try_='reduction="mean" (every microbatch weighs the same), reduction="sum", or dividing by a count that does '
         "not depend on the examples",
     )
+
+
+class ReductionWarning(UserWarning):
+    """A result whose value over the batch does not follow from its values over microbatches."""
+
+
+def aux_reductions(
+    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]
+) -> tuple[Reduction, ...]:
+    """How each result beside the loss combines over microbatches; warns, with its line, of those that do not.
+
+    Args: as of `loss_reduction`.
+    """
+    a, b = open_jaxpr(full), open_jaxpr(small)
+    given = [_Growth(varies=d is not None) for d in split_dims]
+    given += [_Growth()] * (len(a.invars) - len(given))
+    growths = _growths(a, b, microbatches, given) if _names(a) == _names(b) else [_UNKNOWN] * len(a.outvars)
+    made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
+    found: list[Reduction] = []
+    for x, y, growth in zip(a.outvars[1:], b.outvars[1:], growths[1:], strict=True):
+        numbers = jnp.issubdtype(x.aval.dtype, jnp.number)
+        extreme = _extreme(a, b, made, x)
+        if _is_batched(x, y) or not numbers or (growth.degree == 0 and not growth.varies):
+            found.append("same")
+        elif extreme is not None:
+            found.append(extreme)
+        elif growth.degree == 1 and growth.sums < 2:
+            found.append("sum")
+        else:
+            mean = jnp.issubdtype(x.aval.dtype, jnp.inexact)
+            if growth.degree != 0 or growth.sums == 2 or not mean:
+                warnings.warn(
+                    f"the result computed at {_line(a, made, x)} is neither a mean nor a sum, maximum or minimum over the batch: "
+                    f"with microbatches it is {'their mean' if mean else 'that of the last one'}",
+                    ReductionWarning,
+                    stacklevel=2,
+                )
+            found.append("mean" if mean else "same")
+    return tuple(found)
+
+
+def _extreme(full: Jaxpr, small: Jaxpr, made: Mapping[Any, int], atom: Any) -> Reduction | None:
+    """ "max" or "min" where a result is that of values over the batch, passed on as it is."""
+    while not is_literal(atom) and atom in made:
+        position = made[atom]
+        equation, other = full.eqns[position], small.eqns[position]
+        name = equation.primitive.name
+        if name in ("reduce_max", "reduce_min"):
+            shapes = equation.invars[0].aval.shape, other.invars[0].aval.shape
+            pooled = [d for d, (x, y) in enumerate(zip(*shapes, strict=True)) if x != y]
+            if pooled and set(pooled) <= set(equation.params["axes"]):
+                return "max" if name == "reduce_max" else "min"
+        elif name not in _PASSED_ON:
+            return None
+        atom = equation.invars[0]
+    return None
+
+
+def _line(jaxpr: Jaxpr, made: Mapping[Any, int], atom: Any) -> str:
+    """The user's line nearest to where `atom` is computed (JAX's own functions have none)."""
+    waiting = [atom]
+    for one in waiting:
+        if not is_literal(one) and one in made:
+            equation = jaxpr.eqns[made[one]]
+            if line := source_line(equation):
+                return line
+            waiting.extend(equation.invars if len(waiting) < 100 else ())
+    return "the loss function"
 
 
 def _names(jaxpr: Jaxpr) -> list[str]:

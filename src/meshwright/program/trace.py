@@ -20,6 +20,7 @@ from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, is_
 from ..errors import PlanError
 from .build import build_graph
 from .graph import Graph
+from .reduction import Reduction, aux_reductions, loss_reduction
 from .rules import Rules
 from .state import StateLeaf, relate_state
 
@@ -46,6 +47,7 @@ class Program:
       out_tree: structure of its results.
       fingerprint: equal for equal programs at equal shapes.
       reduction: how losses of microbatches combine, "mean" or "sum".
+      aux_reductions: with microbatches, how each of the core's other results combines.
     """
 
     outer: ClosedJaxpr
@@ -65,6 +67,7 @@ class Program:
     out_tree: Any
     fingerprint: str
     reduction: str
+    aux_reductions: tuple[Reduction, ...] = ()
 
     @property
     def marked(self) -> bool:
@@ -141,6 +144,7 @@ def trace_program(
     num_consts = equation.params["num_consts"]
     core = eliminate_dead_code(inline(equation.params["jaxpr"]))
     split_dims: tuple[int | None, ...] = (None,) * num_consts
+    combined: tuple[Reduction, ...] = ()
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         small_outer = _trace_small(step, small, microbatches)
@@ -148,9 +152,8 @@ def trace_program(
         split_dims = _split_dims(equation, small_equation, microbatches)
         full_core, core = core, eliminate_dead_code(inline(small_equation.params["jaxpr"]))
         if reduction is None:
-            from .reduction import loss_reduction
-
             reduction = loss_reduction(full_core, core, microbatches, split_dims)
+        combined = aux_reductions(full_core, core, microbatches, split_dims)
     positions: dict[Any, int] = {var: i for i, var in enumerate(open_jaxpr(outer).invars)}
     sources = tuple(None if is_literal(a) else positions.get(a) for a in equation.invars)
     input_names = [names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
@@ -175,6 +178,7 @@ def trace_program(
         out_tree=out_tree,
         fingerprint=_fingerprint(outer, microbatches),
         reduction=reduction or "mean",
+        aux_reductions=combined,
     )
 
 

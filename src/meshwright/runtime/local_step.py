@@ -247,6 +247,7 @@ class LocalStep:
         ]
         core = open_jaxpr(program.core)
         grown = self._grown()
+        combined = program.aux_reductions
         wraps = {e.invars[0]: e for e in core.eqns if e.primitive.name == "random_wrap" and not is_literal(e.invars[0])}
         raw_keys = [wraps.get(var) for var in core.invars[: len(consts)]]
 
@@ -271,12 +272,11 @@ class LocalStep:
             total, fresh = lax.optimization_barrier((total, list(parameters)))
             value, aux, grads = microbatch(inputs, fresh)
             sums = jax.tree.map(jnp.add, sums, list(grads))
-            added = [
-                k + a if _adds(a) and d is None else a for k, a, d in zip(kept, aux, grown, strict=True) if d is None
-            ]
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
-            whole = iter(added)
-            kept = [next(whole) if d is None else k for k, d in zip(kept, grown, strict=True)]
+            kept = [
+                k if d is not None else jnp.where(position == 0, a, _COMBINED[how](k, a))
+                for k, a, d, how in zip(kept, aux, grown, combined, strict=True)
+            ]
             return (total + value, sums, kept), stacked
 
         made = zip(core.outvars, self._core_specs(), strict=False)
@@ -287,13 +287,22 @@ class LocalStep:
         scale = 1.0 / count if program.reduction == "mean" else 1.0
         pieces = iter(stacked)
         aux = []
-        for k, d in zip(kept, grown, strict=True):
+        for k, d, how in zip(kept, grown, combined, strict=True):
             if d is None:
-                aux.append(k * jnp.asarray(scale, k.dtype) if _adds(k) else k)
+                aux.append(k / count if how == "mean" else k)
             else:
                 spec = self._core_specs()[1 + len(aux)]
                 aux.append(_joined(next(pieces), d, blocks // self._blocks(spec.dims[d])))
         return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
+
+
+_COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
+    "mean": jnp.add,
+    "sum": jnp.add,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "same": lambda kept, last: last,
+}
 
 
 def _cut(x: jax.Array, dim: int, count: int, blocks: int) -> jax.Array:
@@ -309,10 +318,6 @@ def _joined(pieces: jax.Array, dim: int, blocks: int) -> jax.Array:
     parts = pieces.reshape(count, *shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
     parts = jnp.moveaxis(parts, 0, dim + 1)
     return parts.reshape(*shape[:dim], -1, *shape[dim + 1 :])
-
-
-def _adds(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _fold_in(key: Any, position: Any) -> Any:
