@@ -16,6 +16,7 @@ from meshwright.plan import (
     Plan,
     Prediction,
     Stage,
+    Transfer,
 )
 from meshwright.plan.diff import diff_plans
 from meshwright.sharding import Spec
@@ -173,7 +174,16 @@ STAGE_CHANGES = {
     ),
     "compute_seconds": 0.1 + 1e-16,
     "communication_seconds": 0.25,
+    "equations": (0, 9),
+    "forward_seconds": 0.1,
+    "backward_seconds": 0.2,
+    "synchronise_seconds": 0.01,
+    "update_seconds": 0.02,
+    "in_flight": 2,
 }
+SENT = Transfer(
+    source=0, target=1, name="tanh", value=7, bytes=64.0, differentiated=True, forward_seconds=0.1, backward_seconds=0.1
+)
 PLAN_CHANGES = {
     "program": "q",
     "cluster": "d",
@@ -183,6 +193,9 @@ PLAN_CHANGES = {
     "stages": plan_of().stages * 2,
     "predicted": None,
     "notes": ("a note",),
+    "schedule_options": (("chunks", 2),),
+    "scan_splits": ((3, (2, 2)),),
+    "transfers": (SENT,),
 }
 
 
@@ -211,6 +224,25 @@ def test_no_change_of_a_prediction_goes_unsaid(field: str) -> None:
     before = plan_of()
     assert before.predicted is not None
     assert len(diff_plans(before, before.with_prediction(replace(before.predicted, **{field: 7.0})))) == 1
+
+
+def test_transfers_are_compared_edge_by_edge() -> None:
+    before = replace(plan_of(), transfers=(SENT,))
+    after = replace(plan_of(), transfers=(replace(SENT, bytes=32.0, forward_seconds=0.05), replace(SENT, target=2)))
+    assert diff_plans(before, after) == (
+        "transfers from stage 1 to stage 2 64 -> 32 bytes (0.5x)",
+        "predicted transfers from stage 1 to stage 2, both ways 0.2 -> 0.15 s (0.75x)",
+        "transfers from stage 1 to stage 3, count 0 -> 1",
+        "transfers from stage 1 to stage 3 0 -> 64 bytes",
+        "predicted transfers from stage 1 to stage 3, both ways 0 -> 0.2 s",
+    )
+
+
+def test_rows_of_a_parameter() -> None:
+    kept = plan_of().stages[0].parameters
+    part = replace(kept[0], rows=(0, 8))
+    (line,) = diff_plans(plan_of(), plan_of(parameters=(part, *kept[1:])))
+    assert line == "parameter layers/0/w: split x on dim 1 -> rows 0:8 split x on dim 1"
 
 
 def test_notes_in_another_order() -> None:

@@ -23,6 +23,7 @@ from meshwright.plan import (
     PlanError,
     Prediction,
     Stage,
+    Transfer,
 )
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict, save_plan
 from meshwright.sharding import Spec
@@ -114,7 +115,32 @@ STAGES = st.builds(
     ),
     compute_seconds=SIZES,
     communication_seconds=SIZES,
+    equations=st.tuples(st.integers(0, 3), st.integers(3, 9)),
+    forward_seconds=SIZES,
+    backward_seconds=SIZES,
+    synchronise_seconds=SIZES,
+    update_seconds=SIZES,
+    in_flight=st.integers(1, 9),
 )
+
+
+def in_a_row(plan: Plan) -> Plan:
+    """The plan with its stages one after the other in the program and on devices of their own."""
+    if len(plan.stages) == 1:
+        return replace(plan, transfers=(), stages=(replace(plan.stages[0], equations=None),))
+    first, second = plan.stages
+    assert first.equations is not None
+    second = replace(
+        second, layers=(first.layers[1], 9), equations=(first.equations[1], 9),
+        devices=tuple(6 + device for device in second.devices),
+    )  # fmt: skip
+    return replace(plan, stages=(first, second), schedule="s" + plan.schedule)
+
+
+TRANSFERS = st.builds(
+    Transfer, source=st.just(0), target=st.just(1), name=TEXTS, value=st.integers(0, 9), bytes=SIZES,
+    differentiated=st.booleans(), forward_seconds=SIZES, backward_seconds=SIZES,
+)  # fmt: skip
 PLANS = st.builds(
     Plan,
     program=TEXTS,
@@ -125,7 +151,17 @@ PLANS = st.builds(
     stages=st.lists(STAGES, min_size=1, max_size=2).map(tuple),
     predicted=st.none() | st.builds(Prediction, **{f.name: SIZES for f in fields(Prediction)}),
     notes=st.lists(TEXTS, max_size=2).map(tuple),
-)
+    schedule_options=st.lists(
+        st.tuples(
+            st.sampled_from(["warm_up", "split_backward"]), st.integers(0, 2) | st.lists(st.integers(1, 3)).map(tuple)
+        ),
+        max_size=2,
+    ).map(tuple),
+    scan_splits=st.lists(
+        st.tuples(st.integers(0, 9), st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)), max_size=1
+    ).map(tuple),
+    transfers=st.lists(TRANSFERS, max_size=2, unique_by=lambda t: t.value).map(tuple),
+).map(in_a_row)
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,7 +183,7 @@ def test_the_text_depends_on_the_plan_alone(tmp_path: Path) -> None:
     texts = {(tmp_path / name).read_text() for name in "abc"}
     assert len(texts) == 1
     text = texts.pop()
-    assert json.loads(text)["schema"] == 1
+    assert json.loads(text)["schema"] == 2
     assert max(map(len, text.splitlines())) <= 120
     assert text.endswith("}\n")
 
@@ -231,7 +267,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         (b"[]", "a list"),
         (b"3", "the number 3"),
         (b"{}", "no schema"),
-        (b'{"schema": 2}', "schema 2"),
+        (b'{"schema": 1}', "schema 1"),
         (b'{"schema": true}', "schema True"),
         (b'{"schema": "1"}', "schema '1'"),
     ],
@@ -254,7 +290,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_later_schema_asks_for_a_later_version() -> None:
     with pytest.raises(PlanError) as caught:
-        plan_from_dict({"schema": 2})
+        plan_from_dict({"schema": 3})
     assert caught.value.try_ == "a newer Meshwright"
 
 
@@ -334,3 +370,94 @@ def test_a_document_that_is_no_plan(change: Callable[[Any], None], where: str, g
     assert where in caught.value.where
     assert caught.value.where.startswith("plan.json")
     assert try_ in caught.value.try_
+
+
+def test_the_links_of_a_scan_have_a_place() -> None:
+    """Their path has -1 where that of an equation of the scan's body has its position."""
+    plan = small_plan()
+    links = tuple(OperatorPlan(path=(3, -1, i), name="scan_slice", axes=((), ())) for i in range(3))
+    plan = replace(plan, stages=(replace(plan.stages[0], operators=links),))
+    document = plan_to_dict(plan)
+    assert plan_from_dict(document) == plan
+    document["stages"][0]["operators"]["runs"][0]["path"][0] = -2
+    with pytest.raises(PlanError, match="not negative"):
+        plan_from_dict(document)
+
+
+# Several stages
+
+
+def two_stages(**changes: Any) -> Plan:
+    """Two stages of two devices; `changes` are of the second."""
+    stage = small_plan().stages[0]
+    first = replace(stage, mesh=(("x", 2), ("y", 1)), devices=(0, 1), equations=(0, 4), in_flight=2)
+    second = replace(first, devices=(2, 3), layers=(1, 2), equations=(4, 9), in_flight=1)
+    transfer = Transfer(
+        source=0, target=1, name="tanh", value=7, bytes=64.0, differentiated=True, forward_seconds=0.1,
+        backward_seconds=0.1,
+    )  # fmt: skip
+    return replace(
+        small_plan(), stages=(first, replace(second, **changes)), schedule="one_f_one_b", transfers=(transfer,)
+    )
+
+
+def test_stages_come_back() -> None:
+    plan = two_stages()
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    assert plan.edges == ((0, 1),)
+    assert plan.num_devices == 4
+
+
+def test_a_part_of_a_parameter() -> None:
+    part = replace(two_stages().stages[0].parameters[0], rows=(8, 16))
+    plan = two_stages(parameters=(part,))
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    with pytest.raises(PlanError, match="as many as dim 0"):
+        plan_from_dict(plan_to_dict(two_stages(parameters=(replace(part, rows=(8, 17)),))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"layers": (2, 3)}, "where the stage before ends"),
+        ({"equations": (5, 9)}, "where the stage before ends"),
+        ({"equations": None}, "a range for each of several stages"),
+        ({"equations": (4, 3)}, "the first equation before"),
+        ({"devices": (1, 2)}, "each device in one stage"),
+        ({"in_flight": 0}, "at least 1"),
+    ],
+)
+def test_stages_that_do_not_follow_each_other(changes: dict[str, Any], needed: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_dict(plan_to_dict(two_stages(**changes)))
+    assert needed in caught.value.needed
+    assert "stages[1]" in caught.value.where
+
+
+def test_stages_of_one_rank_share_its_devices_when_interleaved() -> None:
+    plan = two_stages(devices=(0, 1))
+    interleaved = replace(plan, schedule="interleaved_one_f_one_b", schedule_options=(("chunks", 2),))
+    assert plan_from_dict(plan_to_dict(interleaved)) == interleaved
+    assert interleaved.num_devices == 2
+
+
+def test_plans_of_stages_that_contradict_themselves() -> None:
+    plan = two_stages()
+    (transfer,) = plan.transfers
+    for wrong, got in (
+        (replace(plan, schedule="none"), "none for 2 stages"),
+        (replace(plan, transfers=(replace(transfer, target=0),)), "stage 0 to stage 0"),
+        (replace(plan, transfers=(replace(transfer, target=2),)), "stage 0 to stage 2"),
+        (replace(plan, transfers=(transfer, transfer)), "value 7 twice"),
+        (replace(plan, scan_splits=((3, (2, 0)),)), "trips [2, 0] of equation 3"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            plan_from_dict(plan_to_dict(wrong))
+        assert got in caught.value.got
+
+
+def test_a_truth_value_is_not_a_number() -> None:
+    document = plan_to_dict(two_stages())
+    document["transfers"][0]["differentiated"] = 1
+    with pytest.raises(PlanError, match="true or false"):
+        plan_from_dict(document)

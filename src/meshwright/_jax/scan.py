@@ -65,17 +65,30 @@ def split_scan(equation: Equation, trips: Sequence[int], makers: Mapping[Any, Eq
             yield joined
 
 
-def split_scans_at(closed: ClosedJaxpr, trips: Mapping[int, Sequence[int]]) -> ClosedJaxpr:
+def split_scans_at(
+    closed: ClosedJaxpr, trips: Mapping[int, Sequence[int]]
+) -> tuple[ClosedJaxpr, dict[tuple[int, int], int]]:
     """The program with the top-level scans at the positions `trips` cut into pieces of so many trips; conversions that
-    nothing reads any more are gone."""
+    nothing reads any more are gone.
+
+    Returns:
+      The program, and for each (position of a scan before, number of a piece) the piece's first equation.
+    """
     top: Jaxpr = open_jaxpr(closed)
     makers = {var: equation for equation in top.eqns for var in equation.outvars}
     equations: list[Equation] = []
+    starts: dict[tuple[int, int], Equation] = {}
     for position, equation in enumerate(top.eqns):
-        if len(trips.get(position, ())) > 1:
-            equations.extend(split_scan(equation, trips[position], makers))
-        else:
+        if len(trips.get(position, ())) < 2:
             equations.append(equation)
+            continue
+        number, fresh = 0, True
+        for made in split_scan(equation, trips[position], makers):
+            if fresh and number < len(trips[position]):
+                starts[position, number] = made
+            fresh = made.primitive is equation.primitive
+            number += fresh
+            equations.append(made)
     read = {id(atom) for atom in top.outvars}
     kept: list[Equation] = []
     for equation in reversed(equations):
@@ -83,15 +96,18 @@ def split_scans_at(closed: ClosedJaxpr, trips: Mapping[int, Sequence[int]]) -> C
             continue
         read.update(id(atom) for atom in equation.invars)
         kept.append(equation)
+    kept.reverse()
+    places = {id(equation): place for place, equation in enumerate(kept)}
     debug = top.debug_info.with_unknown_names()
-    return ClosedJaxpr(top.replace(eqns=kept[::-1], debug_info=debug), list(consts_of(closed)))
+    program = ClosedJaxpr(top.replace(eqns=kept, debug_info=debug), list(consts_of(closed)))
+    return program, {piece: places[id(first)] for piece, first in starts.items()}
 
 
 def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
     """For each top-level equation that cuts whole rows of dim 0 out of an input: that input's position, the first row
     and the one past the last."""
     top = open_jaxpr(closed)
-    inputs = {var: i for i, var in enumerate(top.invars)}
+    inputs: dict[Any, int] = {var: i for i, var in enumerate(top.invars)}
     found = {}
     for position, equation in enumerate(top.eqns):
         if equation.primitive.name != "slice" or is_literal(equation.invars[0]):
@@ -100,7 +116,8 @@ def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
         starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
         shape = equation.invars[0].aval.shape
         whole = all(a == 0 and b == n for a, b, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
-        if source is not None and shape and whole and equation.params["strides"] is None:
+        even = set(equation.params["strides"] or ()) <= {1}
+        if source is not None and shape and whole and even:
             found[position] = (source, int(starts[0]), int(stops[0]))
     return found
 

@@ -11,4 +11,5 @@ from .plan import (
     Plan as Plan,
     Prediction as Prediction,
     Stage as Stage,
+    Transfer as Transfer,
 )

@@ -1,14 +1,15 @@
 """What a plan must satisfy beyond the types of its fields, whoever made it: a search, a preset, a hand or a file.
 
 Only what can be seen without the program and the cluster is checked: meshes and devices agree, every axis that is used
-is an axis of its stage's mesh, and specs fit the shapes they belong to. One pass over the plan.
+is an axis of its stage's mesh, specs fit the shapes they belong to, stages follow each other and share no device, and
+transfers go from a stage to a later one. One pass over the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 
 from ..errors import PlanError
@@ -37,6 +38,8 @@ def check_plan(plan: Plan, *, source: str = "the plan") -> None:
         _check_mesh(stage, source, place)
         _check_axes(stage, source, place)
         _check_shapes(stage, source, place)
+    _check_order(plan, source)
+    _check_transfers(plan, source)
 
 
 def refusal(source: str, place: str, got: str, needed: str, try_: str = AGAIN) -> PlanError:
@@ -74,6 +77,11 @@ def _check_axes(stage: Stage, source: str, place: str) -> None:
 
 
 def _check_shapes(stage: Stage, source: str, place: str) -> None:
+    for i, parameter in enumerate(stage.parameters):
+        rows = parameter.rows
+        if rows is not None and (not parameter.shape or rows[1] - rows[0] != parameter.shape[0]):
+            needed = f"as many as dim 0 of the shape {parameter.shape}"
+            raise refusal(source, f"{place}.parameters[{i}].rows", f"the rows {rows[0]}:{rows[1]}", needed)
     for where, shape, spec in _placed(stage):
         if len(spec.dims) != len(shape):
             needed = f"{len(shape)}, as the shape {shape} has"
@@ -81,6 +89,54 @@ def _check_shapes(stage: Stage, source: str, place: str) -> None:
         if not spec.divides(shape, stage.sizes):
             got = f"{spec!r} of the shape {shape}"
             raise refusal(source, f"{place}.{where}", got, f"splits that divide their dims on the mesh {stage.sizes}")
+
+
+def _check_order(plan: Plan, source: str) -> None:
+    """Stages follow each other in the program, and no device serves two of them unless the schedule interleaves."""
+    for number, (one, following) in enumerate(pairwise(plan.stages), start=1):
+        place = f"stages[{number}]"
+        if following.layers[0] != one.layers[1]:
+            needed = f"{one.layers[1]}, where the stage before ends"
+            raise refusal(source, f"{place}.layers", f"a first layer of {following.layers[0]}", needed)
+        if one.equations is None or following.equations is None:
+            raise refusal(source, f"{place}.equations", "no equations", "a range for each of several stages")
+        if following.equations[0] != one.equations[1]:
+            needed = f"{one.equations[1]}, where the stage before ends"
+            raise refusal(source, f"{place}.equations", f"a first equation of {following.equations[0]}", needed)
+    for number, stage in enumerate(plan.stages):
+        if stage.equations is not None and stage.equations[0] > stage.equations[1]:
+            needed = "the first equation before the one past the last"
+            raise refusal(source, f"stages[{number}].equations", f"{list(stage.equations)}", needed)
+        if stage.in_flight < 1:
+            raise refusal(source, f"stages[{number}].in_flight", f"{stage.in_flight} microbatches", "at least 1")
+    if len(plan.stages) > 1 and plan.schedule == "none":
+        raise refusal(source, "schedule", f"none for {len(plan.stages)} stages", "the name of a schedule")
+    chunks = dict(plan.schedule_options).get("chunks", 1)
+    holder: dict[int, int] = {}
+    for number, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            first = holder.setdefault(device, number)
+            shared = chunks != 1 and stage.devices == plan.stages[first].devices
+            if first != number and not shared:
+                needed = "each device in one stage, or stages of one rank with the same devices and chunks > 1"
+                raise refusal(source, f"stages[{number}].devices", f"device {device} of stages[{first}] too", needed)
+
+
+def _check_transfers(plan: Plan, source: str) -> None:
+    seen: set[tuple[int, int, int]] = set()
+    for number, transfer in enumerate(plan.transfers):
+        place = f"transfers[{number}]"
+        if not 0 <= transfer.source < transfer.target < len(plan.stages):
+            got = f"stage {transfer.source} to stage {transfer.target}"
+            raise refusal(source, place, got, f"a stage and a later one, of {len(plan.stages)}")
+        key = (transfer.source, transfer.target, transfer.value)
+        if key in seen:
+            raise refusal(source, place, f"value {transfer.value} twice on one edge", "each value once")
+        seen.add(key)
+    for number, (equation, trips) in enumerate(plan.scan_splits):
+        if not trips or min(trips) < 1:
+            got = f"trips {list(trips)} of equation {equation}"
+            raise refusal(source, f"scan_splits[{number}]", got, "at least one trip for each piece")
 
 
 def _placed(stage: Stage) -> Iterator[tuple[str, tuple[int, ...], Spec]]:

@@ -13,7 +13,7 @@ from math import inf, isfinite
 from typing import Any
 
 from ..sharding.spec import Spec
-from .plan import Collective, InputPlan, Memory, OperatorPlan, ParameterPlan, Plan, Prediction, Stage
+from .plan import Collective, InputPlan, Memory, OperatorPlan, ParameterPlan, Plan, Prediction, Stage, Transfer
 from .words import common_name, mesh_words, name_pattern, optimizer_words, spec_words
 
 _NAMED = 3
@@ -36,18 +36,47 @@ def diff_plans(a: Plan, b: Plan) -> tuple[str, ...]:
 def _lines(a: Plan, b: Plan) -> Iterator[str]:
     for name in ("program", "cluster", "cluster_fingerprint", "microbatches", "schedule"):
         yield from _scalar(name.replace("_", " "), getattr(a, name), getattr(b, name))
+    yield from _scalar("schedule options", _options(a), _options(b))
+    yield from _scalar("scans split", _splits(a), _splits(b))
     yield from _scalar("stages", len(a.stages), len(b.stages))
     for number, (before, after) in enumerate(zip(a.stages, b.stages, strict=False), start=1):
         for line in _stage_lines(before, after):
             yield f"stage {number}: {line}"
     yield from _named_lines("parameter", a, b, lambda stage: stage.parameters, _parameter_words)
     yield from _named_lines("input", a, b, lambda stage: stage.inputs, _input_words)
+    yield from _transfers(a.transfers, b.transfers)
     yield from _predicted(a.predicted, b.predicted)
     if a.notes != b.notes:
         yield from (f"note removed: {note}" for note in a.notes if note not in b.notes)
         yield from (f"note added: {note}" for note in b.notes if note not in a.notes)
         if Counter(a.notes).keys() == Counter(b.notes).keys():
             yield "notes: in another order or number"
+
+
+def _options(plan: Plan) -> str:
+    return ", ".join(f"{name}={value}" for name, value in plan.schedule_options) or "none"
+
+
+def _splits(plan: Plan) -> str:
+    return ", ".join(f"equation {e} into {' '.join(map(str, trips))} trips" for e, trips in plan.scan_splits) or "none"
+
+
+def _transfers(a: Sequence[Transfer], b: Sequence[Transfer]) -> Iterator[str]:
+    if a == b:
+        return
+    before, after = ({(t.source, t.target): [] for t in side} for side in (a, b))
+    for found, side in ((before, a), (after, b)):
+        for t in side:
+            found[t.source, t.target].append(t)
+    lines = []
+    for edge in {**before, **after}:
+        x, y = before.get(edge, []), after.get(edge, [])
+        place = f"transfers from stage {edge[0] + 1} to stage {edge[1] + 1}"
+        lines += _scalar(f"{place}, count", len(x), len(y))
+        lines += _quantity(place, "bytes", sum(t.bytes for t in x), sum(t.bytes for t in y))
+        seconds = [sum(t.forward_seconds + t.backward_seconds for t in side) for side in (x, y)]
+        lines += _quantity(f"predicted {place}, both ways", "s", *seconds)
+    yield from lines or ("transfers of other values, or in another order",)
 
 
 def _scalar(name: str, before: object, after: object) -> Iterator[str]:
@@ -60,6 +89,7 @@ def _scalar(name: str, before: object, after: object) -> Iterator[str]:
 
 def _stage_lines(a: Stage, b: Stage) -> Iterator[str]:
     yield from _scalar("layers", _range(a.layers), _range(b.layers))
+    yield from _scalar("equations", _run(a.equations), _run(b.equations))
     yield from _scalar("devices", _positions(a.devices), _positions(b.devices))
     yield from _scalar("mesh", mesh_words(a.mesh), mesh_words(b.mesh))
     yield from _operators(a.operators, b.operators)
@@ -72,6 +102,15 @@ def _stage_lines(a: Stage, b: Stage) -> Iterator[str]:
     yield from _communication(a.communication, b.communication)
     yield from _quantity("predicted compute", "s", a.compute_seconds, b.compute_seconds)
     yield from _quantity("predicted communication", "s", a.communication_seconds, b.communication_seconds)
+    yield from _quantity("predicted forward", "s", a.forward_seconds, b.forward_seconds)
+    yield from _quantity("predicted backward", "s", a.backward_seconds, b.backward_seconds)
+    yield from _quantity("predicted synchronisation", "s", a.synchronise_seconds, b.synchronise_seconds)
+    yield from _quantity("predicted update", "s", a.update_seconds, b.update_seconds)
+    yield from _scalar("microbatches in flight", a.in_flight, b.in_flight)
+
+
+def _run(equations: tuple[int, int] | None) -> str:
+    return "all" if equations is None else _range(equations)
 
 
 def _range(layers: tuple[int, int]) -> str:
@@ -178,6 +217,7 @@ def _predicted(a: Prediction | None, b: Prediction | None) -> Iterator[str]:
     yield from _quantity("predicted model rate", "TFLOP/s a device", a.tflops_per_device, b.tflops_per_device)
     yield from _quantity("predicted executed work", "FLOP a device", a.flops_per_device, b.flops_per_device)
     yield from _quantity("optimality gap", "", a.optimality_gap, b.optimality_gap)
+    yield from _quantity("bubble", "of all devices' time", a.bubble_fraction, b.bubble_fraction)
 
 
 def _quantity(name: str, unit: str, before: float, after: float) -> Iterator[str]:
@@ -226,7 +266,8 @@ def _by_name(
 
 def _parameter_words(parameter: ParameterPlan) -> str:
     beyond = optimizer_words(parameter)
-    return spec_words(parameter.use) + (f", optimizer {beyond}" if beyond else "")
+    rows = f"rows {_range(parameter.rows)} " if parameter.rows is not None else ""
+    return rows + spec_words(parameter.use) + (f", optimizer {beyond}" if beyond else "")
 
 
 def _input_words(given: InputPlan) -> str:

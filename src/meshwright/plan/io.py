@@ -7,7 +7,8 @@ sorted, floats keep every digit (`"inf"` stands for infinity, which JSON lacks),
 Only the operators are written otherwise, since a program has thousands of them and few ways to split one: a table of
 distinct ways, and for each run of neighbouring equations the row of each.
 
-Every number in a plan is a position, a size or a duration, so every negative one is refused.
+Every number in a plan is a position, a size or a duration, so every negative one is refused; but for the -1 that the
+path of a scan's link has in the place of an equation (`program.graph`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
 
 from ..errors import PlanError
 from .check import AGAIN, check_plan, refusal
@@ -126,11 +127,15 @@ class _Way:
     broadcast: frozenset[str] = frozenset()
 
 
+# A position in a path: -1 stands for the links of a scan.
+_Place = NewType("_Place", int)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """Equations that follow each other: the path of the first, and for each its row in the table of ways."""
 
-    path: tuple[int, ...]
+    path: tuple[_Place, ...]
     ways: tuple[int, ...]
 
 
@@ -150,7 +155,9 @@ def _pack(operators: Sequence[OperatorPlan]) -> _Operators:
             runs[-1][1].append(row)
         else:
             runs.append((operator.path, [row]))
-    return _Operators(ways=tuple(rows), runs=tuple(_Run(path=path, ways=tuple(ways)) for path, ways in runs))
+    return _Operators(
+        ways=tuple(rows), runs=tuple(_Run(path=tuple(map(_Place, path)), ways=tuple(ways)) for path, ways in runs)
+    )
 
 
 def _unpack(packed: _Operators, source: str, place: str) -> tuple[OperatorPlan, ...]:
@@ -213,8 +220,14 @@ def _decode(kind: Any, value: Any, source: str, place: str) -> Any:
     """`value` as a `kind`; `place` says where in `source` it stands."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        (kind,) = (a for a in args if a is not type(None))
-        return None if value is None else _decode(kind, value, source, place)
+        if value is None and type(None) in args:
+            return None
+        kinds = [a for a in args if a is not type(None)]
+        # Where a field takes a list or a number, the text says which it is.
+        listed = [a for a in kinds if get_origin(a) is tuple]
+        plain = [a for a in kinds if a not in listed]
+        (kind,) = (listed if isinstance(value, list) else plain) or kinds
+        return _decode(kind, value, source, place)
     if is_dataclass(kind):
         return _decode_object(kind, value, source, place)
     if origin in (tuple, frozenset):
@@ -259,8 +272,16 @@ def _decode_scalar(kind: Any, value: Any, source: str, place: str) -> Any:
         if not isinstance(value, str):
             raise refusal(source, place, _kind(value), "a string")
         return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise refusal(source, place, _kind(value), "true or false")
+        return value
     if kind is float and value == "inf":
         return math.inf
+    if kind is _Place:
+        if value == -1 and not isinstance(value, bool):
+            return -1
+        kind = int
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         raise refusal(source, place, _kind(value), "a whole number" if kind is int else "a number")
     if not 0 <= value < math.inf:

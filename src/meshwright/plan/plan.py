@@ -9,7 +9,7 @@ from typing import Any
 
 from ..sharding.spec import Spec
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +39,15 @@ class ParameterPlan:
       use: the spec the program reads it in; `broadcast` axes are those its gradient is summed over.
       storage: the spec the optimizer state and the update have. Equal to `use` without `broadcast` (no ZeRO), or split
         further (ZeRO-1 and 2). Where `use` itself is split over axes that the operators then gather, that is ZeRO-3.
+      rows: the rows of dim 0 a stage holds of a stacked parameter whose scan is cut over several stages, first and one
+        past the last; None for the whole parameter. `shape` is that of the part.
     """
 
     name: str
     shape: tuple[int, ...]
     use: Spec
     storage: Spec
+    rows: tuple[int, int] | None = None
 
     @property
     def stored_axes(self) -> tuple[str, ...]:
@@ -96,6 +99,9 @@ class Collective:
 class Stage:
     """A part of the program on a submesh.
 
+    A parameter that several stages name (a tied embedding) is held by each of them: its gradient is summed over its
+    holders once a step, and each updates its copy. With `rows`, the holders' parts are disjoint and nothing is summed.
+
     Args:
       layers: first and one past the last layer.
       devices: positions in the cluster, in the mesh's row-major order.
@@ -110,6 +116,14 @@ class Stage:
       communication: predicted collectives of one step.
       compute_seconds: predicted, of one step.
       communication_seconds: predicted, of one step.
+      equations: first and one past the last top-level equation of the core, its scans split as the plan's `scan_splits`
+        say; None for all of them. What the range reads of values that depend on no input (masks, positions), made by
+        equations before it, the stage makes again for itself (`program.cut` lists these equations).
+      forward_seconds: predicted, of one microbatch.
+      backward_seconds: predicted, of one microbatch, rematerialisation included.
+      synchronise_seconds: predicted, of the gradients' synchronisation, once a step.
+      update_seconds: predicted, of the optimizer, once a step.
+      in_flight: most microbatches whose activations it holds at once.
     """
 
     layers: tuple[int, int]
@@ -125,11 +139,42 @@ class Stage:
     communication: tuple[Collective, ...]
     compute_seconds: float
     communication_seconds: float
+    equations: tuple[int, int] | None = None
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    synchronise_seconds: float = 0.0
+    update_seconds: float = 0.0
+    in_flight: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each mesh axis."""
         return dict(self.mesh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A value that one stage computes and another reads, once a microbatch.
+
+    Args:
+      source: the stage that computes it.
+      target: the stage that reads it; not always the next one.
+      name: of the value, for reading.
+      value: its position among the values of the core's graph, its scans split.
+      bytes: of the whole value, for one microbatch.
+      differentiated: whether its cotangent comes back.
+      forward_seconds: predicted, of one microbatch.
+      backward_seconds: predicted, of its cotangent.
+    """
+
+    source: int
+    target: int
+    name: str
+    value: int
+    bytes: float
+    differentiated: bool
+    forward_seconds: float
+    backward_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +186,14 @@ class Prediction:
       tflops_per_device: model FLOPs (forward and backward, no rematerialisation) per second and device, in 1e12.
       flops_per_device: executed FLOPs of matrix products and convolutions on one device in one step.
       optimality_gap: how far, at most, the objective is from the optimum, relative.
+      bubble_fraction: the share of all devices' time in which they wait for other stages.
     """
 
     step_seconds: float
     tflops_per_device: float
     flops_per_device: float
     optimality_gap: float
+    bubble_fraction: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +205,14 @@ class Plan:
       cluster: name of the cluster.
       cluster_fingerprint: of everything in its description.
       microbatches: how many parts the batch is cut into, their gradients added up.
-      schedule: order of the microbatches over stages; "none" with one stage.
+      schedule: order of the microbatches over stages, a name of `schedule.SCHEDULES`; "none" with one stage.
       stages: in program order.
       predicted: by the cost model; None for a plan nobody has priced.
+      schedule_options: options of the schedule by name: `warm_up` (a number for each edge, in sorted order), `chunks`,
+        `split_backward` (0 or 1).
+      scan_splits: scans of the core that are cut into several, by position of their equation before any is: the trips
+        of each piece (`program.scan_split`).
+      transfers: what stages send each other, by source, target and value.
     """
 
     program: str
@@ -171,11 +223,19 @@ class Plan:
     stages: tuple[Stage, ...]
     predicted: Prediction | None = None
     notes: tuple[str, ...] = field(default=())
+    schedule_options: tuple[tuple[str, int | tuple[int, ...]], ...] = ()
+    scan_splits: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @cached_property
     def num_devices(self) -> int:
-        """How many devices the stages use together."""
-        return sum(len(stage.devices) for stage in self.stages)
+        """How many devices the stages use together; stages of one rank (interleaving) share theirs."""
+        return len({device for stage in self.stages for device in stage.devices})
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of stages (source, target) with something to send, sorted."""
+        return tuple(sorted({(t.source, t.target) for t in self.transfers}))
 
     def save(self, path: Any) -> None:
         """Write the plan as JSON (schema `SCHEMA`)."""

@@ -1,0 +1,164 @@
+"""A program made ready to be cut into stages: its scans split, its graph, and its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .._jax.jaxpr import ClosedJaxpr, open_jaxpr
+from .build import build_graph
+from .cut import Cutter
+from .graph import Graph
+from .layers import DEFAULT_LAYERS, cluster_layers
+from .rules import Rules
+from .scan_split import split_with_starts, stacked_rows, trips_for_layers
+from .trace import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedProgram:
+    """The core of a program, at the size of one microbatch, in layers.
+
+    Args:
+      core: the core with its scans split; stages are ranges of its top-level equations.
+      graph: its operators.
+      rules: their factor rules.
+      rows: equations of `core` that take rows out of an input (`scan_split.stacked_rows`).
+      scan_splits: what was split: by position of the scan in the unsplit core, the trips of each piece.
+      layers: ranges of top-level equations of `core`, in order.
+      source: the program as traced, its scans whole.
+      piece_starts: the first equation of each piece of a scan, by position of the scan in the unsplit core and number
+        of the piece.
+    """
+
+    core: ClosedJaxpr
+    graph: Graph
+    rules: Rules
+    rows: Mapping[int, tuple[int, int, int]]
+    scan_splits: Mapping[int, tuple[int, ...]]
+    layers: tuple[tuple[int, int], ...]
+    source: Program
+    piece_starts: Mapping[tuple[int, int], int]
+
+    @property
+    def split_dims(self) -> tuple[int | None, ...]:
+        """For each input that is not differentiated, the dim that microbatches cut, or None."""
+        return self.source.split_dims
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the program."""
+        return self.source.fingerprint
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts the batch is cut."""
+        return self.source.microbatches
+
+    @property
+    def equations(self) -> int:
+        """How many top-level equations the core has."""
+        return self.layers[-1][1]
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """What cuts its graph."""
+        return Cutter(self.graph, self.rows)
+
+
+def staged_program(
+    program: Program,
+    *,
+    layers: int = DEFAULT_LAYERS,
+    cuts: Sequence[int] = (),
+    scan_splits: Mapping[int, Sequence[int]] | None = None,
+) -> StagedProgram:
+    """Split the scans of a traced step's core and cluster its equations into layers.
+
+    Args:
+      program: traced at the size of one microbatch.
+      layers: the most layers there may be.
+      cuts: equations of the core, its scans split, that begin a layer (`mw.layer_boundary`).
+      scan_splits: the trips of the pieces of each scan; None to cut scans so that each piece is about a layer.
+
+    Raises:
+      PlanError: for cuts or trips that are not of the program.
+    """
+    if scan_splits is None:
+        scan_splits = trips_for_layers(program.graph, layers)
+    core, starts, splits = _split(program, scan_splits)
+    return _staged(program, core, starts, splits, layers=layers, cuts=cuts)
+
+
+def merge_scans(staged: StagedProgram, bounds: Sequence[int]) -> StagedProgram | None:
+    """The program for stages that begin at `bounds`, with the pieces of a scan that lie in one stage made one again.
+
+    Args:
+      staged: with its scans in pieces.
+      bounds: the first equation of every stage but the first.
+
+    Returns:
+      The program with the stages as its layers; None where a stage begins inside a piece.
+    """
+    old = list(open_jaxpr(staged.core).eqns)
+    merged: dict[int, tuple[int, ...]] = {}
+    piece_of: dict[tuple[int, int], int] = {}
+    for position, trips in staged.scan_splits.items():
+        found: list[int] = []
+        for number, count in enumerate(trips):
+            if number == 0 or staged.piece_starts[position, number] in bounds:
+                found.append(0)
+                piece_of[position, number] = len(found) - 1
+            found[-1] += count
+        merged[position] = tuple(found)
+    core, starts, splits = _split(staged.source, merged)
+    new = {id(equation): place for place, equation in enumerate(open_jaxpr(core).eqns)}
+    whole = open_jaxpr(staged.source.core).eqns
+    begins = {start: piece for piece, start in staged.piece_starts.items()}
+    cuts = []
+    for bound in bounds:
+        if bound in begins:
+            position, number = begins[bound]
+            piece = (position, piece_of[position, number])
+            place = starts[piece] if piece in starts else new.get(id(whole[position]))
+        else:
+            place = new.get(id(old[bound]))
+        if place is None:
+            return None
+        cuts.append(place)
+    layers = len(cuts) + 1
+    return _staged(staged.source, core, starts, splits, layers=1 if layers == 1 else layers, cuts=cuts)
+
+
+Starts = Mapping[tuple[int, int], int]
+
+
+def _split(
+    program: Program, scan_splits: Mapping[int, Sequence[int]]
+) -> tuple[ClosedJaxpr, Starts, dict[int, tuple[int, ...]]]:
+    splits = {position: tuple(trips) for position, trips in sorted(scan_splits.items()) if len(trips) > 1}
+    if not splits:
+        return program.core, {}, {}
+    core, starts = split_with_starts(program.core, splits)
+    return core, starts, splits
+
+
+def _staged(
+    program: Program,
+    core: ClosedJaxpr,
+    starts: Starts,
+    splits: Mapping[int, tuple[int, ...]],
+    *,
+    layers: int,
+    cuts: Sequence[int],
+) -> StagedProgram:
+    graph, rules = program.graph, program.rules
+    if splits:
+        names = [graph.values[v].name for v in graph.inputs]
+        losses = [0] if program.marked else []
+        graph, rules = build_graph(core, parameters=graph.parameters, losses=losses, input_names=names)
+    return StagedProgram(
+        core=core, graph=graph, rules=rules, rows=stacked_rows(core), scan_splits=splits, source=program,
+        layers=cluster_layers(graph, len(open_jaxpr(core).eqns), at_most=layers, cuts=cuts), piece_starts=starts,
+    )  # fmt: skip

@@ -1,0 +1,379 @@
+"""Inter-operator parallelism: which layers on which submesh, as numbers.
+
+**The problem.** Layers 0..L-1 are cut into stages, ranges of layers in order; stage i gets the submesh that follows the
+one of stage i-1, and all devices are used. A stage on a submesh has *options* (logical mesh, rematerialisation), each
+with seconds forward f and backward b of a microbatch, seconds s once a step, and bytes. The objective, for B
+microbatches, is Alpa's (OSDI '22) with what it leaves out:
+
+    sum_i (f_i + b_i) + sum_i C_i + (B - 1) P + S
+
+* C_i = seconds of the transfers between stages i and i+1, both ways.
+* P, the period, by schedule. 1F1B waits for its transfers: max_i (f_i + b_i + C_i). Eager 1F1B hides them: the largest
+  of all f_i + b_i and of the seconds of any one edge, one way. GPipe: max(f, c) + max(b, c').
+* S = max_i (s_i - sum_(k<i) (b_k + c'_k)): what of the gradient synchronisation and update is left after the last
+  backward of the first stage; that of later stages is done while earlier ones still work. c' are cotangents' transfers.
+
+and each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
+the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
+reader; a parameter held by several stages adds the exchange of its gradient between each holder and the next to s.
+
+**The method.** A dynamic program from the last stage to the first, so that the place from the end, which memory
+depends on, is known. A state is (first layer, first device); its *labels* are the ways to do what follows, and one
+label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
+sum, period, and S, and if those stages of both that earlier layers will still send something to are on the same
+submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984), and a known plan's
+objective prunes what cannot become better. Brute force over all plans says the same in tests/property/test_inter_op.py.
+
+Cost: states x submeshes x layers x labels. Values read by very many stages make labels incomparable; `beam` bounds the
+labels of a state, and `Found.exact` says whether it ever had to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+from .submeshes import Submesh
+
+# How many plans beside the best are handed back.
+_OTHERS = 4
+
+Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe"]
+ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run a range of layers on a submesh.
+
+    Args:
+      forward_seconds: of one microbatch.
+      backward_seconds: of one microbatch.
+      once_seconds: gradient synchronisation and update.
+      constant_bytes: on one device throughout.
+      in_flight_bytes: on one device for each microbatch in flight.
+      tag: whose it is; the search looks not at it.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    once_seconds: float = 0.0
+    constant_bytes: float = 0.0
+    in_flight_bytes: float = 0.0
+    tag: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch, both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value of one layer that later layers read, or a parameter of several layers.
+
+    Args:
+      layers: the layers that touch it, ascending; of a value the first makes it and the others read it.
+      forward_bytes: moved for each microbatch; 0 for a parameter.
+      backward_bytes: moved back for each microbatch.
+      once_bytes: of the gradient that holders of a parameter exchange once a step; 0 for a value.
+    """
+
+    layers: tuple[int, ...]
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    once_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStage:
+    """A stage of a found plan: layers `first` to before `last`, on a submesh, run as `option` says."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    option: Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A staged plan.
+
+    Args:
+      seconds: the objective.
+      stages: in program order.
+      exact: whether no better plan exists under these numbers.
+      others: the next best that the search has left, best first; not all there are.
+    """
+
+    seconds: float
+    stages: tuple[PlacedStage, ...]
+    exact: bool
+    others: tuple[tuple[PlacedStage, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterOpProblem:
+    """The numbers.
+
+    Args:
+      layers: how many.
+      devices: how many; every plan uses all of them.
+      submeshes: what a stage may be placed on.
+      options: for a range of layers (first, one past the last), a submesh and a number of microbatches in flight.
+      crossings: what layers share.
+      transfer_seconds: from one submesh to a later one, of so many bytes; what an edge carries is one transfer. Two
+        holders of a parameter exchange its gradient in as many seconds, both ways at once.
+      microbatches: in a step.
+      memory_limit_bytes: of a device.
+      order: the schedule.
+      max_stages: the most stages.
+      num_stages: how many stages there are to be; None for any number.
+    """
+
+    layers: int
+    devices: int
+    submeshes: Sequence[Submesh]
+    options: Callable[[int, int, Submesh, int], Sequence[Option]]
+    crossings: Sequence[Crossing]
+    transfer_seconds: Callable[[Submesh, Submesh, float], float]
+    microbatches: int
+    memory_limit_bytes: float
+    order: Order = "one_f_one_b"
+    max_stages: int | None = None
+    num_stages: int | None = None
+
+    def in_flight(self, from_end: int) -> int:
+        """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
+        if self.order == "gpipe":
+            return self.microbatches
+        return min(self.microbatches, from_end if self.order == "one_f_one_b" else 2 * from_end - 1)
+
+    def fits(self, option: Option, from_end: int) -> bool:
+        """Whether an option at this place from the end fits a device."""
+        held = option.constant_bytes + self.in_flight(from_end) * option.in_flight_bytes
+        return held <= self.memory_limit_bytes * (1 + 1e-12)
+
+
+class _Label:
+    """A way to run all layers from `first` on. Slots, since there are very many."""
+
+    __slots__ = ("after", "late", "periods", "seconds", "stage", "stages")
+
+    def __init__(
+        self,
+        after: _Label | None,
+        stage: PlacedStage | None,
+        stages: int,
+        seconds: float,
+        periods: tuple[float, float],
+        late: float,
+    ) -> None:
+        self.after, self.stage, self.stages = after, stage, stages
+        self.seconds, self.periods, self.late = seconds, periods, late
+
+    def no_worse(self, other: _Label, *, counted: bool) -> bool:
+        return (
+            (self.stages == other.stages or (self.stages < other.stages and not counted))
+            and self.seconds <= other.seconds
+            and self.periods[0] <= other.periods[0]
+            and self.periods[1] <= other.periods[1]
+            and self.late <= other.late
+        )
+
+    def chain(self) -> list[PlacedStage]:
+        """Its stages, in program order."""
+        found, label = [], self
+        while label.stage is not None:
+            found.append(label.stage)
+            assert label.after is not None
+            label = label.after
+        return found
+
+
+def solve_inter_op(problem: InterOpProblem, *, beam: int = 256, upper_bound: float = inf) -> Found | None:
+    """The best staged plan, or None if none fits (or none is below `upper_bound`).
+
+    Args:
+      problem: the numbers.
+      beam: the most labels a state may have; the best by objective are kept.
+      upper_bound: seconds; plans that take longer are of no interest.
+    """
+    if beam > 1:
+        # A narrow search first: its plan prunes the wide one.
+        search = _Search(problem, 1, upper_bound)
+        narrow = search.run()
+        if narrow is not None:
+            search.beam, search.bound, search.exact = beam, narrow.seconds * (1 + 1e-12), True
+            wide = search.run()
+            return wide if wide is not None else narrow
+    return _Search(problem, beam, upper_bound).run()
+
+
+class _Search:
+    def __init__(self, problem: InterOpProblem, beam: int, bound: float) -> None:
+        self.problem, self.beam, self.bound = problem, beam, bound
+        self.exact = True
+        self.ending: dict[int, list[Submesh]] = {}
+        for submesh in problem.submeshes:
+            self.ending.setdefault(submesh.stop, []).append(submesh)
+        self._moved: dict[tuple[Submesh, Submesh, float], float] = {}
+        # Crossings that reach from before a layer to it or beyond: all that a state's future edges depend on.
+        self.open = [
+            [n for n, one in enumerate(problem.crossings) if one.layers[0] < i <= one.layers[-1]]
+            for i in range(problem.layers + 1)
+        ]
+        limits = (problem.max_stages, problem.num_stages, problem.layers)
+        self.most = min(limit for limit in limits if limit is not None)
+        self.least = self._least_seconds()
+
+    def _least_seconds(self) -> list[float]:
+        """Of all layers before each one: the sum no plan can be below."""
+        problem = self.problem
+        by_size: dict[int, Submesh] = {}
+        for submesh in problem.submeshes:
+            by_size.setdefault(submesh.size, submesh)
+        least = [0.0] * (problem.layers + 1)
+        for last in range(1, problem.layers + 1):
+            least[last] = min(
+                (
+                    least[first] + option.seconds
+                    for first in range(last)
+                    for submesh in by_size.values()
+                    for option in problem.options(first, last, submesh, 1)
+                ),
+                default=0.0,
+            )
+        return least
+
+    def run(self) -> Found | None:
+        problem = self.problem
+        states: list[dict[int, dict[Any, list[_Label]]]] = [{} for _ in range(problem.layers + 1)]
+        end = _Label(None, None, 0, 0.0, (0.0, 0.0), 0.0)
+        states[problem.layers][problem.devices] = {(): [end]}
+        for last in range(problem.layers, 0, -1):
+            for device in sorted(states[last]):
+                labels = [label for group in states[last][device].values() for label in group]
+                labels.sort(key=lambda label: (self._objective(label), label.stages))
+                if len(labels) > self.beam:
+                    self.exact = False
+                    del labels[self.beam :]
+                for label in labels:
+                    self._extend(states, label, last, device)
+            states[last] = {}
+        done = [label for group in states[0].get(0, {}).values() for label in group]
+        if not done:
+            return None
+        done.sort(key=lambda label: (self._objective(label), label.stages))
+        chains = [tuple(label.chain()) for label in done[: _OTHERS + 1]]
+        return Found(seconds=self._objective(done[0]), stages=chains[0], exact=self.exact, others=tuple(chains[1:]))
+
+    def _objective(self, label: _Label) -> float:
+        return label.seconds + (self.problem.microbatches - 1) * sum(label.periods) + label.late
+
+    def _extend(self, states: list[dict[int, dict[Any, list[_Label]]]], label: _Label, last: int, device: int) -> None:
+        problem = self.problem
+        place = label.stages + 1
+        most = self.most
+        if place > most:
+            return
+        in_flight = problem.in_flight(place)
+        rest = problem.microbatches - 1
+        for submesh in self.ending.get(device, ()):
+            for first in range(last):
+                if (first == 0) != (submesh.first == 0):
+                    continue
+                if (first > 0 and place == most) or (first == 0 and place != (problem.num_stages or place)):
+                    continue
+                edges: tuple[float, float, float, float] | None = None
+                for option in problem.options(first, last, submesh, in_flight):
+                    if not problem.fits(option, place):
+                        continue
+                    if edges is None:
+                        edges = self._edges(label, first, last, submesh)
+                    forward, backward, widest, exchange = edges
+                    seconds = label.seconds + option.seconds + forward + backward
+                    periods = self._periods(label, option, forward, backward, widest)
+                    late = max(0.0, option.once_seconds + exchange, label.late - (option.backward_seconds + backward))
+                    if seconds + self.least[first] + rest * (periods[0] + periods[1]) > self.bound:
+                        continue
+                    new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
+                    self._offer(states[first].setdefault(submesh.first, {}), new, first)
+
+    def _periods(
+        self, label: _Label, option: Option, forward: float, backward: float, widest: float
+    ) -> tuple[float, float]:
+        """The period with this stage in front; GPipe's in its two parts."""
+        one, two = label.periods
+        match self.problem.order:
+            case "one_f_one_b":
+                return max(one, option.seconds + forward + backward, widest), two
+            case "eager_one_f_one_b":
+                return max(one, option.seconds, widest), two
+            case "gpipe":
+                return max(one, option.forward_seconds, forward), max(two, option.backward_seconds, backward)
+
+    def _edges(self, label: _Label, first: int, last: int, submesh: Submesh) -> tuple[float, float, float, float]:
+        """Seconds to the next stage and back, of the slowest edge one way, and of the exchange of gradients."""
+        problem = self.problem
+        forward = backward = widest = exchange = 0.0
+        crossings = [problem.crossings[n] for n in self.open[last]]
+        pending = [one for one in crossings if one.once_bytes > 0 and any(first <= n < last for n in one.layers)]
+        made = [one for one in crossings if one.once_bytes == 0 and first <= one.layers[0] < last]
+        following, neighbour = label, True
+        while following.stage is not None and (pending or made):
+            stage = following.stage
+            out = back = once = 0.0
+            for one in made:
+                if any(stage.first <= reader < stage.last for reader in one.layers[1:]):
+                    out += one.forward_bytes
+                    back += one.backward_bytes
+            for one in list(pending):
+                if any(stage.first <= n < stage.last for n in one.layers):
+                    pending.remove(one)  # its next holder sums with the ones after it
+                    once += one.once_bytes
+            forward_here, backward_here = (self._seconds(submesh, stage.submesh, size) for size in (out, back))
+            exchange += self._seconds(submesh, stage.submesh, once)
+            if neighbour:
+                forward, backward = forward_here, backward_here
+            widest = max(widest, forward_here, backward_here)
+            assert following.after is not None
+            following, neighbour = following.after, False
+        return forward, backward, widest, exchange
+
+    def _seconds(self, source: Submesh, target: Submesh, size: float) -> float:
+        if size <= 0:
+            return 0.0
+        key = (source, target, size)
+        if key not in self._moved:
+            self._moved[key] = self.problem.transfer_seconds(source, target, size)
+        return self._moved[key]
+
+    def _signature(self, label: _Label, first: int) -> tuple[Any, ...]:
+        """Of each stage that earlier layers will send something: where it is, what, and whether it is the next one."""
+        waiting = {n: self.problem.crossings[n] for n in self.open[first]}
+        found = []
+        following, place = label, 0
+        while following.stage is not None and waiting:
+            stage = following.stage
+            reads = tuple(n for n, one in waiting.items() if any(stage.first <= x < stage.last for x in one.layers))
+            if reads:
+                found.append((place == 0, stage.submesh, reads))
+            for n in reads:
+                # A parameter's next holder is the one that matters; of a value, every reader up to the last does.
+                if waiting[n].once_bytes or waiting[n].layers[-1] < stage.last:
+                    del waiting[n]
+            assert following.after is not None
+            following, place = following.after, place + 1
+        return tuple(found)
+
+    def _offer(self, state: dict[Any, list[_Label]], new: _Label, first: int) -> None:
+        signature = self._signature(new, first)
+        group = state.setdefault(signature, [])
+        counted = self.problem.num_stages is not None
+        if any(old.no_worse(new, counted=counted) for old in group):
+            return
+        group[:] = [old for old in group if not new.no_worse(old, counted=counted)]
+        group.append(new)

@@ -1,0 +1,195 @@
+"""A staged plan as the simulator sees it: edges, seconds and bytes, and the schedule that suits it best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..program.staged import StagedProgram
+from ..schedule import Edge, Schedule, adaptive_warm_up, make_schedule
+from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
+from .inter_op import PlacedStage
+from .submeshes import Submesh, Submeshes
+
+ScheduleOptions = tuple[tuple[str, int | tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A value that crosses an edge.
+
+    Args:
+      source: stage that computes it.
+      target: stage that reads it.
+      value: its index in the whole graph.
+      bytes: of the whole value, for one microbatch.
+      differentiated: whether its cotangent comes back.
+    """
+
+    source: int
+    target: int
+    value: int
+    bytes: float
+    differentiated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedTiming:
+    """What simulating a staged plan takes.
+
+    Args:
+      timing: of its stages and edges.
+      sent: what crosses edges, by source, target and value.
+      bytes_in_flight: of each stage, on one device, for each microbatch in flight.
+      bytes_throughout: of each stage, on one device.
+      limit_bytes: what a device may use.
+    """
+
+    timing: Timing
+    sent: tuple[Sent, ...]
+    bytes_in_flight: tuple[float, ...]
+    bytes_throughout: tuple[float, ...]
+    limit_bytes: float
+
+    def fits(self, schedule: Schedule) -> bool:
+        """Whether every stage can hold what the schedule keeps in flight."""
+        held = zip(self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, strict=True)
+        return all(fixed + count * size <= self.limit_bytes * (1 + 1e-12) for fixed, count, size in held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A schedule of a staged plan with its predicted step.
+
+    Args:
+      name: of the schedule.
+      options: its options, as a plan stores them.
+      schedule: itself.
+      timeline: its simulation.
+    """
+
+    name: str
+    options: ScheduleOptions
+    schedule: Schedule
+    timeline: Timeline
+
+
+def stage_crossings(program: StagedProgram, ranges: Sequence[tuple[int, int]]) -> tuple[Sent, ...]:
+    """The values that stages of these layers send each other, an entry for each reader, sorted."""
+    cutter, graph, layers = program.cutter, program.graph, program.layers
+    stage_of: dict[int, int] = {}
+    for number, (first, last) in enumerate(ranges):
+        stage_of.update(dict.fromkeys(range(layers[first][0], layers[last - 1][1]), number))
+    found = []
+    for value, equations in cutter.read_at.items():
+        if cutter.crosses(value):
+            source = stage_of[cutter.made_at[value]]
+            for target in sorted({stage_of[e] for e in equations} - {source}):
+                array = graph.values[value]
+                found.append((source, target, value, array.bytes, array.differentiated))
+    return tuple(Sent(source=s, target=t, value=v, bytes=size, differentiated=d) for s, t, v, size, d in sorted(found))
+
+
+def exchanged_bytes(program: StagedProgram, ranges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    """Bytes of gradients that a stage and the next one holding the same parameters sum once a step."""
+    cutter, graph, layers = program.cutter, program.graph, program.layers
+    found: dict[tuple[int, int], float] = {}
+    for position in graph.parameters:
+        value = graph.inputs[position]
+        equations = [e for e in cutter.read_at.get(value, ()) if e not in program.rows]
+        holders = [
+            number
+            for number, (first, last) in enumerate(ranges)
+            if any(layers[first][0] <= e < layers[last - 1][1] for e in equations)
+        ]
+        for pair in pairwise(holders):
+            found[pair] = found.get(pair, 0.0) + graph.values[value].bytes
+    return found
+
+
+def staged_timing(program: StagedProgram, stages: Sequence[PlacedStage], submeshes: Submeshes) -> StagedTiming:
+    """The timing of solved stages.
+
+    Args:
+      program: in layers.
+      stages: in program order, their options solved (`StageCosts.solve`).
+      submeshes: of the cluster.
+    """
+    ranges = [(stage.first, stage.last) for stage in stages]
+    places: list[Submesh] = [stage.submesh for stage in stages]
+    sent = stage_crossings(program, ranges)
+    exchange = [0.0] * len(stages)
+    for (source, target), size in exchanged_bytes(program, ranges).items():
+        exchange[source] += submeshes.transfer_seconds(places[source], places[target], size)
+    edges = []
+    for source, target in sorted({(one.source, one.target) for one in sent}):
+        forward, backward = edge_bytes(sent, source, target)
+        edges.append(
+            EdgeTiming(
+                edge=Edge(source, target),
+                forward_seconds=submeshes.transfer_seconds(places[source], places[target], forward),
+                backward_seconds=submeshes.transfer_seconds(places[source], places[target], backward),
+                source_bytes=forward / places[source].size,
+                target_bytes=forward / places[target].size,
+            )
+        )
+    timings = []
+    for stage, more in zip(stages, exchange, strict=True):
+        seconds = stage.option.tag.seconds
+        timings.append(
+            StageTiming(
+                forward_seconds=seconds.forward_seconds,
+                backward_seconds=seconds.backward_seconds,
+                synchronise_seconds=seconds.synchronise_seconds + more,
+                update_seconds=seconds.update_seconds,
+                constant_bytes=seconds.constant_bytes,
+                in_flight_bytes=seconds.in_flight_bytes,
+            )
+        )
+    return StagedTiming(
+        timing=Timing(stages=tuple(timings), edges=tuple(edges)),
+        sent=sent,
+        bytes_in_flight=tuple(stage.option.in_flight_bytes for stage in stages),
+        bytes_throughout=tuple(stage.option.constant_bytes for stage in stages),
+        limit_bytes=submeshes.cluster.device.usable_memory_bytes,
+    )
+
+
+def edge_bytes(sent: Sequence[Sent], source: int, target: int) -> tuple[float, float]:
+    """Bytes that an edge carries for one microbatch, forward and back."""
+    mine = [one for one in sent if (one.source, one.target) == (source, target)]
+    return sum(one.bytes for one in mine), sum(one.bytes for one in mine if one.differentiated)
+
+
+def best_schedule(staged: StagedTiming, microbatches: int, orders: Sequence[str]) -> Scheduled | None:
+    """The schedule with the shortest simulated step among those that fit, the first of equals; None if none does.
+
+    Args:
+      staged: the stages.
+      microbatches: in a step.
+      orders: names of schedules to try, the preferred first.
+    """
+    best: Scheduled | None = None
+    for name, options in _tries(staged, orders):
+        edges = tuple(edge.edge for edge in staged.timing.edges)
+        schedule = make_schedule(name, len(staged.timing.stages), microbatches, edges=edges, **dict(options))
+        if not staged.fits(schedule):
+            continue
+        timeline = simulate(schedule, staged.timing)
+        # A schedule that keeps more in flight has to be faster, and not by the last bits.
+        if best is None or timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-6):
+            best = Scheduled(name=name, options=options, schedule=schedule, timeline=timeline)
+    return best
+
+
+def _tries(staged: StagedTiming, orders: Sequence[str]) -> Iterator[tuple[str, ScheduleOptions]]:
+    timing = staged.timing
+    for name in orders:
+        if name != "adaptive":
+            yield name, ()
+            continue
+        period = max(stage.forward_seconds + stage.backward_seconds for stage in timing.stages)
+        both_ways = [(edge.forward_seconds + edge.backward_seconds) / 2 for edge in timing.edges]
+        if period > 0:
+            yield name, (("warm_up", adaptive_warm_up(both_ways, period_seconds=period)),)

@@ -1,0 +1,133 @@
+"""The pieces of a cluster that a stage may have, and how fast they talk to each other.
+
+A submesh is a range of neighbouring devices: a power of two of the devices of one host, or whole hosts (a power of two
+of them, a divisor of their number, or all). Stages are placed on submeshes in program order, one next to the other, so
+neighbours in the pipeline are neighbours in the cluster.
+
+**Transfers** are priced by the alpha-beta model: a launch, a latency, and bytes over what both ends reach. Inside a
+host that is the link of each device of the smaller side; between hosts all NICs of the hosts of the smaller side. Each
+byte crosses once: what a layout wants in several places is spread inside the receiving submesh, by its faster links.
+
+Known limits: two stages on one host that talk to other hosts at once both get all its NICs; the spreading inside the
+receiving submesh costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from ..cluster import Cluster, Host
+from ..errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Submesh:
+    """Devices `first` to before `stop`, as positions in the cluster."""
+
+    first: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many devices."""
+        return self.stop - self.first
+
+
+class Submeshes:
+    """All submeshes of a cluster.
+
+    >>> from meshwright.cluster import load_cluster
+    >>> pieces = Submeshes(load_cluster("p3.16xlarge:2"))
+    >>> sorted({piece.size for piece in pieces.all})
+    [1, 2, 4, 8, 16]
+
+    Args:
+      cluster: to be cut.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._bounds = list(accumulate((host.devices for host in cluster.hosts), initial=0))
+
+    @cached_property
+    def all(self) -> tuple[Submesh, ...]:
+        """In order of their first device, then of size."""
+        found = set()
+        for host, start in zip(self.cluster.hosts, self._bounds, strict=False):
+            size = 1
+            while size < host.devices:
+                found |= {Submesh(start + i, start + i + size) for i in range(host.devices - size + 1)}
+                size *= 2
+        count = len(self.cluster.hosts)
+        for hosts in range(1, count + 1):
+            if hosts & (hosts - 1) == 0 or count % hosts == 0:
+                found |= {Submesh(self._bounds[i], self._bounds[i + hosts]) for i in range(count - hosts + 1)}
+        return tuple(sorted(found))
+
+    def check(self, submesh: Submesh) -> None:
+        """Refuse a range of devices that is no submesh.
+
+        Raises:
+          PlanError: if it is none.
+        """
+        if submesh not in set(self.all):
+            sizes = sorted({piece.size for piece in self.all})
+            raise PlanError(
+                refused=f"a stage on the devices {submesh.first} to {submesh.stop - 1}",
+                got=f"{submesh.size} devices of {self.cluster.num_devices}, numbered from 0",
+                needed="whole hosts, or a power of two of the devices of one host",
+                where=f"cluster {self.cluster.name}",
+                try_=f"sizes {', '.join(map(str, sizes))}",
+            )
+
+    def hosts(self, submesh: Submesh) -> tuple[int, ...]:
+        """Which hosts it has devices on."""
+        return tuple(
+            number
+            for number, (start, stop) in enumerate(zip(self._bounds, self._bounds[1:], strict=False))
+            if start < submesh.stop and submesh.first < stop
+        )
+
+    def kind(self, submesh: Submesh) -> tuple[Host, ...]:
+        """What it is made of: equal for submeshes on which a stage costs the same."""
+        return tuple(
+            replace(
+                self.cluster.hosts[number],
+                devices=min(submesh.stop, self._bounds[number + 1]) - max(submesh.first, self._bounds[number]),
+            )
+            for number in self.hosts(submesh)
+        )
+
+    def part(self, submesh: Submesh) -> Cluster:
+        """It as a cluster of its own, whose logical meshes have the prices of this one."""
+        return replace(self.cluster, hosts=self.kind(submesh))
+
+    def transfer_seconds(self, source: Submesh, target: Submesh, size_bytes: float) -> float:
+        """Seconds to move a value of `size_bytes` from one submesh to another; none for no bytes."""
+        if size_bytes <= 0:
+            return 0.0
+        launch, latency, bandwidth = self._path(source, target)
+        return launch + latency + size_bytes / bandwidth
+
+    def _path(self, source: Submesh, target: Submesh) -> tuple[float, float, float]:
+        """Launch and latency in seconds, and bytes/s."""
+        here, there = self.hosts(source), self.hosts(target)
+        fewest = min(source.size, target.size)
+        if here == there and len(here) == 1:
+            link = self.cluster.hosts[here[0]].link
+            return link.launch_seconds, link.latency_seconds, link.bandwidth_bytes_per_second * fewest
+        ends = [self.cluster.hosts[number] for number in (*here, *there)]
+        nics = [self._nics(here), self._nics(there)]
+        links = [host.link.bandwidth_bytes_per_second * fewest for host in ends]
+        return (
+            max(host.nic.launch_seconds for host in ends),
+            max(host.nic.latency_seconds for host in ends),
+            min(*nics, *links),
+        )
+
+    def _nics(self, hosts: Sequence[int]) -> float:
+        total = sum(self.cluster.hosts[number].nic_bandwidth_bytes_per_second for number in hosts)
+        return total / self.cluster.fabric_oversubscription

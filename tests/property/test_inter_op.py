@@ -1,0 +1,168 @@
+"""The stage search against brute force: every plan of small random problems, priced from the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.search.inter_op import ORDERS, Crossing, InterOpProblem, Option, Order, solve_inter_op
+from meshwright.search.submeshes import Submesh
+
+Plan = list[tuple[int, int, Submesh, Option]]
+
+
+def random_problem(seed: int, order: Order) -> InterOpProblem:
+    """At most 5 layers on at most 5 devices, with skips, shared parameters, unlike submeshes and memory that binds."""
+    generator = np.random.default_rng([seed, ORDERS.index(order)])
+    layers, devices = int(generator.integers(1, 6)), int(generator.integers(1, 6))
+    submeshes = [
+        Submesh(a, b)
+        for a in range(devices)
+        for b in range(a + 1, devices + 1)
+        if generator.random() < 0.8 or b - a == 1
+    ]
+    table: dict[Any, list[Option]] = {}
+    slow = generator.random((devices + 1,)) + 0.5
+    for first, last in combinations(range(layers + 1), 2):
+        for submesh in submeshes:
+            table[first, last, submesh] = [
+                Option(
+                    forward_seconds=float(generator.random() * (last - first) * slow[submesh.first] / submesh.size),
+                    backward_seconds=float(generator.random() * 2 * (last - first) / submesh.size),
+                    once_seconds=float(generator.random() * generator.choice([0.0, 1.0, 4.0])),
+                    constant_bytes=float(generator.integers(0, 6) * (last - first)),
+                    in_flight_bytes=float(generator.integers(0, 4)),
+                )
+                for _ in range(int(generator.integers(0, 3) if generator.random() < 0.2 else generator.integers(1, 3)))
+            ]
+    crossings = []
+    for made in range(layers - 1):
+        if generator.random() < 0.9:
+            crossings.append(_value(generator, (made, made + 1)))
+    for _ in range(int(generator.integers(0, 3))):
+        touched = tuple(
+            sorted(generator.choice(layers, size=min(layers, int(generator.integers(2, 4))), replace=False))
+        )
+        if len(touched) > 1:
+            if generator.random() < 0.5:
+                crossings.append(_value(generator, touched))
+            else:
+                crossings.append(Crossing(layers=tuple(map(int, touched)), once_bytes=float(generator.random())))
+    rates = generator.random((devices + 1, devices + 1)) + 0.5
+    limit = float(generator.choice([inf, 12.0, 24.0]))
+    return InterOpProblem(
+        layers=layers,
+        devices=devices,
+        submeshes=submeshes,
+        options=lambda first, last, submesh, _: table[first, last, submesh],
+        crossings=crossings,
+        transfer_seconds=lambda a, b, size: 0.05 + size * float(rates[a.first, b.stop]) / min(a.size, b.size),
+        microbatches=int(generator.integers(1, 9)),
+        memory_limit_bytes=limit,
+        order=order,
+        max_stages=None if generator.random() < 0.8 else int(generator.integers(1, 4)),
+        num_stages=None if generator.random() < 0.8 else int(generator.integers(1, 4)),
+    )
+
+
+def _value(generator: np.random.Generator, layers: tuple[Any, ...]) -> Crossing:
+    size = float(generator.random())
+    back = size if generator.random() < 0.8 else 0.0
+    return Crossing(layers=tuple(map(int, layers)), forward_bytes=size, backward_bytes=back)
+
+
+def all_plans(problem: InterOpProblem) -> Iterator[Plan]:
+    for count in range(1, min(problem.layers, problem.devices) + 1):
+        if problem.num_stages not in (None, count):
+            continue
+        if problem.max_stages is not None and count > problem.max_stages:
+            return
+        for layer_cuts in combinations(range(1, problem.layers), count - 1):
+            ranges = list(zip((0, *layer_cuts), (*layer_cuts, problem.layers), strict=True))
+            for device_cuts in combinations(range(1, problem.devices), count - 1):
+                places = [
+                    Submesh(a, b) for a, b in zip((0, *device_cuts), (*device_cuts, problem.devices), strict=True)
+                ]
+                if not all(place in problem.submeshes for place in places):
+                    continue
+                lists = [problem.options(*r, p, 1) for r, p in zip(ranges, places, strict=True)]
+                for options in product(*lists):
+                    yield [(*r, p, o) for r, p, o in zip(ranges, places, options, strict=True)]
+
+
+def price(problem: InterOpProblem, plan: Plan) -> float:
+    """The objective, from its definition; infinite for a plan that does not fit."""
+    n, b = len(plan), problem.microbatches
+    for i, (_, _, _, option) in enumerate(plan):
+        kept = {"one_f_one_b": min(b, n - i), "eager_one_f_one_b": min(b, 2 * (n - i) - 1), "gpipe": b}[problem.order]
+        if option.constant_bytes + kept * option.in_flight_bytes > problem.memory_limit_bytes:
+            return inf
+    forward, backward, once = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
+    for one in problem.crossings:
+        holders = sorted({i for i, (first, last, _, _) in enumerate(plan) for x in one.layers if first <= x < last})
+        for i, j in pairwise(holders):
+            once[i, j] += one.once_bytes
+        for target in holders[1:]:
+            forward[holders[0], target] += one.forward_bytes
+            backward[holders[0], target] += one.backward_bytes
+    for table in (forward, backward, once):
+        for i, j in zip(*np.nonzero(table), strict=True):
+            table[i, j] = problem.transfer_seconds(plan[i][2], plan[j][2], float(table[i, j]))
+    exchange = once.sum(axis=1)
+    f = np.array([option.forward_seconds for *_, option in plan])
+    g = np.array([option.backward_seconds for *_, option in plan])
+    there = np.array([forward[i, i + 1] if i + 1 < n else 0.0 for i in range(n)])
+    back = np.array([backward[i, i + 1] if i + 1 < n else 0.0 for i in range(n)])
+    widest = max(forward.max(), backward.max())
+    match problem.order:
+        case "one_f_one_b":
+            period = max((f + g + there + back).max(), widest)
+        case "eager_one_f_one_b":
+            period = max((f + g).max(), widest)
+        case "gpipe":
+            period = max(f.max(), there.max()) + max(g.max(), back.max())
+    late = 0.0
+    for i in range(n):
+        late = max(late, plan[i][3].once_seconds + exchange[i] - (g[:i] + back[:i]).sum())
+    return float(f.sum() + g.sum() + there.sum() + back.sum() + (b - 1) * period + late)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("block", range(10))
+def test_no_plan_is_better(order: Order, block: int) -> None:
+    """600 problems in all, a third of them on each schedule."""
+    feasible = 0
+    for seed in range(20 * block, 20 * block + 20):
+        problem = random_problem(seed, order)
+        best = min((price(problem, plan) for plan in all_plans(problem)), default=inf)
+        found = solve_inter_op(problem)
+        if best == inf:
+            assert found is None, seed
+            continue
+        feasible += 1
+        assert found is not None, seed
+        assert found.exact
+        assert found.seconds == pytest.approx(best, rel=1e-9), seed
+        plan = [(s.first, s.last, s.submesh, s.option) for s in found.stages]
+        assert price(problem, plan) == pytest.approx(found.seconds, rel=1e-9)
+    assert feasible > 5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_narrow_beam_is_never_better_and_says_so(seed: int) -> None:
+    problem = random_problem(seed, "one_f_one_b")
+    wide, narrow = solve_inter_op(problem), solve_inter_op(problem, beam=1)
+    if wide is None or narrow is None:
+        return
+    assert wide.seconds <= narrow.seconds * (1 + 1e-12)
+    assert wide.exact
+
+
+def test_the_same_numbers_give_the_same_plan() -> None:
+    problem = random_problem(3, "eager_one_f_one_b")
+    assert solve_inter_op(problem) == solve_inter_op(problem)

@@ -1,0 +1,236 @@
+"""What stages cost: submeshes and transfers, forward and backward apart, estimates beside solved ranges."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright._jax.jaxpr import eliminate_dead_code, inline, open_jaxpr
+from meshwright.cluster import Cluster, Device, Host, Link, load_cluster
+from meshwright.errors import PlanError
+from meshwright.planning import _parameters
+from meshwright.program.build import build_graph
+from meshwright.program.cut import Cutter
+from meshwright.program.staged import StagedProgram, merge_scans, staged_program
+from meshwright.program.trace import trace_program
+from meshwright.search.inter_op import Crossing
+from meshwright.search.intra_op import IntraOpProblem
+from meshwright.search.pins import Pins
+from meshwright.search.stage_costs import StageCosts
+from meshwright.search.stage_problem import StageProblem
+from meshwright.search.submeshes import Submesh, Submeshes
+from meshwright.zoo import registry
+
+UNLIMITED = float("inf")
+
+
+@cache
+def program_of(name: str, microbatches: int = 4, batch: int = 8) -> tuple[Any, StagedProgram]:
+    target = registry.build(name, global_batch=batch)
+    program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=microbatches)
+    return program, staged_program(program)
+
+
+def costs_of(name: str, cluster: str = "cpu", **changes: Any) -> StageCosts:
+    program, staged = program_of(name)
+    wishes: dict[str, Any] = {"pins": Pins(), "remat": "none", **changes}
+    return StageCosts(staged, parameters=_parameters(program), submeshes=Submeshes(load_cluster(cluster)), **wishes)
+
+
+def host(devices: int, *, link: float = 100.0, nic: float = 10.0, nics: int = 2) -> Host:
+    device = Device(
+        kind="toy", peak_flops={"float32": 1e9}, memory_bytes=1e9, memory_bandwidth_bytes_per_second=1e9,
+        efficiency=1.0, kernel_launch_seconds=0.0, usable_memory_fraction=1.0,
+    )  # fmt: skip
+    return Host(
+        device=device, devices=devices, link=Link(bandwidth_bytes_per_second=link, latency_seconds=1.0), nics=nics,
+        nic=Link(bandwidth_bytes_per_second=nic, latency_seconds=2.0, launch_seconds=3.0),
+    )  # fmt: skip
+
+
+# Submeshes
+
+
+def test_submeshes_are_parts_of_a_host_or_whole_hosts() -> None:
+    pieces = Submeshes(Cluster(name="toy", hosts=(host(4), host(4), host(6))))
+    found = {(one.first, one.stop) for one in pieces.all}
+    assert {(0, 1), (2, 4), (1, 3), (0, 4), (8, 14), (8, 12), (0, 8), (4, 14), (0, 14)} <= found
+    assert not found & {(3, 5), (0, 6), (2, 8), (8, 13), (0, 3)}
+
+
+def test_what_a_submesh_is_made_of() -> None:
+    pieces = Submeshes(Cluster(name="toy", hosts=(host(4), host(4), host(6))))
+    assert pieces.kind(Submesh(0, 2)) == pieces.kind(Submesh(5, 7))
+    assert pieces.kind(Submesh(0, 4)) != pieces.kind(Submesh(0, 2))
+    assert pieces.part(Submesh(4, 14)).num_devices == 10
+    assert pieces.hosts(Submesh(4, 14)) == (1, 2)
+
+
+def test_a_transfer_takes_the_way_it_has() -> None:
+    pieces = Submeshes(Cluster(name="toy", hosts=(host(4), host(4, nics=1)), fabric_oversubscription=2.0))
+    # Inside a host: two links at 100 bytes/s.
+    assert pieces.transfer_seconds(Submesh(0, 2), Submesh(2, 4), 400.0) == 1.0 + 400 / 200
+    # Between hosts: one NIC of 10 bytes/s on the smaller side, half of it through the fabric.
+    assert pieces.transfer_seconds(Submesh(0, 4), Submesh(4, 8), 400.0) == 3.0 + 2.0 + 400 / 5
+    assert pieces.transfer_seconds(Submesh(0, 4), Submesh(4, 8), 0.0) == 0.0
+
+
+def test_a_submesh_that_is_none_is_refused() -> None:
+    pieces = Submeshes(Cluster(name="toy", hosts=(host(4), host(4))))
+    for wrong in (Submesh(3, 5), Submesh(0, 3), Submesh(4, 12)):
+        with pytest.raises(PlanError) as caught:
+            pieces.check(wrong)
+        assert "whole hosts" in caught.value.needed
+    pieces.check(Submesh(4, 8))
+
+
+# Forward and backward
+
+
+def test_without_a_derivative_all_is_forward() -> None:
+    """The forward price by itself, against the objective of a program that has no backward pass."""
+    target = registry.build("gpt-tiny", global_batch=8)
+    program = trace_program(target.step, (target.example_state, target.example_batch))
+    graph, _ = build_graph(program.core)
+    cut = Cutter(graph).cut(0, len(open_jaxpr(program.core).eqns))
+    for shape in ((8,), (2, 4)):
+        cluster = load_cluster("p3.16xlarge")
+        problem = StageProblem(
+            cut, cut.graph, cluster.logical_mesh(shape), cluster.device, parameters=(), microbatches=4, pins=Pins(),
+            split_dims=(),
+        )  # fmt: skip
+        chosen = problem.solve(UNLIMITED)
+        seconds = problem.seconds(chosen)
+        assert 4 * seconds.forward_seconds == pytest.approx(chosen.solution.objective, rel=1e-6)
+        assert seconds.backward_seconds == pytest.approx(0.0, abs=1e-6 * seconds.forward_seconds)
+        assert seconds.synchronise_seconds == seconds.update_seconds == 0.0
+
+
+def test_a_whole_program_is_one_stage() -> None:
+    """Forward, backward and what happens once a step add up to what the problem of one stage minimises."""
+    program, staged = program_of("gpt-tiny")
+    cluster = load_cluster("cpu")
+    mesh = cluster.logical_mesh((2, 4))
+    whole = IntraOpProblem(
+        staged.graph, mesh, cluster.device, parameters=_parameters(program), microbatches=4, pins=Pins(), carried=0,
+        split_dims=staged.split_dims,
+    ).solve(UNLIMITED)  # fmt: skip
+    costs = costs_of("gpt-tiny", meshes=[(("x", "y"), (2, 4))])
+    options = costs.solve(0, len(staged.layers), Submesh(0, 8), 1)
+    best = min(4 * option.seconds + option.once_seconds for option in options)
+    assert best == pytest.approx(whole.solution.objective, rel=1e-2)
+    (option,) = options
+    assert 0.4 < option.forward_seconds / option.backward_seconds < 1.1
+
+
+def test_memory_counts_what_is_in_flight() -> None:
+    program, staged = program_of("gpt-tiny")
+    cluster = load_cluster("cpu")
+    cut = staged.cutter.cut(*staged.layers[3])
+    costs = costs_of("gpt-tiny")
+    problem = StageProblem(
+        cut, cut.graph, cluster.logical_mesh((8,)), cluster.device, parameters=costs.solver.parameters_of(cut),
+        microbatches=4, pins=Pins(), split_dims=staged.split_dims,
+    )  # fmt: skip
+    free = problem.solve(UNLIMITED)
+    seconds = problem.seconds(free)
+    for count in (1, 3):
+        problem.in_flight = count
+        held = seconds.constant_bytes + count * seconds.in_flight_bytes
+        assert problem.problem(UNLIMITED).memory_of(free.solution.choices) == pytest.approx(held)
+    constant, kept, received = problem.least_bytes()
+    assert constant <= seconds.constant_bytes
+    assert 0 < received <= kept <= seconds.in_flight_bytes
+    assert program.marked
+
+
+def test_rematerialisation_keeps_less_and_takes_longer() -> None:
+    found = {}
+    for remat in ("none", "layer"):
+        options = costs_of("gpt-tiny", remat=remat).solve(0, 6, Submesh(0, 2), 1)
+        found[remat] = min(options, key=lambda option: option.seconds)
+    assert found["layer"].in_flight_bytes < found["none"].in_flight_bytes
+    assert found["layer"].backward_seconds > found["none"].backward_seconds
+    assert found["layer"].forward_seconds == pytest.approx(found["none"].forward_seconds, rel=0.1)
+
+
+# Estimates
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", pytest.param("unet-tiny", marks=pytest.mark.slow)])
+def test_estimates_are_close_and_mostly_too_low(name: str) -> None:
+    costs = costs_of(name)
+    count = len(costs.program.layers)
+    weight = lambda options: min(4 * o.seconds + o.once_seconds for o in options)  # noqa: E731
+    for first, last, submesh in ((0, 4, Submesh(0, 2)), (2, count, Submesh(0, 4)), (0, count, Submesh(0, 8))):
+        estimate = weight(costs.options(first, last, submesh, 1))
+        assert not costs.is_solved(first, last, submesh, 1)
+        solved = weight(costs.solve(first, last, submesh, 1))
+        assert costs.is_solved(first, last, submesh, 1)
+        assert 0.5 * solved <= estimate <= 1.05 * solved
+
+
+def test_equal_ranges_are_solved_once() -> None:
+    program, staged = program_of("mlp-tiny")
+    costs = costs_of("mlp-tiny")
+    assert len(staged.layers) == 6
+    for layer in range(1, 5):
+        costs.solve(layer, layer + 1, Submesh(0, 1), 1)
+    assert costs.solver.solves == 1
+    # Elsewhere, on an equal submesh, it is solved already.
+    assert costs.is_solved(2, 3, Submesh(5, 6), 1)
+    assert program.microbatches == 4
+
+
+def test_what_layers_share() -> None:
+    _, staged = program_of("gpt-tiny")
+    crossings = costs_of("gpt-tiny").crossings()
+    last = len(staged.layers) - 1
+    (tied,) = [one for one in crossings if one.once_bytes]
+    assert tied.layers == (0, last)
+    assert tied.once_bytes == 256 * 64 * 4
+    values = [one for one in crossings if not one.once_bytes]
+    # A chain: each layer reads the one before, and the residual stream reaches further.
+    assert {(i, i + 1) for i in range(last)} <= {(one.layers[0], reader) for one in values for reader in one.layers[1:]}
+    skips = [one for one in costs_of("unet-tiny").crossings() if one.layers[-1] - one.layers[0] > 2]
+    assert skips
+    assert all(isinstance(one, Crossing) and one.forward_bytes > 0 for one in skips)
+
+
+# Scans
+
+
+def test_pieces_of_one_stage_are_one_scan_again() -> None:
+    def step(state: Any, x: Any) -> Any:
+        from meshwright import value_and_grad
+
+        def loss(p: Any) -> Any:
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["in"], p["layers"])
+            return jnp.mean(h @ p["out"])
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    state = {"in": array(8, 16), "layers": array(6, 16, 16), "out": array(16, 4)}
+    program = trace_program(step, (state, array(8, 8)), microbatches=2)
+    staged = staged_program(program, layers=8)
+    (position,) = staged.scan_splits
+    assert staged.scan_splits[position] == (1,) * 6
+    bounds = [staged.piece_starts[position, 2], staged.piece_starts[position, 3]]
+    merged = merge_scans(staged, bounds)
+    assert merged is not None
+    assert merged.scan_splits == {position: (2, 1, 3)}
+    assert len(merged.layers) == 3
+    rows = [h.rows for layer in merged.layers for h in merged.cutter.cut(*layer).parameters if h.rows is not None]
+    assert rows == [(0, 2), (2, 3), (3, 6)]
+    # A stage for all of it needs no pieces; a stage that begins inside a piece cannot be merged.
+    whole = merge_scans(staged, [])
+    assert whole is not None
+    assert whole.scan_splits == {}
+    assert merge_scans(staged, [staged.piece_starts[position, 2] + 1]) is None
+    assert eliminate_dead_code(inline(merged.core)) is not None

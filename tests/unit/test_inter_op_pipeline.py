@@ -1,0 +1,272 @@
+"""Staged plans, found with no device present: what is in them, that they are the best of their kind, and refusals."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright._jax.grad import value_and_grad
+from meshwright.cluster import load_cluster
+from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
+from meshwright.planning import _parameters
+from meshwright.program.staged import staged_program
+from meshwright.program.trace import trace_program
+from meshwright.runtime.local_step import LocalStep
+from meshwright.schedule import Edge, check_schedule, make_schedule
+from meshwright.search.pipeline import StageRequest, StageSearchResult, search_stages
+from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
+from meshwright.zoo import registry
+
+
+def hourglass(state: Any, x: Any) -> Any:
+    """Layers whose results are read by the next one and by the one as far from the end, like a U-Net's."""
+
+    def loss(weights: Any) -> Any:
+        skips, h = [], x
+        for w in weights[:3]:
+            h = jnp.tanh(h @ w)
+            skips.append(h)
+        for w in weights[3:]:
+            h = jnp.tanh(h @ w + skips.pop())
+        return jnp.mean(h)
+
+    value, grads = value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+
+@cache
+def program_of(name: str, microbatches: int) -> Any:
+    if name == "hourglass":
+        state = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
+        batch = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        return trace_program(hourglass, (state, batch), microbatches=microbatches)
+    target = registry.build(name, global_batch=8)
+    return trace_program(target.step, (target.example_state, target.example_batch), microbatches=microbatches)
+
+
+@cache
+def traced(name: str, microbatches: int, layers: int) -> Any:
+    program = program_of(name, microbatches)
+    return staged_program(program, layers=layers), tuple(_parameters(program))
+
+
+def request(name: str, *, microbatches: tuple[int, ...] = (4,), layers: int = 6, **changes: Any) -> StageRequest:
+    programs = [traced(name, count, layers) for count in microbatches]
+    wishes: dict[str, Any] = {"cluster": load_cluster("cpu"), **changes}
+    return StageRequest(programs=[p for p, _ in programs], parameters=programs[0][1], **wishes)
+
+
+@cache
+def found(name: str, stages: int | None = None) -> StageSearchResult:
+    return search_stages(request(name, stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("mlp-tiny", 3),
+        ("gpt-tiny", 4),
+        ("llama-tiny", 2),
+        ("moe-tiny", 2),
+        ("hourglass", 3),
+        pytest.param("unet-tiny", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_says_everything(name: str, stages: int) -> None:
+    result = found(name, stages)
+    plan, program = result.plan, result.program
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    assert len(plan.stages) == stages
+    assert plan.num_devices == 8
+    assert [device for stage in plan.stages for device in stage.devices] == list(range(8))
+    assert plan.stages[0].equations is not None
+    assert plan.stages[0].equations[0] == 0
+    assert plan.stages[-1].equations is not None
+    assert plan.stages[-1].equations[1] == program.equations
+    # Every parameter is held somewhere, whole or in rows that make up the whole.
+    graph = program.graph
+    shapes = {graph.values[graph.inputs[p]].name: graph.values[graph.inputs[p]].shape for p in graph.parameters}
+    parts: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for parameter in stage.parameters:
+            rows = parameter.rows if parameter.rows is not None else (0, (*parameter.shape, 1)[0])
+            parts.setdefault(parameter.name, set()).update(range(*rows))
+    assert {name: len(rows) for name, rows in parts.items()} == {name: (*shape, 1)[0] for name, shape in shapes.items()}
+    # What stages send is what others read, of the values of the program's graph.
+    for number, stage in enumerate(plan.stages):
+        assert stage.equations is not None
+        cut = program.cutter.cut(*stage.equations)
+        assert {t.value for t in plan.transfers if t.target == number} == set(cut.received)
+        assert {t.value for t in plan.transfers if t.source == number} == set(cut.sent)
+        assert [o.path for o in stage.operators] == [o.path for o in cut.graph.operators]
+        assert len(stage.inputs) == len(cut.program_inputs) + len(cut.received)
+        assert stage.memory.total <= stage.memory_limit_bytes
+        for path, runs in stage.rematerialised:
+            assert path or all(stage.equations[0] <= a < b <= stage.equations[1] for a, b in runs)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpt-tiny", 4), ("hourglass", 3)])
+def test_a_plan_can_be_simulated_again_from_what_it_says(name: str, stages: int) -> None:
+    plan = found(name, stages).plan
+    assert plan.predicted is not None
+    schedule = make_schedule(
+        plan.schedule, stages, plan.microbatches, edges=[Edge(*e) for e in plan.edges], **dict(plan.schedule_options)
+    )
+    check_schedule(schedule)
+    assert schedule.in_flight == tuple(stage.in_flight for stage in plan.stages)
+    timing = Timing(
+        stages=tuple(
+            StageTiming(
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+                synchronise_seconds=stage.synchronise_seconds,
+                update_seconds=stage.update_seconds,
+            )
+            for stage in plan.stages
+        ),
+        edges=tuple(
+            EdgeTiming(
+                edge=Edge(*edge),
+                forward_seconds=sum(t.forward_seconds for t in plan.transfers if (t.source, t.target) == edge),
+                backward_seconds=sum(t.backward_seconds for t in plan.transfers if (t.source, t.target) == edge),
+            )
+            for edge in plan.edges
+        ),
+    )
+    timeline = simulate(schedule, timing)
+    assert timeline.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert timeline.bubble_fraction == pytest.approx(plan.predicted.bubble_fraction, abs=1e-9)
+
+
+def test_a_tied_embedding_is_held_twice_and_summed() -> None:
+    plan = found("gpt-tiny", 4).plan
+    holders = [n for n, s in enumerate(plan.stages) if any("'tokens'" in p.name for p in s.parameters)]
+    assert holders == [0, 3]
+
+
+def test_skips_are_edges_from_producer_to_reader() -> None:
+    plan = found("hourglass", 3).plan
+    assert plan.edges == ((0, 1), (0, 2), (1, 2))
+
+
+def test_scans_are_cut_between_stages_and_nowhere_else() -> None:
+    plan = found("llama-tiny", 2).plan
+    ((_, trips),) = plan.scan_splits
+    assert trips == (1, 1)
+    assert {p.rows for p in plan.stages[0].parameters if p.rows is not None} == {(0, 1)}
+    single = found("llama-tiny", 1).plan
+    assert single.scan_splits == ()
+    assert not [p for p in single.stages[0].parameters if p.rows is not None]
+
+
+def test_one_stage_is_a_plan_as_before() -> None:
+    plan = found("gpt-tiny", 1).plan
+    (stage,) = plan.stages
+    assert (plan.schedule, plan.schedule_options, plan.transfers, stage.equations) == ("none", (), (), None)
+    assert stage.layers == (0, 1)
+    assert plan.predicted is not None
+    assert plan.predicted.bubble_fraction == 0.0
+    # The runtime of one stage takes it as it is.
+    predicted = LocalStep(program_of("gpt-tiny", 4), plan).predicted_memory()
+    assert predicted.peak_bytes < stage.memory_limit_bytes
+
+
+def test_the_number_of_stages_is_chosen_to_be_the_best() -> None:
+    free = search_stages(request("gpt-tiny")).plan.predicted
+    assert free is not None
+    for stages in (1, 2, 4):
+        fixed = found("gpt-tiny", stages).plan.predicted
+        assert fixed is not None
+        assert free.step_seconds <= fixed.step_seconds * (1 + 1e-9)
+
+
+def test_microbatches_are_chosen() -> None:
+    one = {count: search_stages(request("mlp-tiny", microbatches=(count,))) for count in (1, 2, 4)}
+    both = search_stages(request("mlp-tiny", microbatches=(1, 2, 4)))
+    steps = {count: result.plan.predicted.step_seconds for count, result in one.items()}  # type: ignore[union-attr]
+    assert both.plan.predicted is not None
+    assert both.plan.predicted.step_seconds == pytest.approx(min(steps.values()))
+    assert len(both.considered) >= 3
+
+
+def test_stages_on_given_unequal_submeshes() -> None:
+    plan = search_stages(request("gpt-tiny", submeshes=(2, 2, 4))).plan
+    assert [len(stage.devices) for stage in plan.stages] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe", "eager_one_f_one_b", "adaptive"])
+def test_a_given_schedule_is_kept(schedule: str) -> None:
+    plan = search_stages(request("mlp-tiny", stages=4, schedules=(schedule,))).plan
+    assert plan.schedule == schedule
+
+
+@pytest.mark.slow
+def test_memory_decides() -> None:
+    """With little memory the plan keeps less in flight, rematerialises, or is refused with what it would take."""
+    roomy = found("gpt-tiny", 4).plan
+    most = max(stage.memory.total for stage in roomy.stages)
+    tight = load_cluster("cpu").with_memory_limit(0.6 * most)
+    plan = search_stages(request("gpt-tiny", stages=4, cluster=tight)).plan
+    assert max(stage.memory.total for stage in plan.stages) <= 0.6 * most
+    for stage in plan.stages:
+        for path, runs in stage.rematerialised:
+            assert stage.equations is not None
+            assert path or all(stage.equations[0] <= a < b <= stage.equations[1] for a, b in runs)
+    assert plan.predicted is not None
+    assert roomy.predicted is not None
+    assert plan.predicted.step_seconds >= roomy.predicted.step_seconds
+    with pytest.raises(MemoryExceeded) as caught:
+        search_stages(request("gpt-tiny", cluster=load_cluster("cpu").with_memory_limit(1e4)))
+    assert "microbatches" in caught.value.needed
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    assert search_stages(request("moe-tiny", stages=2)).plan == found("moe-tiny", 2).plan
+
+
+def test_plans_are_saved(tmp_path: Any) -> None:
+    plan = found("hourglass", 3).plan
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stages": 7}, "6 layers and 8 devices"),
+        ({"stages": 0}, "0"),
+        ({"stages": True}, "True"),
+        ({"submeshes": (3, 5)}, "3 devices of 8"),
+        ({"submeshes": (4, 8)}, "12 devices in all"),
+        ({"remat": "all"}, "'all'"),
+        ({"schedules": ("zb",)}, "does not try"),
+        ({"schedules": ()}, "does not try"),
+    ],
+)
+def test_refusals_name_their_five_parts(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        search_stages(request("mlp-tiny", **changes))
+    error = caught.value
+    assert words in error.got
+    assert all((error.refused, error.needed, error.where, error.try_))
+
+
+def test_no_program_is_refused() -> None:
+    with pytest.raises(PlanError, match="no program"):
+        search_stages(StageRequest(programs=(), parameters=(), cluster=load_cluster("cpu")))
+
+
+@pytest.mark.parametrize(("count", "got"), [(0, "0"), (3, "a batch of 8")])
+def test_microbatches_that_cannot_be(count: int, got: str) -> None:
+    target = registry.build("mlp-tiny", global_batch=8)
+    with pytest.raises(PlanError) as caught:
+        trace_program(target.step, (target.example_state, target.example_batch), microbatches=count)
+    assert got in caught.value.got
