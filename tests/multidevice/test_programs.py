@@ -16,7 +16,6 @@ from one_device import TENSOR, assert_as_on_one_device, assert_equal_trees, copy
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.program.reduction import ReductionWarning
 
 _RANDOM = np.random.default_rng(0)
 
@@ -476,34 +475,3 @@ def test_manual_regions(region: Any, options: dict[str, Any]) -> None:
         return error(region(b[0], p["w"]) @ p["out"], b[1])
 
     assert_as_on_one_device(sgd(loss), PARAMETERS, (X, Y), **options)
-
-
-def test_results_beside_the_loss_are_those_of_the_whole_batch() -> None:
-    def step(p, b):
-        def loss(p):
-            y = b[0] @ p["out"]
-            aux = {
-                "max": y.max(), "min": jnp.min(y, axis=0), "sum": y.sum(), "mean": jnp.abs(y).mean(),
-                "count": jnp.array(y.shape[0]), "positive": jnp.sum(y[:, 0] > 0), "weight": jnp.sum(p["out"]),
-                "rows": y * 2, "truth": jnp.array(True),
-            }  # fmt: skip
-            return error(y, b[1]), aux
-
-        (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), {"loss": value, **aux}
-
-    assert_as_on_one_device(step, PARAMETERS, (X, Y), microbatches=4)
-    assert_as_on_one_device(step, PARAMETERS, (X, Y), microbatches=2, reduction="mean", **TENSOR)
-
-
-def test_a_result_that_does_not_combine_is_said_to() -> None:
-    def step(p, b):
-        def loss(p):
-            y = b[0] @ p["out"]
-            return error(y, b[1]), jnp.std(y)
-
-        (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), (value, aux)
-
-    with pytest.warns(ReductionWarning, match=r"test_programs.py:\d+.* is neither a mean nor a sum"):
-        mw.parallelize(step, microbatches=2).plan(PARAMETERS, (X, Y))
