@@ -6,12 +6,16 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import jax
 
 from ._jax.grad import value_and_grad as value_and_grad
-from .cluster import load_cluster
+from ._jax.jaxpr import is_traced
+from .cluster import Cluster, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
 from .plan import Plan
@@ -26,7 +30,10 @@ log = logging.getLogger("meshwright")
 class Parallelized:
     """A step that plans itself on its first call and then runs by the plan. Made by `parallelize`."""
 
-    def __init__(self, step: Callable[..., Any], options: Mapping[str, Any], plan: Plan | None) -> None:
+    def __init__(self, step: Callable[..., Any], options: Mapping[str, Any], plan: Any) -> None:
+        _check_options(options, plan)
+        if isinstance(plan, (str, Path)):
+            plan = load_plan(plan)
         functools.update_wrapper(self, step)
         self._function = step
         self._options = dict(options)
@@ -34,10 +41,30 @@ class Parallelized:
         self._steps: dict[Any, PlannedStep] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on arguments as the step itself takes them; the first call plans."""
+        """Run the step on arguments as the step itself takes them; the first call plans.
+
+        The state (a first argument that comes back as the first result) is donated: its buffers are gone afterwards.
+        """
         if kwargs:
             args = self._positional(args, kwargs)
+        self._check_arrays(args)
         return self._planned(args)(*args)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def _check_arrays(self, args: Sequence[Any]) -> None:
+        for leaf in jax.tree.leaves(tuple(args)):
+            if is_traced(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                traced = is_traced(leaf)
+                raise PlanError(
+                    refused="to run the step",
+                    got="arguments being traced by jax.jit or jax.grad" if traced else "shapes without values",
+                    needed="arrays: the step is compiled already, and is not to be differentiated"
+                    if traced
+                    else "arrays", where=getattr(self._function, "__name__", "the step"),
+                    try_="calling it outside jax.jit" if traced else "step.plan(...), which takes shapes",
+                )  # fmt: skip
 
     def plan(self, *args: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `ShapeDtypeStruct`s)."""
@@ -59,6 +86,11 @@ class Parallelized:
         Raises:
           PlanError: if `batch` is not given and no plan for such a state exists.
         """
+        if not callable(make_state):
+            raise PlanError(
+                refused="to create the state", got=f"{type(make_state).__name__}, which cannot be called",
+                needed="a function that makes it", where="init", try_="init(make_state, *args, batch=batch)",
+            )  # fmt: skip
         state = jax.eval_shape(make_state, *args)
         leaves, tree = jax.tree.flatten(state)
         planned = self._with_state(leaves, tree) if batch is None else None
@@ -116,6 +148,7 @@ class Parallelized:
             )  # fmt: skip
             plan = self._given
         else:
+            _check_devices(self._options.get("cluster", "local"))
             planning = plan_for(self._function, args, **self._options)
             program, plan = planning.program, planning.plan
         devices = jax.devices()
@@ -127,6 +160,42 @@ class Parallelized:
         if self._given is not None:
             _check_cluster(plan, devices)
         return PlannedStep(program, plan, devices[: plan.num_devices])
+
+
+def _check_options(options: Mapping[str, Any], plan: Any) -> None:
+    known = [name for name, p in inspect.signature(plan_for).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=2) or ["time_limit_seconds", "microbatches"]
+            raise PlanError(
+                refused=f"the option {name!r}", got=f"parallelize(..., {name}=...)", needed=", ".join(known),
+                where="parallelize", try_=" or ".join(near),
+            )  # fmt: skip
+    if plan is None:
+        return
+    if not isinstance(plan, (Plan, str, Path)):
+        raise PlanError(
+            refused="the plan", got=type(plan).__name__, needed="a Plan or the path of a saved one", where="plan=",
+            try_="meshwright.load_plan(path)",
+        )  # fmt: skip
+    if taken := sorted(set(options) - {"batch_axis", "reduction"}):
+        raise PlanError(
+            refused=f"the option {taken[0]!r}", got="a plan as well, which says all of it", needed="one or the other",
+            where="parallelize", try_=f"leaving out plan= or {', '.join(f'{name}=' for name in taken)}",
+        )  # fmt: skip
+
+
+def _check_devices(cluster: Any) -> None:
+    """Refuse, before anything is planned, a cluster that cannot be run on here."""
+    if not isinstance(cluster, (str, Cluster)) or cluster == "local":
+        return
+    wanted, devices = load_cluster(cluster) if isinstance(cluster, str) else cluster, jax.devices()
+    if len(devices) < wanted.num_devices or _platform(wanted.device.kind) != devices[0].platform:
+        raise PlanError(
+            refused="to run on the cluster", got=f"{len(devices)} {devices[0].platform} devices",
+            needed=f"{wanted.num_devices} x {wanted.device.kind}, as {wanted.name} has", where="cluster=",
+            try_='cluster="local"; meshwright.plan_for plans for a cluster that is elsewhere',
+        )  # fmt: skip
 
 
 def _check_cluster(plan: Plan, devices: Sequence[jax.Device]) -> None:
@@ -155,14 +224,21 @@ def _platform(kind: str) -> str:
     return "cpu" if kind == "cpu" else "tpu" if kind.upper().startswith("TPU") else "gpu"
 
 
-def parallelize(step: Callable[..., Any] | None = None, /, *, plan: Plan | None = None, **options: Any) -> Any:
+def parallelize(
+    step: Callable[..., Any] | None = None, /, *, plan: Plan | str | Path | None = None, **options: Any
+) -> Any:
     """Run a train step, written for one device, on a whole cluster by the fastest plan that fits.
 
     Args:
       step: `(state, batch, ...) -> (state, metrics)`, or any function of arrays. With `meshwright.value_and_grad` in
         place of `jax.value_and_grad` the batch can be cut into microbatches.
-      plan: run this plan instead of searching.
+      plan: run this plan, or the one saved at this path, instead of searching.
       options: as in `plan_for`.
+
+    A state that the step returns is donated: pass on what it returned, not what it was given.
+
+    Raises:
+      PlanError: for an option that does not exist; at the first call, for whatever `plan_for` refuses.
 
     >>> import jax.numpy as jnp
     >>> @parallelize

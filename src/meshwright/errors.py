@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 
+def size_words(size_bytes: float) -> str:
+    """Bytes for an error message, four digits of them.
+
+    >>> size_words(10), size_words(800_000), size_words(36 * 2**30)
+    ('10 B', '781.2 KiB', '36 GiB')
+    """
+    size, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"
+
+
 class PlanError(ValueError):
     """A plan, or a request for one, that cannot be honoured.
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from .cluster import Cluster, load_cluster
-from .errors import MemoryExceeded, PlanError
+from .errors import MemoryExceeded, PlanError, size_words
 from .plan import Memory, Plan
 from .program.trace import Program, abstract, is_batched, trace_program
 from .runtime.local_step import LocalStep
@@ -74,8 +74,9 @@ def plan_for(
       cluster: a Cluster, "local", "preset:hosts" or a TOML file.
       microbatches: into how many parts the batch is cut; None for the fewest that fit.
       mesh: logical mesh: a shape such as (2, 4), axis names with sizes, or a list of those; None to try all.
-      pins: layouts by path pattern: for each dim None, an axis or several; the rest is optimised around them.
-      zero: ZeRO stage for every parameter, None to choose for each.
+      pins: layouts of parameters and inputs by path pattern: for each dim None, an axis or several; the rest is
+        optimised around them. A parameter's optimizer state follows it.
+      zero: ZeRO stage for every parameter that is not pinned, None to choose for each.
       remat: "none", "layer", or None to choose.
       memory_per_device: bytes a device may use; None for what it has.
       batch_axis: which axis of every array outside the state is the batch.
@@ -87,6 +88,7 @@ def plan_for(
     """
     start = time.perf_counter()
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    _check_types(where, pins)
     if memory_per_device is not None:
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
     pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
@@ -109,7 +111,7 @@ def plan_for(
             carried=0 if program.marked else program.state_inputs,
             split_dims=program.split_dims, time_limit_seconds=time_limit_seconds,
         )  # fmt: skip
-        pinned.check(program.input_names)
+        pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
         begun = time.perf_counter()
         try:
             result = _search_within_memory(program, request)
@@ -156,11 +158,11 @@ def _search_within_memory(program: Program, request: SearchRequest) -> SearchRes
 def _over(request: SearchRequest, usable: float, peak: float) -> MemoryExceeded:
     return MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got=f"{usable / 2**20:.1f} MiB usable on a device",
-        needed=f"about {_MARGIN * peak / 2**20:.1f} MiB on a device, the predicted peak of the leanest plan found with "
+        got=f"{size_words(usable)} usable on a device",
+        needed=f"about {size_words(_MARGIN * peak)} on a device, the predicted peak of the leanest plan found with "
         f"{request.microbatches} microbatches",
         where="stage 1 of 1",
-        try_="more devices, a smaller batch" + ("" if request.remat == "layer" else ', or remat="layer"'),
+        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )
 
 
@@ -178,6 +180,19 @@ def _with_memory(plan: Plan, peak: float) -> Plan:
         workspace=held - activations,
     )
     return replace(plan, stages=(replace(stage, memory=memory),))
+
+
+def _check_types(cluster: Any, pins: Any) -> None:
+    if not isinstance(cluster, Cluster):
+        raise PlanError(
+            refused="the cluster", got=f"{type(cluster).__name__} {cluster!r:.40}", needed="a name or a Cluster",
+            where="cluster=", try_='cluster="local", "p4d.24xlarge:2" or meshwright.load_cluster("cluster.toml")',
+        )  # fmt: skip
+    if pins is not None and not isinstance(pins, Mapping):
+        raise PlanError(
+            refused="the pins", got=f"{type(pins).__name__} {pins!r:.40}", needed="layouts by path pattern",
+            where="pins=", try_='pins={"*kernel*": (None, "model")}',
+        )  # fmt: skip
 
 
 def _positive(value: float, name: str) -> float:

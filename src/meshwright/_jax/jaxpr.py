@@ -44,6 +44,11 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
+def is_traced(x: Any) -> bool:
+    """Whether a value stands for one, inside `jax.jit` or `jax.grad`."""
+    return isinstance(x, jax.core.Tracer)
+
+
 def is_dropped(var: Any) -> bool:
     """Whether an equation's result is thrown away."""
     return type(var).__name__ == "DropVar"

@@ -8,6 +8,7 @@ state. Any other step (plain `jax.grad`, inference) is planned whole, as one for
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,27 @@ def abstract(args: Any) -> Any:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
 
+    _refuse_modules(args)
     return jax.tree_util.tree_map_with_path(one, args)
+
+
+def _refuse_modules(args: Any) -> None:
+    """A Flax NNX module is a pytree, but what a step writes into it would be lost without a word."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+
+    def is_object(x: Any) -> bool:
+        return isinstance(x, (nnx.Module, nnx.Optimizer))
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_object):
+        if is_object(leaf):
+            raise PlanError(
+                refused="an argument of the step", got=f"the NNX object {type(leaf).__name__}",
+                needed="its state as a pytree: changes that a step makes to an object are lost",
+                where=f"argument{jax.tree_util.keystr(path)}",
+                try_="nnx.split before the step and nnx.merge inside it (examples/flax_nnx.py)",
+            )  # fmt: skip
 
 
 def trace_program(

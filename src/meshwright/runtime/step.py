@@ -58,8 +58,14 @@ class PlannedStep:
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""
         placed = []
-        for x, sharding, dtype in zip(flat, self.in_shardings, self._dtypes, strict=True):
+        for index, (x, sharding, dtype) in enumerate(zip(flat, self.in_shardings, self._dtypes, strict=True)):
             if isinstance(x, jax.Array):
+                if x.is_deleted():  # XLA's CPU backend ends the process when it meets one
+                    raise PlanError(
+                        refused="an argument of the step", got=f"{self.program.input_names[index]}, already donated",
+                        needed="the state that the last step returned: a step takes over the buffers of the one it is "
+                        "given", where=self.program.input_names[index], try_="state, metrics = step(state, batch)",
+                    )  # fmt: skip
                 if getattr(x, "weak_type", False):  # would be another signature, and compile the step again
                     x = jax.lax.convert_element_type(x, x.dtype)
                 here = x.sharding.is_equivalent_to(sharding, x.ndim)

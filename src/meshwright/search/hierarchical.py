@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 
 from ..cluster import Cluster, LogicalMesh
-from ..errors import MemoryExceeded, PlanError
+from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import InputPlan, Memory, OperatorPlan, ParameterPlan, Plan, Prediction, Stage
 from ..program.graph import Graph
 from ..program.segments import Segments, layer_segments, rematerialise
@@ -109,9 +109,9 @@ class HierarchicalSearch:
         start = time.perf_counter()
         request = self._request
         best: _Candidate | None = None
-        least = float("inf")
-        considered = []
-        for index, mesh in enumerate(self._meshes):
+        least = bound = float("inf")
+        candidates: list[_Candidate] = []
+        for index in range(len(self._meshes)):
             found: list[_Candidate | float] = []
             if request.remat in (None, "none"):
                 found.append(self._solve(index, "none", memory_row_bytes))
@@ -121,22 +121,29 @@ class HierarchicalSearch:
                 if isinstance(candidate, float):
                     least = min(least, candidate)
                     continue
-                shape = "x".join(str(axis.size) for axis in mesh.axes)
-                considered.append(f"{shape} remat={candidate.remat}: {candidate.chosen.solution.objective:.6g} s")
+                candidates.append(candidate)
+                bound = min(bound, candidate.seconds * (1 - candidate.chosen.solution.gap))
                 # Meshes come with the fewest axes first; a further axis has to earn its keep.
                 if best is None or candidate.seconds < best.seconds * (1 - _WORTHWHILE):
                     best = candidate
         if best is None:
             raise _nothing_fits(request, memory_row_bytes, least) if isfinite(least) else _contradiction(request)
-        plan = _assemble(request, best)
-        return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=tuple(considered))
+        plan = _assemble(request, best, gap=max(1 - bound / best.seconds, 0.0) if best.seconds else 0.0)
+        considered = tuple(_described(candidate, best) for candidate in candidates)
+        return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=considered)
 
     def _solve(self, index: int, remat: str, limit: float) -> _Candidate | float:
         """The best choice on one mesh, or the least memory that would be enough."""
         problem, segments = self._problem(index, remat)
-        if remat == "layer" and not segments:
-            return float("inf")
         request = self._request
+        if remat == "layer" and not segments:
+            if request.remat == "layer":
+                raise PlanError(
+                    refused='remat="layer"', got="a program in which no cut into layers saves memory",
+                    needed="several layers whose results are kept for the backward pass", where="the loss function",
+                    try_='remat="none"',
+                )  # fmt: skip
+            return float("inf")
         try:
             chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)
         except Infeasible as error:
@@ -198,31 +205,41 @@ def _binds(plain: _Candidate | float, limit: float) -> bool:
     return not isinstance(plain, _Candidate) or plain.chosen.solution.memory > 0.5 * limit
 
 
+def _described(candidate: _Candidate, best: _Candidate) -> str:
+    shape = "x".join(str(axis.size) for axis in candidate.mesh.axes)
+    text = f"{shape} remat={candidate.remat}: {candidate.seconds:.6g} s"
+    if candidate is best:
+        return f"{text} (chosen)"
+    if candidate.seconds < best.seconds:
+        return f"{text} (faster by less than {_WORTHWHILE:.0%}: the simpler mesh is taken)"
+    return text
+
+
 def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryExceeded:
     device = request.cluster.device
     graph = request.graph
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
-    what = f", largest parameter {largest.name} {largest.shape} of {largest.bytes / 2**20:.1f} MiB" if largest else ""
+    what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
     return MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
-        got=f"{limit / 2**20:.1f} MiB usable on a device",
-        needed=f"at least {least / 2**20:.1f} MiB on a device, with {request.microbatches} microbatches{what}",
+        got=f"{size_words(limit)} usable on a device",
+        needed=f"at least {size_words(least)} on a device, with {request.microbatches} microbatches{what}",
         where="stage 1 of 1",
-        try_="more devices, a smaller batch" + ("" if request.remat == "layer" else ', or remat="layer"'),
+        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )
 
 
 def _contradiction(request: SearchRequest) -> PlanError:
     return PlanError(
         refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got="pins, a ZeRO stage or a rematerialisation that no choice of layouts satisfies, whatever the memory",
+        got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
         needed="wishes that some layouts satisfy",
-        where="pins=, zero=, remat=",
+        where="pins=, zero=",
         try_="leaving one of them out",
     )
 
 
-def _assemble(request: SearchRequest, best: _Candidate) -> Plan:
+def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
     problem, chosen, graph = best.problem, best.chosen, best.problem.graph
     totals = account(problem, chosen)
     memory = _memory(problem, chosen)
@@ -273,7 +290,7 @@ def _assemble(request: SearchRequest, best: _Candidate) -> Plan:
             step_seconds=seconds,
             tflops_per_device=model_flops / max(seconds, 1e-30) / num_devices / 1e12,
             flops_per_device=totals.flops,
-            optimality_gap=chosen.solution.gap,
+            optimality_gap=gap,
         ),
     )
 
@@ -296,7 +313,9 @@ def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]
     """A user's `mesh=`: None, a shape, a mapping of axis names to sizes, or a list of those."""
     if mesh is None:
         return []
-    if isinstance(mesh, Mapping):
+    sizes = list(mesh.values()) if isinstance(mesh, Mapping) else []
+    if sizes and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        assert isinstance(mesh, Mapping)
         return [(tuple(mesh), tuple(int(n) for n in mesh.values()))]
     if isinstance(mesh, Sequence) and mesh and all(isinstance(n, int) for n in mesh):
         names = ("x", "y", "z")

@@ -36,7 +36,7 @@ class Pins:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        if self.zero not in (None, 0, 1, 2, 3):
+        if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
             raise PlanError(
                 refused="the ZeRO stage",
                 got=repr(self.zero),
@@ -45,11 +45,18 @@ class Pins:
                 try_="zero=None",
             )
 
-    def check(self, names: Sequence[str]) -> None:
-        """Refuse patterns that match none of the inputs called `names`."""
+    def check(self, names: Sequence[str], planned: Sequence[str]) -> None:
+        """Refuse patterns that match none of the inputs called `names`, or none of those that are `planned`."""
         for pattern in self.layouts:
-            if not any(_matches(name, pattern) for name in names):
-                near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+            matching = [name for name in names if _matches(name, pattern)]
+            if matching and not any(_matches(name, pattern) for name in planned):
+                raise PlanError(
+                    refused=f"the pin {pattern!r}", got=f"a pattern of {matching[0]}, which has no layout of its own",
+                    needed="a parameter, or an input that the loss function reads; optimizer state follows its "
+                    "parameter", where="pins=", try_="pinning the parameter, or zero= to split its optimizer state",
+                )  # fmt: skip
+            if not matching:
+                near = get_close_matches(pattern, planned, n=3, cutoff=0.0)
                 raise PlanError(
                     refused=f"the pin {pattern!r}", got="a pattern that matches no input of the step",
                     needed="the path of a parameter or an argument, with * for any part of it", where="pins=",
