@@ -97,7 +97,10 @@ def plan(
 
         loaded = load_target(target, global_batch=global_batch)
         tell(f"planning {target} for {cluster}")
-        planning = plan_for(loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit, **options)
+        planning = plan_for(
+            loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
+            tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
+        )  # fmt: skip
         if out is not None:
             planning.plan.save(out)
     if as_json:

@@ -32,7 +32,13 @@ class PlanError(ValueError):
 
 
 class MemoryExceeded(PlanError):
-    """Nothing that was asked for fits a device's memory."""
+    """Nothing that was asked for fits a device's memory.
+
+    Attributes:
+      least_bytes: the least memory of a device that would do, as the search counts it; 0 where it is not known.
+    """
+
+    least_bytes: float = 0.0
 
     def but(self, reason: str) -> MemoryExceeded:
         """The same refusal with what stands against the next thing to try."""

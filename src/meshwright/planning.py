@@ -7,6 +7,7 @@ with what a device has. A plan that exceeds it is refused and the search repeate
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ def plan_for(
     batch_axis: int = 0,
     reduction: str | None = None,
     time_limit_seconds: float = 60.0,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:
     """Find the fastest plan that fits memory. No device is touched unless `cluster` is "local".
 
@@ -81,7 +83,8 @@ def plan_for(
       memory_per_device: bytes a device may use; None for what it has.
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
-      time_limit_seconds: for the search.
+      time_limit_seconds: for the search; when it is over, every further problem gets a second.
+      tell: called with a few words at each part of the work.
 
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
@@ -97,6 +100,8 @@ def plan_for(
     short: MemoryExceeded | None = None
     while True:
         begun = time.perf_counter()
+        words = "" if count == 1 else f" with {count} microbatches"
+        tell(f"tracing{words}")
         try:
             program = trace_program(step, args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
         except PlanError as error:
@@ -109,16 +114,19 @@ def plan_for(
             graph=program.graph, fingerprint=program.fingerprint, parameters=_parameters(program), cluster=where,
             microbatches=count, mesh=mesh_argument(mesh), pins=pinned, remat=remat,
             carried=0 if program.marked else program.state_inputs,
-            split_dims=program.split_dims, time_limit_seconds=time_limit_seconds,
+            split_dims=program.split_dims,
+            time_limit_seconds=max(time_limit_seconds - (time.perf_counter() - start), 0.0),
         )  # fmt: skip
         pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
         begun = time.perf_counter()
         try:
-            result = _search_within_memory(program, request)
+            result = _search_within_memory(program, request, lambda text, words=words: tell(f"{text}{words}"))
         except MemoryExceeded as error:
             short = error
             solve_seconds += time.perf_counter() - begun
-            more = _more_microbatches(program, args, count, batch_axis)
+            # No layout needs less than in proportion to the microbatch.
+            least = max(2 * count, math.ceil(count * error.least_bytes / where.device.usable_memory_bytes))
+            more = _more_microbatches(program, args, least, batch_axis)
             if microbatches is not None or more is None:
                 raise
             count = more
@@ -130,10 +138,10 @@ def plan_for(
         )  # fmt: skip
 
 
-def _search_within_memory(program: Program, request: SearchRequest) -> SearchResult:
+def _search_within_memory(program: Program, request: SearchRequest, tell: Callable[[str], None]) -> SearchResult:
     """The best plan whose traced peak fits."""
     usable = request.cluster.device.usable_memory_bytes
-    search = HierarchicalSearch(request)
+    search = HierarchicalSearch(request, tell)
     row = usable
     peak = 0.0
     for _ in range(_ATTEMPTS):
@@ -143,6 +151,7 @@ def _search_within_memory(program: Program, request: SearchRequest) -> SearchRes
             if peak:
                 raise _over(request, usable, peak) from error
             raise
+        tell("predicting memory")
         predicted = LocalStep(program, result.plan).predicted_memory()
         peak = float(predicted.peak_bytes)
         if peak * _MARGIN <= usable:
@@ -236,8 +245,8 @@ def _parameters(program: Program) -> list[ParameterInfo]:
     ]
 
 
-def _more_microbatches(program: Program, args: Sequence[Any], now: int, batch_axis: int) -> int | None:
-    """The next number of microbatches that divides the batch, or None."""
+def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int) -> int | None:
+    """The next number of microbatches, at least so many, that divides the batch, or None."""
     if not program.marked:
         return None
     shapes = abstract(tuple(args))
@@ -245,4 +254,4 @@ def _more_microbatches(program: Program, args: Sequence[Any], now: int, batch_ax
     extents = {leaf.shape[batch_axis] for leaf, batched in leaves if batched}
     if not extents:
         return None
-    return next((m for m in range(now * 2, min(extents) + 1) if all(e % m == 0 for e in extents)), None)
+    return next((m for m in range(least, min(extents) + 1) if all(e % m == 0 for e in extents)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 
@@ -19,6 +19,9 @@ from .pins import Pins
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
 _SMALL_PROGRAM = 150
+
+# What a problem gets at least when the time is over, so that there is a plan at all.
+_LEAST_SECONDS = 1.0
 
 # Relative gain below which the simpler of two plans is taken: the cost model is not that exact.
 _WORTHWHILE = 2e-2
@@ -86,7 +89,7 @@ class HierarchicalSearch:
       PlanError: for a request that makes no sense.
     """
 
-    def __init__(self, request: SearchRequest) -> None:
+    def __init__(self, request: SearchRequest, tell: Callable[[str], None] = lambda text: None) -> None:
         if request.remat not in (None, "none", "layer"):
             raise PlanError(
                 refused="the rematerialisation",
@@ -96,6 +99,8 @@ class HierarchicalSearch:
                 try_="remat=None",
             )
         self._request = request
+        self._tell = tell
+        self._deadline = time.perf_counter() + request.time_limit_seconds
         self._meshes = _meshes(request)
         self._pins = request.pins
         self._problems: dict[tuple[int, str], tuple[IntraOpProblem, Segments]] = {}
@@ -134,6 +139,7 @@ class HierarchicalSearch:
 
     def _solve(self, index: int, remat: str, limit: float) -> _Candidate | float:
         """The best choice on one mesh, or the least memory that would be enough."""
+        self._tell(f"solving mesh {_shape(self._meshes[index])}" + (", rematerialised" if remat == "layer" else ""))
         problem, segments = self._problem(index, remat)
         request = self._request
         if remat == "layer" and not segments:
@@ -145,7 +151,8 @@ class HierarchicalSearch:
                 )  # fmt: skip
             return float("inf")
         try:
-            chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=request.time_limit_seconds)
+            left = max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
+            chosen = problem.solve(limit, gap=request.gap, time_limit_seconds=left)
         except Infeasible as error:
             if error.least_memory is not None and isfinite(error.least_memory):
                 return error.least_memory
@@ -205,9 +212,12 @@ def _binds(plain: _Candidate | float, limit: float) -> bool:
     return not isinstance(plain, _Candidate) or plain.chosen.solution.memory > 0.5 * limit
 
 
+def _shape(mesh: LogicalMesh) -> str:
+    return "x".join(str(axis.size) for axis in mesh.axes)
+
+
 def _described(candidate: _Candidate, best: _Candidate) -> str:
-    shape = "x".join(str(axis.size) for axis in candidate.mesh.axes)
-    text = f"{shape} remat={candidate.remat}: {candidate.seconds:.6g} s"
+    text = f"{_shape(candidate.mesh)} remat={candidate.remat}: {candidate.seconds:.6g} s"
     if candidate is best:
         return f"{text} (chosen)"
     if candidate.seconds < best.seconds:
@@ -220,13 +230,15 @@ def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryE
     graph = request.graph
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
     what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
-    return MemoryExceeded(
+    error = MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
         got=f"{size_words(limit)} usable on a device",
         needed=f"at least {size_words(least)} on a device, with {request.microbatches} microbatches{what}",
         where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )
+    error.least_bytes = least
+    return error
 
 
 def _contradiction(request: SearchRequest) -> PlanError:
