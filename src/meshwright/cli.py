@@ -123,7 +123,9 @@ def verify(
     target: _Target,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="How many local devices to use; eight virtual ones where there is only a CPU."),
+        typer.Option(
+            min=1, max=256, help="How many local devices to use; eight virtual ones where there is only a CPU."
+        ),
     ] = None,
     global_batch: _GlobalBatch = None,
     microbatches: _Microbatches = None,

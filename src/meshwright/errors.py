@@ -31,6 +31,10 @@ class PlanError(ValueError):
         self.refused, self.got, self.needed, self.where, self.try_ = refused, got, needed, where, try_
 
 
+class StepError(PlanError, TypeError):
+    """A step that cannot be traced: what it differentiates or returns is not what it must be."""
+
+
 class MemoryExceeded(PlanError):
     """Nothing that was asked for fits a device's memory.
 

@@ -143,7 +143,14 @@ def _from_file(path: Path, function: str, text: str, global_batch: int | None) -
             refused=f"global batch {global_batch}", got=f"{function}{inspect.signature(make)}",
             needed=f"{function}(global_batch=...)", where=str(path), try_="leaving --global-batch out",
         )  # fmt: skip
-    made = make() if global_batch is None else make(global_batch=global_batch)
+    try:
+        made = make() if global_batch is None else make(global_batch=global_batch)
+    except Exception as error:
+        raise TargetError(
+            refused=f"the target {text!r}", got=f"{type(error).__name__}: {error}",
+            needed="a function that runs without arguments (but for global_batch=)", where=str(path),
+            try_=f"calling {function}() by itself; MESHWRIGHT_DEBUG=1 shows the traceback",
+        ) from error  # fmt: skip
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (tuple, list))):
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise TargetError(

@@ -15,6 +15,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
+from ..errors import StepError
 from .jaxpr import consts_of, evaluate, hoist_consts, inline, open_jaxpr
 
 value_and_grad_p = jex_core.Primitive("meshwright_value_and_grad")
@@ -43,11 +44,11 @@ def value_and_grad(
             dtype = getattr(leaf, "dtype", None)
             if not isinstance(leaf, float) and (dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact)):
                 got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
-                raise TypeError(
-                    f"value_and_grad refused the differentiated argument at {jax.tree_util.keystr(path)}: got {got}, "
-                    "needed a floating-point array; try to split such leaves off (eqx.partition, nnx.split) and close "
-                    "over them"
-                )
+                raise StepError(
+                    refused=f"the differentiated argument at {jax.tree_util.keystr(path)}", got=got,
+                    needed="a floating-point array", where="meshwright.value_and_grad",
+                    try_="splitting such leaves off (eqx.partition, nnx.split) and closing over them",
+                )  # fmt: skip
 
         trees: dict[str, Any] = {}
 
@@ -56,12 +57,17 @@ def value_and_grad(
             for position, value in zip(positions, jax.tree.unflatten(wrt_tree, leaves), strict=True):
                 full[position] = value
             out = fun(*full, **kwargs)
+            if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+                raise StepError(
+                    refused="the loss function", got=f"one {type(out).__name__}", needed="a pair (loss, aux)",
+                    where="meshwright.value_and_grad(has_aux=True)", try_="returning loss, aux, or has_aux=False",
+                )  # fmt: skip
             loss, aux = out if has_aux else (out, ())
             if jax.numpy.shape(loss) != ():
-                raise TypeError(
-                    f"value_and_grad refused the loss function: got a loss of shape {jax.numpy.shape(loss)}, needed a "
-                    "scalar; try jnp.mean or jnp.sum over it"
-                )
+                raise StepError(
+                    refused="the loss function", got=f"a loss of shape {jax.numpy.shape(loss)}", needed="a scalar",
+                    where="meshwright.value_and_grad", try_="jnp.mean or jnp.sum over it",
+                )  # fmt: skip
             aux_leaves, trees["aux"] = jax.tree.flatten(aux)
             return (loss, *aux_leaves)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ class ShardedProgram:
       sizes: mesh axis sizes.
       segments: runs of equations whose results are rematerialised in the backward pass: for a nesting path, the first
         and one past the last position.
+      positions: where `closed` is a part of a larger program that paths and segments count in, the position there of
+        each of its equations, ascending.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class ShardedProgram:
         settled: Mapping[int, Spec],
         sizes: Mapping[str, int],
         segments: Mapping[Path, Sequence[tuple[int, int]]],
+        positions: Sequence[int] | None = None,
     ) -> None:
         self._closed = closed
         self._graph = graph
@@ -61,7 +65,11 @@ class ShardedProgram:
         self._algorithms = algorithms
         self._settled = settled
         self._sizes = sizes
-        self._segments = segments
+        self._positions = range(len(open_jaxpr(closed).eqns)) if positions is None else positions
+        # Runs at the top level count in the equations at hand.
+        at = self._positions
+        runs = [(bisect_left(at, start), bisect_left(at, stop)) for start, stop in segments.get((), ())]
+        self._segments = {**segments, (): runs}
         self._operator = {operator.path: operator for operator in graph.operators}
         self._follower = Follower(rules, sizes)
 
@@ -123,8 +131,9 @@ class ShardedProgram:
     def _equations(self, jaxpr: Jaxpr, env: Env, prefix: Path, start: int, stop: int) -> None:
         for position in range(start, stop):
             equation = jaxpr.eqns[position]
+            path = (*prefix, position) if prefix else (self._positions[position],)
             with user_context(equation):
-                results = self._equation(equation, env, (*prefix, position))
+                results = self._equation(equation, env, path)
             for var, value in zip(equation.outvars, results, strict=True):
                 if not is_dropped(var):
                     env[var] = value
