@@ -31,6 +31,10 @@ def parameter(name: str, use: Spec, storage: Spec | None = None, shape: tuple[in
     return ParameterPlan(name=name, shape=shape, use=use, storage=storage or Spec(use.dims))
 
 
+def gathered(plan: ParameterPlan) -> ParameterPlan:
+    return replace(plan, gathered=("x",))
+
+
 def stage_of(
     parameters: tuple[ParameterPlan, ...],
     *,
@@ -114,18 +118,22 @@ def test_zero_1_of_some_parameters_saves_about() -> None:
 
 
 def test_zero_3_gathers_what_it_stores_split() -> None:
-    stage = stage_of((parameter("w", BY_ROW),), products=(BATCH,), batch=BY_BATCH, gathers=2)
+    stage = stage_of((gathered(parameter("w", BY_ROW)),), products=(BATCH,), batch=BY_BATCH, gathers=2)
     assert role_of(stage).names == ("data parallel", "ZeRO-3")
     assert "1 parameter split over x: stored split, gathered at use (ZeRO-3)" in explain_plan(plan_of(stage))
 
 
-def test_zero_3_with_whole_inputs_needs_a_gather_and_a_scatter_for_each() -> None:
-    parameters = (parameter("w", BY_ROW), parameter("v", BY_COLUMN))
-    for scatters, holding in ((1, "unknown"), (2, "gathered")):
-        traffic = tuple(
-            Collective(kind=kind, count=n, bytes=MIB) for kind, n in (("all_gather", 2), ("reduce_scatter", scatters))
-        )
-        assert role_of(stage_of(parameters, products=(BATCH,), communication=traffic)).holding == holding
+def test_some_gathered_and_some_used_split() -> None:
+    parameters = (gathered(parameter("w", BY_ROW)), parameter("v", BY_COLUMN))
+    assert role_of(stage_of(parameters, products=(COLUMN, BATCH), gathers=2)).names == (
+        "data parallel", "ZeRO-3", "tensor parallel (column)",
+    )  # fmt: skip
+
+
+def test_a_vector_split_beside_whole_matrices_names_nothing() -> None:
+    scale = parameter("scale", Spec((("x",),)), shape=(16,))
+    stage = stage_of((parameter("w", SUMMED), scale), products=(BATCH,), batch=BY_BATCH)
+    assert role_of(stage).names == ("data parallel",)
 
 
 @pytest.mark.parametrize(("use", "way"), [(BY_COLUMN, "column"), (BY_ROW, "row")])
@@ -135,26 +143,6 @@ def test_tensor_parallel_where_nothing_is_gathered(use: Spec, way: str) -> None:
     text = explain_plan(plan_of(stage))
     assert f"over x ({way})" in text
     assert "no reduction needed for the gradients of 1 parameter" in text
-
-
-def test_gathers_of_zero_1_are_not_held_against_tensor_parallelism() -> None:
-    """The one all-gather fetches `v` after its update."""
-    parameters = (parameter("w", BY_COLUMN), parameter("v", WHOLE, BY_ROW))
-    assert role_of(stage_of(parameters, products=(COLUMN,), gathers=1)).holding == "used split"
-
-
-def test_tensor_parallel_beside_other_gathers() -> None:
-    parameters = (parameter("w", BY_COLUMN), parameter("scale", WHOLE))
-    assert role_of(stage_of(parameters, products=(COLUMN, NONE), gathers=3)).holding == "used split"
-
-
-def test_a_split_with_two_readings_has_no_name() -> None:
-    """Gathered or used split: the products are split both ways, and something is gathered."""
-    stage = stage_of((parameter("w", BY_COLUMN),), products=(COLUMN, BATCH), gathers=3)
-    assert role_of(stage).names == ()
-    text = explain_plan(plan_of(stage))
-    assert "Strategy" not in text
-    assert "each device holds, and updates, its part only" in text
 
 
 def test_experts() -> None:

@@ -41,6 +41,7 @@ class ParameterPlan:
         further (ZeRO-1 and 2). Where `use` itself is split over axes that the operators then gather, that is ZeRO-3.
       rows: the rows of dim 0 a stage holds of a stacked parameter whose scan is cut over several stages, first and one
         past the last; None for the whole parameter. `shape` is that of the part.
+      gathered: the axes that split it and over which it is gathered where it is used.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ParameterPlan:
     use: Spec
     storage: Spec
     rows: tuple[int, int] | None = None
+    gathered: tuple[str, ...] = ()
 
     @property
     def stored_axes(self) -> tuple[str, ...]:

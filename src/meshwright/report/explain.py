@@ -175,8 +175,10 @@ def _reasons(plan: Plan, stage: Stage, roles: Sequence[AxisRole]) -> Iterator[st
         yield f"gradients of the {plan.microbatches} microbatches are added up first: one sum over devices a step"
     yield from _storage(stage, [role.axis for role in roles if role.stored])
     for role in roles:
-        if role.split:
-            yield f"{_parameters_of(role.split)} split over {role.axis}: {_held(role)}"
+        if role.gathered:
+            yield f"{_parameters_of(role.gathered)} split over {role.axis}: stored split, gathered at use (ZeRO-3)"
+        if role.used_split:
+            yield f"{_parameters_of(role.used_split)} split over {role.axis}: each device computes with its part only"
     unsummed = [p for p in stage.parameters if not p.use.broadcast]
     if unsummed:
         yield f"no reduction needed for the gradients of {_parameters_of(unsummed)}: each device has all of its part"
@@ -194,15 +196,6 @@ def _cause(role: AxisRole) -> str:
     if role.input_dims:
         return f"inputs are split over {role.axis} on dim {', '.join(map(str, role.input_dims))}"
     return f"the operators that read them are split over {role.axis} along a dim they lack"
-
-
-def _held(role: AxisRole) -> str:
-    match role.holding:
-        case "used split":
-            return "used as they are held, so each device computes with its part only"
-        case "gathered":
-            return "stored split, gathered at use (ZeRO-3)"
-    return "each device holds, and updates, its part only"
 
 
 def _storage(stage: Stage, axes: Sequence[str]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from ..program.graph import Graph
 from ..program.segments import Segments, layer_segments, rematerialise
 from ..solve import Infeasible
 from .account import account
+from .gathers import gathered_axes
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .pins import Pins
 
@@ -265,9 +266,15 @@ def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
         for operator, choice in zip(graph.operators, chosen.operators, strict=True)
     )
     parameters = tuple(
-        ParameterPlan(name=info.name, shape=graph.values[graph.inputs[p]].shape, use=choice.use, storage=choice.storage)
-        for info, p, choice in zip(request.parameters, graph.parameters, chosen.parameters, strict=True)
-    )
+        ParameterPlan(
+            name=info.name, shape=graph.values[graph.inputs[p]].shape, use=choice.use, storage=choice.storage,
+            gathered=gathered,
+        )
+        for info, p, choice, gathered in zip(
+            request.parameters, graph.parameters, chosen.parameters,
+            gathered_axes(graph, chosen, problem.sizes), strict=True,
+        )
+    )  # fmt: skip
     inputs = tuple(
         InputPlan(name=graph.values[v].name, shape=graph.values[v].shape, spec=chosen.inputs[i])
         for i, v in enumerate(graph.inputs)

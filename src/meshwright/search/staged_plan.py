@@ -19,6 +19,7 @@ from ..plan import (
 from ..plan.check import check_plan
 from ..program.staged import StagedProgram
 from .account import account
+from .gathers import gathered_axes
 from .inter_op import PlacedStage
 from .stage_costs import StageCosts
 from .stage_segments import moved_segments
@@ -98,8 +99,12 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
     )
     values = [graph.values[v] for v in graph.inputs]
     parameters = tuple(
-        ParameterPlan(name=info.name, shape=value.shape, use=choice.use, storage=choice.storage, rows=held.rows)
-        for info, value, choice, held in zip(infos, values, chosen.parameters, cut.parameters, strict=False)
+        ParameterPlan(
+            name=info.name, shape=value.shape, use=choice.use, storage=choice.storage, rows=held.rows, gathered=gathered
+        )
+        for info, value, choice, held, gathered in zip(
+            infos, values, chosen.parameters, cut.parameters, gathered_axes(graph, chosen, sizes), strict=False
+        )
     )
     first_other = len(cut.parameters)
     inputs = tuple(
