@@ -42,6 +42,7 @@ _Reduction = Annotated[str | None, typer.Option(help="How losses of microbatches
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 _VIRTUAL_DEVICES = 8
+_MOST_VIRTUAL = 256
 _FORCED = "xla_force_host_platform_device_count"
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 
@@ -83,6 +84,10 @@ def plan(
     zero: _Zero = None,
     remat: _Remat = None,
     reduction: _Reduction = None,
+    stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = "1",
+    schedule: Annotated[
+        str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the search.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: _Json = False,
@@ -99,6 +104,7 @@ def plan(
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
+            stages=parse_stages(stages), schedule=schedule,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip
         if out is not None:
@@ -123,9 +129,7 @@ def verify(
     target: _Target,
     devices: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=256, help="How many local devices to use; eight virtual ones where there is only a CPU."
-        ),
+        typer.Option(min=1, help="How many local devices to use; eight virtual ones where there is only a CPU."),
     ] = None,
     global_batch: _GlobalBatch = None,
     microbatches: _Microbatches = None,
@@ -244,8 +248,32 @@ def provide_devices(count: int) -> None:
     A number that the environment forces already is left alone, and accelerators are not affected.
     """
     flags = os.environ.get("XLA_FLAGS", "")
+    if count > _MOST_VIRTUAL:  # XLA starts threads for each, and ends the process when it gets none
+        raise PlanError(
+            refused=f"a run on {count} devices", got=f"{count} virtual ones on this machine",
+            needed=f"at most {_MOST_VIRTUAL}", where="--devices", try_=f"--devices {_VIRTUAL_DEVICES}",
+        )  # fmt: skip
     if _FORCED not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_FORCED}={count}".strip()
+
+
+def parse_stages(text: str) -> int | None:
+    """A number of stages, or None for `auto`.
+
+    Raises:
+      PlanError: for anything else.
+
+    >>> parse_stages("4"), parse_stages("auto")
+    (4, None)
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise PlanError(
+            refused="the number of stages", got=repr(text), needed="a whole number, or auto", where="--stages",
+            try_="--stages 2",
+        )  # fmt: skip
+    return int(text)
 
 
 def parse_bytes(text: str) -> float:

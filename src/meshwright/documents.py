@@ -40,10 +40,20 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
             "step_seconds": predicted.step_seconds,
             "tflops_per_device": predicted.tflops_per_device,
             "flops_per_device": predicted.flops_per_device,
+            "bubble_fraction": predicted.bubble_fraction,
         },
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
+        "schedule_options": dict(plan.schedule_options),
         "stages": [_stage(stage) for stage in plan.stages],
+        "transfers": [
+            {
+                "source": one.source, "target": one.target, "name": one.name, "bytes": one.bytes,
+                "differentiated": one.differentiated, "forward_seconds": one.forward_seconds,
+                "backward_seconds": one.backward_seconds,
+            }
+            for one in plan.transfers
+        ],
         "considered": list(planning.considered),
         "notes": list(plan.notes),
     })  # fmt: skip
@@ -146,6 +156,12 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "communication_counts": {one.kind: one.count for one in stage.communication},
         "compute_seconds": stage.compute_seconds,
         "communication_seconds": stage.communication_seconds,
+        "seconds_forward": stage.forward_seconds,
+        "seconds_backward": stage.backward_seconds,
+        "seconds_synchronise": stage.synchronise_seconds,
+        "seconds_update": stage.update_seconds,
+        "in_flight": stage.in_flight,
+        "remat": "layer" if stage.rematerialised else "none",
         "rematerialised": bool(stage.rematerialised),
     }
 

@@ -21,8 +21,9 @@ from .plan import Memory, Plan
 from .program.trace import Program, abstract, is_batched, trace_program
 from .runtime.local_step import LocalStep
 from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult, mesh_argument
-from .search.intra_op import ParameterInfo
+from .search.parameters import parameter_infos
 from .search.pins import Pins
+from .stage_planning import plan_stages
 
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 6
@@ -65,6 +66,8 @@ def plan_for(
     memory_per_device: float | None = None,
     batch_axis: int = 0,
     reduction: str | None = None,
+    stages: int | None = 1,
+    schedule: str | None = None,
     time_limit_seconds: float = 60.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:
@@ -83,6 +86,8 @@ def plan_for(
       memory_per_device: bytes a device may use; None for what it has.
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
+      stages: into how many parts, each on its own devices, the program is cut; None to choose.
+      schedule: of the microbatches over several stages, a name of `search.pipeline.SIMULATED`; None to choose.
       time_limit_seconds: for the search; when it is over, every further problem gets a second.
       tell: called with a few words at each part of the work.
 
@@ -95,6 +100,17 @@ def plan_for(
     if memory_per_device is not None:
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
     pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
+    if stages != 1:
+        staged = plan_stages(
+            step, args, cluster=where, stages=stages, schedule=schedule, microbatches=microbatches,
+            mesh=mesh_argument(mesh), pins=pinned, remat=remat, batch_axis=batch_axis, reduction=reduction,
+            time_limit_seconds=time_limit_seconds, tell=tell,
+        )  # fmt: skip
+        return Planning(
+            program=staged.program, plan=staged.result.plan, seconds=time.perf_counter() - start,
+            trace_seconds=staged.trace_seconds, solve_seconds=staged.result.seconds,
+            considered=staged.result.considered,
+        )  # fmt: skip
     count = microbatches if microbatches is not None else 1
     trace_seconds = solve_seconds = 0.0
     short: MemoryExceeded | None = None
@@ -111,7 +127,7 @@ def plan_for(
             raise short.but(f"more microbatches are out of the question: {error}") from error
         trace_seconds += time.perf_counter() - begun
         request = SearchRequest(
-            graph=program.graph, fingerprint=program.fingerprint, parameters=_parameters(program), cluster=where,
+            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program), cluster=where,
             microbatches=count, mesh=mesh_argument(mesh), pins=pinned, remat=remat,
             carried=0 if program.marked else program.state_inputs,
             split_dims=program.split_dims,
@@ -228,21 +244,6 @@ def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
                 where="pins=", try_='pins={"*kernel": (None, "model")}',
             )  # fmt: skip
     return tuple(layout)
-
-
-def _parameters(program: Program) -> list[ParameterInfo]:
-    """Each parameter with the bytes of the optimizer state that is laid out like it."""
-    graph = program.graph
-    extra = [0.0] * len(graph.parameters)
-    invars = program.outer.jaxpr.invars if hasattr(program.outer, "jaxpr") else program.outer.invars
-    for index, leaf in enumerate(program.state):
-        if leaf is not None and index not in program.parameter_inputs:
-            aval = invars[index].aval
-            extra[leaf.parameter] += float(aval.size) * aval.dtype.itemsize
-    return [
-        ParameterInfo(name=graph.values[graph.inputs[p]].name, optimizer_bytes=bytes_)
-        for p, bytes_ in zip(graph.parameters, extra, strict=True)
-    ]
 
 
 def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int) -> int | None:

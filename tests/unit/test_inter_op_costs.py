@@ -12,13 +12,13 @@ import pytest
 from meshwright._jax.jaxpr import eliminate_dead_code, inline, open_jaxpr
 from meshwright.cluster import Cluster, Device, Host, Link, load_cluster
 from meshwright.errors import PlanError
-from meshwright.planning import _parameters
 from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.search.inter_op import Crossing
 from meshwright.search.intra_op import IntraOpProblem
+from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.stage_costs import StageCosts
 from meshwright.search.stage_problem import StageProblem
@@ -38,7 +38,7 @@ def program_of(name: str, microbatches: int = 4, batch: int = 8) -> tuple[Any, S
 def costs_of(name: str, cluster: str = "cpu", **changes: Any) -> StageCosts:
     program, staged = program_of(name)
     wishes: dict[str, Any] = {"pins": Pins(), "remat": "none", **changes}
-    return StageCosts(staged, parameters=_parameters(program), submeshes=Submeshes(load_cluster(cluster)), **wishes)
+    return StageCosts(staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster(cluster)), **wishes)
 
 
 def host(devices: int, *, link: float = 100.0, nic: float = 10.0, nics: int = 2) -> Host:
@@ -116,7 +116,7 @@ def test_a_whole_program_is_one_stage() -> None:
     cluster = load_cluster("cpu")
     mesh = cluster.logical_mesh((2, 4))
     whole = IntraOpProblem(
-        staged.graph, mesh, cluster.device, parameters=_parameters(program), microbatches=4, pins=Pins(), carried=0,
+        staged.graph, mesh, cluster.device, parameters=parameter_infos(program), microbatches=4, pins=Pins(), carried=0,
         split_dims=staged.split_dims,
     ).solve(UNLIMITED)  # fmt: skip
     costs = costs_of("gpt-tiny", meshes=[(("x", "y"), (2, 4))])

@@ -13,11 +13,11 @@ from meshwright._jax.grad import value_and_grad
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
-from meshwright.planning import _parameters
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep
 from meshwright.schedule import Edge, check_schedule, make_schedule
+from meshwright.search.parameters import parameter_infos
 from meshwright.search.pipeline import StageRequest, StageSearchResult, search_stages
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
 from meshwright.zoo import registry
@@ -52,7 +52,7 @@ def program_of(name: str, microbatches: int) -> Any:
 @cache
 def traced(name: str, microbatches: int, layers: int) -> Any:
     program = program_of(name, microbatches)
-    return staged_program(program, layers=layers), tuple(_parameters(program))
+    return staged_program(program, layers=layers), tuple(parameter_infos(program))
 
 
 def request(name: str, *, microbatches: tuple[int, ...] = (4,), layers: int = 6, **changes: Any) -> StageRequest:

@@ -1,0 +1,22 @@
+"""What the search has to know of a program's parameters beside their shapes."""
+
+from __future__ import annotations
+
+from .._jax.jaxpr import open_jaxpr
+from ..program.trace import Program
+from .intra_op import ParameterInfo
+
+
+def parameter_infos(program: Program) -> list[ParameterInfo]:
+    """Each parameter with the bytes of the optimizer state that is laid out like it."""
+    graph = program.graph
+    extra = [0.0] * len(graph.parameters)
+    invars = open_jaxpr(program.outer).invars
+    for index, leaf in enumerate(program.state):
+        if leaf is not None and index not in program.parameter_inputs:
+            aval = invars[index].aval
+            extra[leaf.parameter] += float(aval.size) * aval.dtype.itemsize
+    return [
+        ParameterInfo(name=graph.values[graph.inputs[p]].name, optimizer_bytes=size)
+        for p, size in zip(graph.parameters, extra, strict=True)
+    ]
