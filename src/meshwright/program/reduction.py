@@ -180,8 +180,8 @@ def aux_reductions(
             mean = jnp.issubdtype(x.aval.dtype, jnp.inexact)
             if growth.degree != 0 or growth.sums == 2 or not mean:
                 warnings.warn(
-                    f"the result computed at {_line(a, made, x)} is neither a mean nor a sum, maximum or minimum over the batch: "
-                    f"with microbatches it is {'their mean' if mean else 'that of the last one'}",
+                    f"the result computed at {_line(a, made, x)} is neither a mean nor a sum, maximum or minimum over "
+                    f"the batch: with microbatches it is {'their mean' if mean else 'that of the last one'}",
                     ReductionWarning,
                     stacklevel=2,
                 )
