@@ -242,7 +242,8 @@ def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches
         raise PlanError(
             refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",
             needed="a step that takes its batch size from its arguments", where=getattr(step, "__name__", "the step"),
-            try_="x.shape[0] in place of a written batch size, or microbatches=1",
+            try_="x.shape[0] in place of a written batch size; an array that is no batch (class weights) in the state, "
+            "since every array outside it is cut; or microbatches=1",
         ) from error  # fmt: skip
     return outer
 
