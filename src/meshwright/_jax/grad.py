@@ -62,6 +62,7 @@ def value_and_grad(
                     refused="the loss function", got=f"one {type(out).__name__}", needed="a pair (loss, aux)",
                     where="meshwright.value_and_grad(has_aux=True)", try_="returning loss, aux, or has_aux=False",
                 )  # fmt: skip
+            loss: Any
             loss, aux = out if has_aux else (out, ())
             if jax.numpy.shape(loss) != ():
                 raise StepError(

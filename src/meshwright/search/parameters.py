@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .._jax.jaxpr import open_jaxpr
 from ..program.trace import Program
 from .intra_op import ParameterInfo
@@ -11,7 +13,7 @@ def parameter_infos(program: Program) -> list[ParameterInfo]:
     """Each parameter with the bytes of the optimizer state that is laid out like it."""
     graph = program.graph
     extra = [0.0] * len(graph.parameters)
-    invars = open_jaxpr(program.outer).invars
+    invars: list[Any] = list(open_jaxpr(program.outer).invars)
     for index, leaf in enumerate(program.state):
         if leaf is not None and index not in program.parameter_inputs:
             aval = invars[index].aval
