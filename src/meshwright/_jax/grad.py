@@ -9,7 +9,7 @@ inside a plain `jax.jit`, on one device) the primitive lowers to what `jax.value
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core as jex_core
@@ -62,11 +62,11 @@ def value_and_grad(
                     refused="the loss function", got=f"one {type(out).__name__}", needed="a pair (loss, aux)",
                     where="meshwright.value_and_grad(has_aux=True)", try_="returning loss, aux, or has_aux=False",
                 )  # fmt: skip
-            loss: Any
             loss, aux = out if has_aux else (out, ())
-            if jax.numpy.shape(loss) != ():
+            shape = jax.numpy.shape(cast(Any, loss))
+            if shape != ():
                 raise StepError(
-                    refused="the loss function", got=f"a loss of shape {jax.numpy.shape(loss)}", needed="a scalar",
+                    refused="the loss function", got=f"a loss of shape {shape}", needed="a scalar",
                     where="meshwright.value_and_grad", try_="jnp.mean or jnp.sum over it",
                 )  # fmt: skip
             aux_leaves, trees["aux"] = jax.tree.flatten(aux)
