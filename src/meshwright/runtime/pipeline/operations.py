@@ -1,0 +1,168 @@
+"""A schedule as the list of what is done in a step: programs run, values moved, each value let go after its last use.
+
+The list is the same on every process, which skips what is not its own. It is made once; a step walks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ...schedule import Schedule, global_order
+from ...schedule.instruction import Direction, Edge, Instruction, Kind, Transfer
+from .slots import PASSING, Role, Slot
+
+
+class Work(StrEnum):
+    """What a stage runs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A stage runs a program on a microbatch.
+
+    Args:
+      stage: which.
+      work: which program.
+      microbatch: which.
+      last: arrays of the microbatch that nobody reads afterwards.
+    """
+
+    stage: int
+    work: Work
+    microbatch: int
+    last: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A value of a microbatch goes from one stage to another.
+
+    Args:
+      source: the stage that has it.
+      target: the stage that gets it.
+      microbatch: which.
+      sent: the array at the source.
+      received: the array at the target.
+      last: whether nobody reads it at the source afterwards.
+    """
+
+    source: int
+    target: int
+    microbatch: int
+    sent: Slot
+    received: Slot
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A stage begins its update."""
+
+    stage: int
+
+
+Operation = Run | Move | Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What a program of a stage reads and writes."""
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+def operations(
+    schedule: Schedule,
+    sent: Sequence[Sequence[tuple[int, int]]],
+    programs: Sequence[Mapping[Work, Access]],
+) -> tuple[Operation, ...]:
+    """The operations of one step, in the order all processes keep.
+
+    Args:
+      schedule: of the stages.
+      sent: for each stage the values it sends and the stages that read them.
+      programs: for each stage what its programs read and write.
+    """
+    return _with_last_uses(_in_order(schedule, sent, programs), programs)
+
+
+def _in_order(
+    schedule: Schedule, sent: Sequence[Sequence[tuple[int, int]]], programs: Sequence[Mapping[Work, Access]]
+) -> list[Operation]:
+    found: list[Operation] = []
+    for step in global_order(schedule):
+        if isinstance(step, Transfer):
+            found += _moves(step.edge, step.direction, step.microbatch, sent, programs)
+            continue
+        found += _run(step, programs)
+        # Stages on one rank have no transfers in the schedule: what they share moves at once.
+        if step.microbatch is not None:
+            for edge in schedule.edges:
+                if schedule.stage_ranks[edge.source] == schedule.stage_ranks[edge.target]:
+                    if step.kind is Kind.FORWARD and edge.source == step.stage:
+                        found += _moves(edge, Direction.FORWARD, step.microbatch, sent, programs)
+                    elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and edge.target == step.stage:
+                        found += _moves(edge, Direction.BACKWARD, step.microbatch, sent, programs)
+    return found
+
+
+def _run(step: Instruction, programs: Sequence[Mapping[Work, Access]]) -> Iterable[Operation]:
+    if step.kind is Kind.UPDATE:
+        yield Update(stage=step.stage)
+        return
+    work = Work(step.kind.value)
+    assert step.microbatch is not None
+    if programs[step.stage][work].outputs:
+        yield Run(stage=step.stage, work=work, microbatch=step.microbatch, last=())
+
+
+def _moves(
+    edge: Edge,
+    direction: Direction,
+    microbatch: int,
+    sent: Sequence[Sequence[tuple[int, int]]],
+    programs: Sequence[Mapping[Work, Access]],
+) -> Iterable[Operation]:
+    values = [value for value, target in sent[edge.source] if target == edge.target]
+    for value in values:
+        if direction is Direction.FORWARD:
+            source, target = edge.source, edge.target
+            out, into = Slot(Role.SENT, value), Slot(Role.RECEIVED, value)
+        else:
+            source, target = edge.target, edge.source
+            out, into = Slot(Role.RETURNED, value), Slot(Role.COTANGENT, value, edge.target)
+        if any(into in access.inputs for access in programs[target].values()):
+            yield Move(source=source, target=target, microbatch=microbatch, sent=out, received=into, last=False)
+
+
+def _with_last_uses(order: Sequence[Operation], programs: Sequence[Mapping[Work, Access]]) -> tuple[Operation, ...]:
+    """The same operations, each with what is read there for the last time; what nobody reads goes at once."""
+    used: set[tuple[int, int, Slot]] = set()
+    found: list[Operation] = []
+    for one in reversed(order):
+        if isinstance(one, Run):
+            access = programs[one.stage][one.work]
+            touched = [
+                s for s in (*access.inputs, *access.outputs) if s.role in PASSING and s.role is not Role.COLLECTED
+            ]
+            last = tuple(s for s in dict.fromkeys(touched) if (one.stage, one.microbatch, s) not in used)
+            used.update((one.stage, one.microbatch, s) for s in touched)
+            one = Run(stage=one.stage, work=one.work, microbatch=one.microbatch, last=last)
+        elif isinstance(one, Move):
+            key = (one.source, one.microbatch, one.sent)
+            last = key not in used
+            used.add(key)
+            one = Move(
+                source=one.source, target=one.target, microbatch=one.microbatch, sent=one.sent,
+                received=one.received, last=last,
+            )  # fmt: skip
+        found.append(one)
+    return tuple(reversed(found))

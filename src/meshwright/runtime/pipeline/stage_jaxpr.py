@@ -1,0 +1,86 @@
+"""A stage's equations, cut out of the core with the variables of their graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..._jax.jaxpr import ClosedJaxpr, is_literal, is_remat, open_jaxpr, scan_parts
+from ..._jax.passes import part_of
+from ...errors import PlanError
+from ...plan import Stage
+from ...program.cut import Cut
+from ...program.graph import Graph, Path
+from ...program.staged import StagedProgram
+from ...sharding import Algorithm, algorithm_of, with_broadcast
+
+
+def stage_jaxpr(staged: StagedProgram, cut: Cut) -> tuple[ClosedJaxpr, tuple[int, ...]]:
+    """A stage's equations as a program with the inputs and outputs of its graph, and their positions in the core."""
+    core = open_jaxpr(staged.core)
+    value_of = _values(core, staged.graph)
+    name: dict[int, Any] = {}
+    for var, value in value_of.items():
+        name.setdefault(value, var)
+    positions = tuple(sorted({operator.path[0] for operator in cut.graph.operators}))
+
+    def read(atom: Any) -> Any:
+        return atom if is_literal(atom) else name.get(value_of.get(atom, -1), atom)
+
+    equations = [core.eqns[p].replace(invars=[read(a) for a in core.eqns[p].invars]) for p in positions]
+    inputs = [name[cut.values[v]] for v in cut.graph.inputs]
+    outputs = [name[cut.values[v]] for v in cut.graph.outputs if v is not None]
+    return part_of(staged.core, equations, inputs, outputs), positions
+
+
+def _values(core: Any, graph: Graph) -> dict[Any, int]:
+    """For each variable at the top level of a program its value in the graph. A variable that passes through a
+    checkpoint untouched is the value it was."""
+    operator = {op.path: op for op in graph.operators}
+    top: dict[Any, int] = dict(zip(core.invars, graph.inputs, strict=True))
+
+    def walk(jaxpr: Any, known: dict[Any, int], prefix: Path) -> None:
+        for position, equation in enumerate(jaxpr.eqns):
+            path = (*prefix, position)
+            if is_remat(equation):
+                body = open_jaxpr(equation.params["jaxpr"])
+                pairs = zip(body.invars, equation.invars, strict=True)
+                inner: dict[Any, int] = {var: known[a] for var, a in pairs if not is_literal(a) and a in known}
+                walk(body, inner, path)
+                made: list[int | None] = [None if is_literal(a) else inner.get(a) for a in body.outvars]
+            elif equation.primitive.name == "scan":
+                parts = scan_parts(equation)
+                made = []
+                for i in range(len(equation.outvars)):
+                    carried = i < parts.num_carry
+                    at = parts.num_consts + i if carried else len(open_jaxpr(parts.body).invars) + i
+                    link = operator.get((*path, -1, at))
+                    made.append(None if link is None else link.results[1 if carried else 0])
+            else:
+                made = list(operator[path].results)
+            known.update((var, value) for var, value in zip(equation.outvars, made, strict=True) if value is not None)
+
+    walk(core, top, ())
+    return top
+
+
+def stage_algorithms(graph: Graph, stage: Stage) -> list[Algorithm]:
+    """The plan's algorithms over a stage's operators.
+
+    Raises:
+      PlanError: if they are not the same operators.
+    """
+    found = []
+    have = [(operator.path, operator.name, len(operator.rule.factors)) for operator in graph.operators]
+    need = [(planned.path, planned.name, len(planned.axes)) for planned in stage.operators]
+    if have != need:
+        differing = next((f"{a} and {b}" for a, b in zip(have, need, strict=False) if a != b), "their number")
+        raise PlanError(
+            refused="the plan", got=f"other operators than the program's: {differing}",
+            needed="those of the program", where="plan=", try_="planning again",
+        )  # fmt: skip
+    for operator, planned in zip(graph.operators, stage.operators, strict=True):
+        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
+        combines = operator.combine in ("max", "min")
+        algorithm = algorithm_of(operator.rule, planned.axes, moving, combines_at_once=combines)
+        found.append(with_broadcast(algorithm, planned.broadcast, moving) if planned.broadcast else algorithm)
+    return found

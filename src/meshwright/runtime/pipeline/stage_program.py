@@ -1,0 +1,425 @@
+"""One stage as programs of one device: forward, backward, and where a schedule wants them apart its two halves.
+
+The stage's equations are evaluated on shards by the plan, as for a plan of one stage, and differentiated by JAX in one
+trace: `(parameters, inputs, received, cotangents) -> (sent, outputs, cotangents of what was received, gradients)`. That
+program is then cut (`_jax.passes`): what does not depend on cotangents and is needed for what the stage sends is the
+forward program, the rest the backward program, with as few bytes between them as can be. Cutting the backward program
+once more, by what the cotangents of the received values need, gives the two halves of zero-bubble schedules.
+
+Gradients are added up on each device and stay partial; they are synchronised once a step (`update_program`).
+
+Nothing here needs a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ..._jax.jaxpr import ClosedJaxpr, bind, open_jaxpr
+from ..._jax.passes import Halves, size_bytes, split_program, trace_local
+from ..._jax.random import is_key
+from ...plan import Plan, Stage
+from ...program.cut import Cut
+from ...program.staged import StagedProgram
+from ...sharding import Spec
+from ..evaluate import ShardedProgram
+from ..local_value import LocalValue
+from .slots import Role, Slot
+from .stage_jaxpr import stage_algorithms, stage_jaxpr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A program of one device.
+
+    Args:
+      program: what it computes.
+      inputs: what it reads.
+      outputs: what it writes.
+    """
+
+    program: ClosedJaxpr
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+class StageProgram:
+    """What one stage of a plan computes.
+
+    Args:
+      staged: the program, its scans split as the plan says.
+      plan: for it.
+      number: of the stage.
+      mesh: its mesh; None for one without devices, whose programs can be looked at and not be compiled.
+
+    Attributes:
+      cut: the stage's equations as a graph.
+      stage: its part of the plan.
+      sent: pairs of a value that is sent and the stage that reads it.
+      specs: of every slot but those that are packed.
+    """
+
+    def __init__(self, staged: StagedProgram, plan: Plan, number: int, mesh: Mesh | None = None) -> None:
+        self.stage: Stage = plan.stages[number]
+        self.mesh = mesh if mesh is not None else abstract_mesh(self.stage)
+        assert self.stage.equations is not None
+        self.number = number
+        self._staged = staged
+        self._count = plan.microbatches
+        self.cut: Cut = staged.cutter.cut(*self.stage.equations)
+        self.sizes = self.stage.sizes
+        self.sent = tuple((t.value, t.target) for t in plan.transfers if t.source == number)
+        self._closed, self._positions = stage_jaxpr(staged, self.cut)
+        self._sharded = self._sharded_program()
+        self.specs = self._slot_specs()
+
+    # What it is made of
+
+    def _sharded_program(self) -> ShardedProgram:
+        stage, graph = self.stage, self.cut.graph
+        values = {whole: mine for mine, whole in enumerate(self.cut.values)}
+        return ShardedProgram(
+            self._closed,
+            graph,
+            self._staged.rules,
+            stage_algorithms(graph, stage),
+            {values[value]: spec for value, spec in stage.settled if value in values},
+            self.sizes,
+            dict(stage.rematerialised),
+            positions=self._positions,
+        )
+
+    @cached_property
+    def parameters(self) -> tuple[Slot, ...]:
+        """One for each parameter, in the order of the plan's stage."""
+        return tuple(Slot(Role.PARAMETER, i) for i in range(len(self.cut.parameters)))
+
+    @cached_property
+    def inputs(self) -> tuple[Slot, ...]:
+        """One for each input of the program that the stage reads."""
+        return tuple(Slot(Role.INPUT, i) for i in range(len(self.cut.program_inputs)))
+
+    @cached_property
+    def received(self) -> tuple[Slot, ...]:
+        """One for each value that another stage sends."""
+        return tuple(Slot(Role.RECEIVED, value) for value in self.cut.received)
+
+    @cached_property
+    def gradients(self) -> tuple[Slot, ...]:
+        """One for each parameter."""
+        return tuple(Slot(Role.GRADIENT, slot.position) for slot in self.parameters)
+
+    @cached_property
+    def sums(self) -> tuple[Slot, ...]:
+        """The losses and auxiliary results that are added up."""
+        return tuple(Slot(Role.SUM, i) for i in self.cut.program_outputs if self.grown[i] is None)
+
+    @cached_property
+    def collected(self) -> tuple[Slot, ...]:
+        """The auxiliary results that grow with the batch."""
+        return tuple(Slot(Role.COLLECTED, i) for i in self.cut.program_outputs if self.grown[i] is not None)
+
+    @cached_property
+    def grown(self) -> tuple[int | None, ...]:
+        """For each output of the core the dim that grows with the batch, or None."""
+        return grown_dims(self._staged)
+
+    @cached_property
+    def cotangents(self) -> tuple[Slot, ...]:
+        """One for each differentiated value and stage it is sent to."""
+        values = self._staged.graph.values
+        return tuple(Slot(Role.COTANGENT, v, target) for v, target in self.sent if values[v].differentiated)
+
+    def stacked_dim(self, slot: Slot) -> int | None:
+        """The dim of a program input that microbatches cut, or None: all of its microbatches are stacked in front."""
+        dims = self._staged.split_dims
+        position = self.cut.program_inputs[slot.position]
+        return dims[position] if self._count > 1 and position < len(dims) else None
+
+    def _slot_specs(self) -> dict[Slot, Spec]:
+        stage = self.stage
+        specs = {slot: Spec(plan.use.dims) for slot, plan in zip(self.parameters, stage.parameters, strict=True)}
+        others = dict(zip((*self.inputs, *self.received), stage.inputs, strict=True))
+        for slot, plan in others.items():
+            dims = plan.spec.dims
+            stacked = slot.role is Role.INPUT and self.stacked_dim(slot) is not None
+            specs[slot] = Spec(((), *dims)) if stacked else Spec(dims)
+        specs[Slot(Role.INDEX)] = Spec(())
+        made = self._output_specs()
+        for value, spec in zip(self.cut.graph.outputs, made, strict=True):
+            assert value is not None
+            specs[Slot(Role.SENT, self.cut.values[value])] = Spec(spec.dims)
+        for slot in self.received:
+            specs[Slot(Role.RETURNED, slot.position)] = specs[slot]
+        for slot in self.cotangents:
+            specs[slot] = specs[Slot(Role.SENT, slot.position)]
+        for slot in (*self.sums, *self.collected):
+            value = self._staged.graph.outputs[slot.position]
+            assert value is not None
+            specs[slot] = specs[Slot(Role.SENT, value)]
+        return specs
+
+    def _uses(self) -> list[Spec]:
+        """The spec in which the program takes each of its inputs."""
+        return [*(plan.use for plan in self.stage.parameters), *(plan.spec for plan in self.stage.inputs)]
+
+    def _output_specs(self) -> list[Spec]:
+        return [Spec(spec.dims) for spec in self._sharded.output_specs(self._uses())]
+
+    # Shapes
+
+    def global_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        """Shape of a slot that is not packed."""
+        aval = self._aval(slot)
+        shape = tuple(aval.shape)
+        if slot.role is Role.INPUT and self.stacked_dim(slot) is not None:
+            shape = (self._count, *shape)
+        return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+    def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        """Shape of one device's block."""
+        if slot.role is Role.GRADIENT:
+            return self.local_shape(Slot(Role.PARAMETER, slot.position))
+        if slot.role is Role.RESIDUAL:
+            return self._residual_shape(slot)
+        whole = self.global_shape(slot)
+        return jax.ShapeDtypeStruct(self.specs[slot].local_shape(whole.shape, self.sizes), whole.dtype)
+
+    def _residual_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        made = self.forward if slot in self.forward.outputs else self.backward_halves[0]
+        aval = open_jaxpr(made.program).outvars[made.outputs.index(slot)].aval
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def _aval(self, slot: Slot) -> Any:
+        jaxpr = open_jaxpr(self._closed)
+        match slot.role:
+            case Role.PARAMETER:
+                return jaxpr.invars[slot.position].aval
+            case Role.INPUT:
+                return jaxpr.invars[len(self.parameters) + slot.position].aval
+            case Role.RECEIVED | Role.RETURNED:
+                first = len(self.parameters) + len(self.inputs)
+                return jaxpr.invars[first + self.cut.received.index(slot.position)].aval
+            case Role.INDEX:
+                return jax.ShapeDtypeStruct((), jnp.int32)
+        value = self._output_value(slot)
+        return jaxpr.outvars[self.cut.graph.outputs.index(self.cut.values.index(value))].aval
+
+    def _output_value(self, slot: Slot) -> int:
+        if slot.role in (Role.SUM, Role.COLLECTED):
+            value = self._staged.graph.outputs[slot.position]
+            assert value is not None
+            return value
+        return slot.position
+
+    # The trace
+
+    @cached_property
+    def _moving_received(self) -> tuple[Slot, ...]:
+        values = self._staged.graph.values
+        return tuple(slot for slot in self.received if values[slot.position].differentiated)
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+        """What the whole program reads and writes."""
+        inputs = (
+            *self.parameters, *self.inputs, Slot(Role.INDEX), *self.received, *self.sums, *self.cotangents,
+            Slot(Role.SEED), *self.gradients,
+        )  # fmt: skip
+        sent = tuple(Slot(Role.SENT, value) for value in self.cut.sent)
+        returned = tuple(Slot(Role.RETURNED, slot.position) for slot in self._moving_received)
+        return inputs, (*sent, *self.collected, *self.sums, *returned, *self.gradients)
+
+    @cached_property
+    def _whole(self) -> ClosedJaxpr:
+        inputs, outputs = self._groups
+        seed = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def local(*shards: Any) -> list[Any]:
+            made = self._evaluate(dict(zip(inputs, shards, strict=True)))
+            return [made[slot] for slot in outputs]
+
+        return trace_local(local, [seed if s.role is Role.SEED else self.local_shape(s) for s in inputs], self.mesh)
+
+    def _evaluate(self, given: Mapping[Slot, Any]) -> dict[Slot, Any]:
+        """Both passes on one device."""
+        values = self.cut.values
+        out_of = {values[v]: i for i, v in enumerate(self.cut.graph.outputs) if v is not None}
+        moving_values = [v for v in out_of if self._is_pulled(v)]
+        specs, made_specs = self._uses(), self._output_specs()
+        inputs = [self._microbatch(slot, given) for slot in self.inputs]
+
+        def run(parameters: Sequence[Any], moving: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            back = dict(zip(self._moving_received, moving, strict=True))
+            received = [self._received(slot, back.get(slot, given[slot])) for slot in self.received]
+            outs = self._sharded([*parameters, *inputs, *received], specs, made_specs)
+            return [outs[out_of[v]] for v in moving_values], outs
+
+        parameters = [given[slot] for slot in self.parameters]
+        moving = [given[slot] for slot in self._moving_received]
+        results, pull, outs = jax.vjp(run, parameters, moving, has_aux=True)
+        found = {Slot(Role.SENT, v): outs[out_of[v]] for v in self.cut.sent}
+        for slot in self.collected:
+            found[slot] = outs[out_of[self._output_value(slot)]]
+        for slot in self.sums:
+            out = outs[out_of[self._output_value(slot)]]
+            found[slot] = given[slot] + out if adds(out) else out
+        gradients, back = pull([self._cotangent(v, x, given) for v, x in zip(moving_values, results, strict=True)])
+        for slot, gradient in zip(self.gradients, gradients, strict=True):
+            found[slot] = given[slot] + gradient
+        for slot, cotangent in zip(self._moving_received, back, strict=True):
+            found[Slot(Role.RETURNED, slot.position)] = cotangent
+        return found
+
+    def _is_pulled(self, value: int) -> bool:
+        """Whether a cotangent comes back for an output."""
+        is_loss = self._staged.source.marked and value == self._staged.graph.outputs[0]
+        return is_loss or any(slot.position == value for slot in self.cotangents)
+
+    def _cotangent(self, value: int, out: Any, given: Mapping[Slot, Any]) -> Any:
+        """The cotangent of an output: the sum of what its readers send back, and one for the loss."""
+        parts = [given[slot] for slot in self.cotangents if slot.position == value]
+        if self._staged.source.marked and value == self._staged.graph.outputs[0]:
+            parts.append(given[Slot(Role.SEED)].astype(out.dtype))
+        return sum(parts[1:], parts[0])
+
+    def _received(self, slot: Slot, shard: Any) -> Any:
+        """A value as it arrived, in the spec the plan has for it."""
+        plan = self.stage.inputs[len(self.inputs) + self.cut.received.index(slot.position)]
+        differentiated = self._staged.graph.values[slot.position].differentiated
+        return LocalValue(shard, Spec(plan.spec.dims), self.sizes, differentiated=differentiated).read(plan.spec)
+
+    def _microbatch(self, slot: Slot, given: Mapping[Slot, Any]) -> Any:
+        """A program input of the microbatch: its part of the batch, or a key of its own."""
+        x, index = given[slot], given[Slot(Role.INDEX)]
+        if self._count == 1:
+            return x
+        if self.stacked_dim(slot) is not None:
+            return lax.dynamic_index_in_dim(x, index, keepdims=False)
+        if is_key(x):
+            return fold_in(x, index)
+        core = open_jaxpr(self._staged.core)
+        var = core.invars[self.cut.program_inputs[slot.position]]
+        for equation in core.eqns:
+            if equation.primitive.name == "random_wrap" and equation.invars[0] is var:
+                (key,) = bind(equation, x)
+                return jax.random.key_data(fold_in(key, index))
+        return x
+
+    # The programs
+
+    @cached_property
+    def _halves(self) -> tuple[Piece, Piece]:
+        inputs, outputs = self._groups
+        late = (Role.COTANGENT, Role.SEED, Role.GRADIENT)
+        whole = Piece(program=self._whole, inputs=inputs, outputs=outputs)
+        early = [slot for slot in outputs if slot.role not in (Role.RETURNED, Role.GRADIENT)]
+        return _cut(whole, early, [slot for slot in inputs if slot.role in late])
+
+    def kept_bytes(self) -> int:
+        """Bytes on one device that a microbatch in flight keeps from its forward to its backward pass."""
+        kept = [s for s in self.backward.inputs if s.role in (Role.RESIDUAL, Role.RECEIVED)]
+        return sum(size_bytes(self.local_shape(slot)) for slot in kept)
+
+    @property
+    def forward(self) -> Piece:
+        """What it sends, and its sums with this microbatch added."""
+        return self._halves[0]
+
+    @property
+    def backward(self) -> Piece:
+        """The cotangents of what it received, and its gradients with this microbatch added."""
+        return self._halves[1]
+
+    @cached_property
+    def backward_halves(self) -> tuple[Piece, Piece]:
+        """The cotangents of what it received alone, and the gradients."""
+        backward = self.backward
+        returned = [slot for slot in backward.outputs if slot.role is Role.RETURNED]
+        return _cut(backward, returned, [slot for slot in backward.inputs if slot.role is Role.GRADIENT])
+
+
+def _cut(piece: Piece, first: Sequence[Slot], late: Sequence[Slot]) -> tuple[Piece, Piece]:
+    jaxpr = open_jaxpr(piece.program)
+    sizes = [
+        0 if slot.role in (Role.PARAMETER, Role.INPUT, Role.INDEX) else max(1, size_bytes(var.aval))
+        for slot, var in zip(piece.inputs, jaxpr.invars, strict=True)
+    ]
+    halves: Halves = split_program(
+        piece.program,
+        first=[piece.outputs.index(slot) for slot in first],
+        late=[piece.inputs.index(slot) for slot in late],
+        input_bytes=sizes,
+    )
+    known = sum(slot.role is Role.RESIDUAL for slot in piece.inputs)
+    handed = tuple(Slot(Role.RESIDUAL, known + i) for i in range(halves.residuals))
+    return (
+        Piece(
+            program=halves.first,
+            inputs=tuple(piece.inputs[i] for i in halves.first_inputs),
+            outputs=(*first, *handed),
+        ),
+        Piece(
+            program=halves.second,
+            inputs=(*handed, *(piece.inputs[i] for i in halves.second_inputs)),
+            outputs=tuple(slot for slot in piece.outputs if slot not in first),
+        ),
+    )
+
+
+def stage_mesh(stage: Stage, devices: Sequence[jax.Device]) -> Mesh:
+    """A stage's mesh; one axis of size one where the plan names none.
+
+    Args:
+      stage: of the plan.
+      devices: of the stage, in the mesh's row-major order.
+    """
+    names, sizes = _axes(stage)
+    grid = np.array(devices, dtype=object).reshape(sizes)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def abstract_mesh(stage: Stage) -> AbstractMesh:
+    """A stage's mesh without devices."""
+    names, sizes = _axes(stage)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _axes(stage: Stage) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    axes = stage.mesh or (("device", 1),)
+    return tuple(name for name, _ in axes), tuple(size for _, size in axes)
+
+
+def grown_dims(staged: StagedProgram) -> tuple[int | None, ...]:
+    """For each output of the core the dim that grows with the batch, or None."""
+    source = staged.source
+    outputs = open_jaxpr(staged.core).outvars
+    if source.marker is None:
+        return (None,) * len(outputs)
+    whole = open_jaxpr(source.outer).eqns[source.marker].outvars[: len(outputs)]
+    return tuple(
+        next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
+        for a, b in zip(outputs, whole, strict=True)
+    )
+
+
+def adds(x: Any) -> bool:
+    """Whether a result of microbatches is their sum; else it is that of the last one."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def fold_in(key: Any, position: Any) -> Any:
+    """A key of its own for each microbatch."""
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, position)

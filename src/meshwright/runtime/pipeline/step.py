@@ -1,0 +1,274 @@
+"""A plan of several stages made executable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ..._jax.jaxpr import open_jaxpr
+from ...errors import PlanError
+from ...plan import Plan
+from ...program.staged import StagedProgram, staged_program
+from ...program.trace import Program
+from ...schedule import make_schedule
+from ...schedule.instruction import Edge
+from ...schedule.schedule import Mode, Schedule
+from .executor import Executor, Memory
+from .operations import Access, Work, operations
+from .placing import put
+from .rows import Rows
+from .slots import Role, Slot
+from .stage_program import StageProgram, stage_mesh
+from .stage_runtime import StageRuntime
+from .staged_array import StagedArray
+from .surroundings import Surroundings, is_small
+from .transport import LocalTransport, ProcessTransport
+from .update_program import UpdateProgram
+
+
+class PipelinedStep:
+    """A step that runs by a plan of several stages.
+
+    Args:
+      program: the traced step.
+      plan: for this program and these devices.
+      devices: those of the plan's cluster, in its order; `plan.stages[i].devices` are positions among them.
+
+    Attributes:
+      schedule: the plan's.
+      stages: on their devices.
+      in_shardings: for each argument of the step how it is kept, for each stage that keeps it.
+
+    Raises:
+      PlanError: if the plan is for another program or other devices, or asks for what the runtime cannot do.
+    """
+
+    def __init__(self, program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
+        _check(program, plan, devices)
+        self.program = program
+        self.plan = plan
+        staged = _staged(program, plan)
+        self.schedule = _schedule(plan)
+        meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
+        stages = [StageProgram(staged, plan, number, mesh) for number, mesh in enumerate(meshes)]
+        self._around = Surroundings(staged, [stage.cut for stage in stages])
+        self.stages = [
+            StageRuntime(stage, UpdateProgram(staged, stage, self._around), mesh, program.state_inputs)
+            for stage, mesh in zip(stages, meshes, strict=True)
+        ]
+        programs = [_accesses(stage, self.schedule) for stage in stages]
+        order = operations(self.schedule, [stage.sent for stage in stages], programs)
+        self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
+        transport = LocalTransport() if self._one_process else ProcessTransport()
+        self._executor = Executor(self.stages, self._around, order, transport, plan.microbatches)
+        self._kept = [self._arguments(stage) for stage in self.stages]
+        shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
+        self._copies = shared  # stages on the same devices must not keep one buffer
+        self.in_shardings = tuple(
+            {n: stage.sharding(slot) for n, stage in enumerate(self.stages) if (slot := _argument(i)) in self._kept[n]}
+            for i in range(len(program.input_names))
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run one step on the step's own arguments; state buffers are donated.
+
+        Leaves of the state that several stages hold come back as `StagedArray`s and go into the next call as such.
+        """
+        flat = jax.tree.leaves(args)
+        memories = [self._memory(number, flat) for number in range(len(self.stages))]
+        del flat
+        self._executor.run(memories)
+        return jax.tree.unflatten(self.program.out_tree, self._results(memories))
+
+    def place(self, flat: Sequence[Any]) -> list[Any]:
+        """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
+        that are only kept in pieces (a batch that is cut into microbatches)."""
+        placed = []
+        for index, (leaf, shardings) in enumerate(zip(flat, self.in_shardings, strict=True)):
+            parts = {n: self._placed(leaf, n, index, sharding) for n, sharding in shardings.items()}
+            placed.append(self._one(parts, index) if parts else leaf)
+        return placed
+
+    def create(self, make_state: Callable[..., Any], *args: Any) -> Any:
+        """The state `make_state(*args)`, each leaf created where the plan keeps it and never whole on one device."""
+        shapes = jax.eval_shape(make_state, *args)
+        leaves, tree = jax.tree.flatten(shapes)
+        parts: list[dict[int, Any]] = [{} for _ in leaves]
+        for number, stage in enumerate(self.stages):
+            mine = [i for i in range(len(leaves)) if number in self.in_shardings[i]]
+            if not stage.is_mine:
+                for index in mine:
+                    parts[index][number] = stage.ghost(_argument(index))
+                continue
+            shardings = [stage.sharding(_argument(i)) for i in mine]
+
+            def some(*inner: Any, mine: Sequence[int] = mine, number: int = number) -> list[Any]:
+                made = jax.tree.leaves(make_state(*inner))
+                return [self._part(made[i], number, i) for i in mine]
+
+            for index, array in zip(mine, jax.jit(some, out_shardings=shardings)(*args), strict=True):
+                parts[index][number] = array
+        return jax.tree.unflatten(tree, [self._one(part, index) for index, part in enumerate(parts)])
+
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the step's flat arguments."""
+        invars = open_jaxpr(self.program.outer).invars
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+
+    # Arguments
+
+    def _arguments(self, stage: StageRuntime) -> set[Slot]:
+        """The arguments of the step that a stage keeps whole."""
+        update = stage.update
+        programs = [*update.rounds, *([update.prepare] if update.prepare is not None else [])]
+        found = {slot for one in programs for slot in one.inputs if slot.role is Role.ARGUMENT}
+        for slot in (*stage.stage.parameters, *stage.stage.inputs):
+            index = update.direct(slot)
+            if index is not None and stage.stacking(slot) is None:
+                found.add(_argument(index))
+        return found
+
+    def _memory(self, number: int, flat: Sequence[Any]) -> Memory:
+        stage = self.stages[number]
+        memory: Memory = {}
+        if not stage.is_mine:
+            return memory
+        for slot in sorted(self._kept[number]):
+            memory[slot] = self._placed(flat[slot.position], number, slot.position, stage.sharding(slot))
+        for slot in (*stage.stage.parameters, *stage.stage.inputs):
+            index = stage.update.direct(slot)
+            if index is None:
+                continue
+            cut, sharding = stage.stacking(slot), stage.sharding(slot)
+            if cut is not None:
+                memory[slot] = put(cut(self._host(flat[index], index)), sharding)
+            else:
+                same = stage.spec(slot) == stage.spec(_argument(index))
+                memory[slot] = memory[_argument(index)] if same else jax.device_put(memory[_argument(index)], sharding)
+        return memory
+
+    def _host(self, leaf: Any, index: int) -> Any:
+        aval = open_jaxpr(self.program.outer).invars[index].aval
+        return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, aval.dtype)
+
+    def _placed(self, leaf: Any, number: int, index: int, sharding: NamedSharding) -> jax.Array:
+        """A leaf on a stage's mesh."""
+        rows = self._rows(index)
+        if isinstance(leaf, StagedArray) and leaf.rows == rows:
+            leaf = leaf.parts.get(number, next(iter(leaf.parts.values())))
+        elif isinstance(leaf, StagedArray):
+            leaf = self._part(np.asarray(leaf), number, index)
+        elif rows is not None:
+            leaf = self._part(leaf if isinstance(leaf, jax.Array) else self._host(leaf, index), number, index)
+        if isinstance(leaf, jax.Array):
+            if getattr(leaf, "weak_type", False):  # would be another signature, and compile programs again
+                leaf = jax.lax.convert_element_type(leaf, leaf.dtype)
+            if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                return leaf
+        else:
+            leaf = self._host(leaf, index)
+        placed = put(leaf, sharding)
+        return jax.numpy.copy(placed) if self._copies else placed
+
+    def _rows(self, index: int) -> Rows | None:
+        """The rows of an argument that lie on several stages."""
+        return self._around.rows.get(self._around.invars[index])
+
+    def _part(self, x: Any, number: int, index: int) -> Any:
+        """What a stage has of an argument."""
+        rows = self._rows(index)
+        return x if rows is None else rows.take(x, number)
+
+    # Results
+
+    def _one(self, parts: dict[int, Any], index: int) -> Any:
+        """A leaf of the step's results, or an argument: a plain array where one stage has it."""
+        rows = self._rows(index) if index < self.program.state_inputs else None
+        return next(iter(parts.values())) if len(parts) == 1 and rows is None else StagedArray(parts, rows)
+
+    def _results(self, memories: Sequence[Memory]) -> list[Any]:
+        found = []
+        for index in range(self.program.out_tree.num_leaves):
+            slot = Slot(Role.OUTPUT, index)
+            makers = [n for n, stage in enumerate(self.stages) if index in stage.update.wanted.outputs]
+            if not self._one_process and index >= self.program.state_inputs and is_small(self._around.outvars[index]):
+                found.append(self._delivered(memories, slot, makers[0]))
+                continue
+            parts = {n: memories[n][slot] if self.stages[n].is_mine else self.stages[n].ghost(slot) for n in makers}
+            found.append(self._one(parts, index))
+        return found
+
+    def _delivered(self, memories: Sequence[Memory], slot: Slot, maker: int) -> Any:
+        """A small result as this process can read it."""
+        self._executor.deliver(memories, slot, maker)
+        if self.stages[maker].is_mine:
+            return memories[maker][slot]
+        return next(
+            m[Slot(Role.DELIVERED, slot.position)] for m, s in zip(memories, self.stages, strict=True) if s.is_mine
+        )
+
+
+def _argument(index: int) -> Slot:
+    return Slot(Role.ARGUMENT, index)
+
+
+def _accesses(stage: StageProgram, schedule: Schedule) -> dict[Work, Access]:
+    if schedule.mode is Mode.INFERENCE:
+        return {Work.FORWARD: Access(inputs=stage.forward.inputs, outputs=stage.forward.outputs)}
+    first, second = stage.backward_halves if schedule.splits_backward else (stage.backward, stage.backward)
+    works = {Work.FORWARD: stage.forward}
+    if schedule.splits_backward:
+        works |= {Work.BACKWARD_INPUT: first, Work.BACKWARD_WEIGHT: second}
+    else:
+        works |= {Work.BACKWARD: first}
+    return {work: Access(inputs=piece.inputs, outputs=piece.outputs) for work, piece in works.items()}
+
+
+def _schedule(plan: Plan) -> Schedule:
+    edges = [Edge(source, target) for source, target in plan.edges]
+    return make_schedule(plan.schedule, len(plan.stages), plan.microbatches, edges=edges, **dict(plan.schedule_options))
+
+
+def _staged(program: Program, plan: Plan) -> StagedProgram:
+    """The program with its scans split as the plan says."""
+    return staged_program(program, scan_splits=dict(plan.scan_splits))
+
+
+def _check(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
+    if plan.program != program.fingerprint:
+        raise PlanError(
+            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
+            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
+            try_="planning again: a step's code, shapes and microbatches are part of its plan",
+        )  # fmt: skip
+    positions = [d for stage in plan.stages for d in stage.devices]
+    if len(devices) <= max(positions):
+        raise PlanError(
+            refused="the plan", got=f"{len(devices)} devices", needed=f"{max(positions) + 1}, as planned",
+            where="plan=", try_="planning again for the devices at hand",
+        )  # fmt: skip
+    if all(devices[d].process_index != jax.process_index() for d in positions):
+        raise PlanError(
+            refused="the plan", got=f"no device of process {jax.process_index()} of {jax.process_count()}",
+            needed="at least one of each process", where="plan=",
+            try_="as many processes as the plan has devices for, or planning again",
+        )  # fmt: skip
+    if not program.marked:
+        raise PlanError(
+            refused="a pipeline", got="a step without meshwright.value_and_grad", needed="exactly one call of it",
+            where="the step", try_="meshwright.value_and_grad in place of jax.value_and_grad, or one stage",
+        )  # fmt: skip
+    if any(stage.equations is None for stage in plan.stages):
+        raise PlanError(
+            refused="the plan", got="a stage without a range of equations", needed="one for each stage",
+            where="plan=", try_="planning again",
+        )  # fmt: skip
+    if plan.schedule == "pipedream":
+        raise PlanError(
+            refused="the schedule pipedream", got="an update for each microbatch", needed="one update a step",
+            where="plan=", try_="one_f_one_b",
+        )  # fmt: skip

@@ -1,0 +1,393 @@
+"""What surrounds the core of a step (preprocessing, the optimizer), shared out over the stages.
+
+Every value of the step lives on some stages: a parameter, its gradient and its optimizer state where the parameter is
+held, the loss where it is computed. What depends on none of these (step counts, hyperparameters, the batch) is
+*neutral* and computed by every stage that needs it. An equation is computed where all it reads lives. One that reads
+from several stages (the sum behind a global norm, a test that all is finite) is computed by every stage that needs its
+result, from small values that the stages exchange; large values do not travel, with one exception: the gradients of a
+parameter that several stages hold (a tied embedding) are summed over its holders.
+
+A stacked parameter whose loop is cut over stages lies in parts (`rows`); what its rows add up to is exchanged like any
+small value, as a *contribution* of each stage that has some.
+
+An exchange ends a *round*: what a stage computes in round k reads what others computed in rounds before. A step with a
+global norm has two rounds, one without has one.
+
+Only wanted values count: the outputs of the step, at the stages where its state lies, and the operands of the core.
+Cost: linear in equations x stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..._jax.jaxpr import Equation, is_literal, open_jaxpr, source_line
+from ..._jax.passes import size_bytes
+from ...errors import PlanError
+from ...program.cut import Cut
+from ...program.staged import StagedProgram
+from .rows import Rows, follow_rows
+
+# Values up to this size travel between stages outside the pipeline.
+SMALL_BYTES = 1 << 16
+
+Stages = frozenset[int]
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What one stage computes around the core.
+
+    Args:
+      values: variables it needs, its own and others'.
+      round_of: the round in which each value is at hand.
+      sends: by round, the small values that other stages read, in program order.
+      inputs: the step's inputs it reads.
+      outputs: the step's outputs it computes.
+      rounds: how many rounds it takes part in.
+    """
+
+    values: set[Any] = field(default_factory=set)
+    round_of: dict[Any, int] = field(default_factory=dict)
+    sends: dict[int, list[Any]] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    rounds: int = 1
+
+
+class Surroundings:
+    """The equations around a core and the stages that compute them.
+
+    Args:
+      staged: the program in stages.
+      cuts: of its stages.
+
+    Attributes:
+      equations: of the step, the core's left out.
+      outvars: the results of the step.
+      results: the variable of each output of the core that a stage computes.
+      gradients: the variable of each parameter's gradient.
+      holders: for each parameter the stages that hold it.
+      rows: for each value that lies in parts, which; `contributions` for each that is the sum (or another combination)
+        of what stages have: the word for it and the stages.
+      stages: what each stage computes.
+
+    Raises:
+      PlanError: an equation needs large values of several stages.
+    """
+
+    def __init__(self, staged: StagedProgram, cuts: Sequence[Cut]) -> None:
+        program = staged.source
+        assert program.marker is not None
+        jaxpr = open_jaxpr(program.outer)
+        marker = jaxpr.eqns[program.marker]
+        self._program = program
+        self._cuts = cuts
+        self._everywhere: Stages = frozenset(range(len(cuts)))
+        self.invars = list(jaxpr.invars)
+        self.operands = list(marker.invars)
+        self._consts = set(jaxpr.constvars)
+        count = len(open_jaxpr(staged.core).outvars)
+        made = {i: number for number, cut in enumerate(cuts) for i in cut.program_outputs}
+        alias = self._aliases(staged, marker, made, count)
+
+        def read(atom: Any) -> Any:
+            return atom if is_literal(atom) else alias.get(atom, atom)
+
+        self.equations: list[Equation] = [
+            e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns if e is not marker
+        ]
+        self.outvars = [read(a) for a in jaxpr.outvars]
+        self.results = {i: marker.outvars[i] for i in sorted(made)}
+        self.gradients = list(marker.outvars[count:])
+        self.maker_of_result = made
+        self.holders: list[Stages] = [
+            frozenset(n for n, cut in enumerate(cuts) if any(h.parameter == p for h in cut.parameters))
+            for p in range(len(self.gradients))
+        ]
+        self._maker = {var: i for i, e in enumerate(self.equations) for var in e.outvars}
+        self._input_of = {var: i for i, var in enumerate(self.invars)}
+        self._result_of = {var: i for i, var in self.results.items()}
+        self.parameter_of = {var: p for p, var in enumerate(self.gradients)}
+        self.at: dict[Any, Stages] = {}
+        self._possible: dict[Any, Stages] = {}
+        self.rows: dict[Any, Rows] = {}
+        self.contributions: dict[Any, tuple[str, tuple[int, ...]]] = {}
+        self._find_rows()
+        self._find_homes()
+        self.parts: list[set[int]] = [set() for _ in range(program.state_inputs)]
+        self.stages = self._share_out()
+        self._find_rounds()
+
+    def _aliases(self, staged: StagedProgram, marker: Equation, made: dict[int, int], count: int) -> dict[Any, Any]:
+        """Outputs of the core that no stage computes: literals, and inputs handed through."""
+        core = open_jaxpr(staged.core)
+        places: dict[Any, int] = {var: i for i, var in enumerate(core.invars)}
+        alias: dict[Any, Any] = {}
+        for i, atom in enumerate(core.outvars[:count]):
+            if i in made:
+                continue
+            if not is_literal(atom) and atom not in places:
+                raise _refusal(
+                    f"output {i} of the loss function", "a constant array", "a result, an input or a number",
+                    "returning it from the step itself",
+                )  # fmt: skip
+            alias[marker.outvars[i]] = atom if is_literal(atom) else marker.invars[places[atom]]
+        return alias
+
+    # Where values live
+
+    def _find_rows(self) -> None:
+        """The parts of gradients, parameters and what is laid out like them."""
+        program = self._program
+        for p, var in enumerate(self.gradients):
+            held = [(n, h.rows) for n, cut in enumerate(self._cuts) for h in cut.parameters if h.parameter == p]
+            parts = tuple(sorted((n, *rows) for n, rows in held if rows is not None))
+            if not parts:
+                continue
+            covered = sum(last - first for _, first, last in parts)
+            if len(parts) < len(held) or covered != var.aval.shape[0] or len({n for n, *_ in parts}) < len(parts):
+                raise _refusal(
+                    f"a stacked parameter of shape {var.aval.shape}",
+                    f"rows held by stages {[n + 1 for n, *_ in parts]}",
+                    "each row on one stage, once", "a loop that is read by nothing else",
+                )  # fmt: skip
+            self.rows[var] = Rows(0, covered, parts)
+            for index in range(program.state_inputs):
+                leaf = program.state[index]
+                if leaf is not None and leaf.parameter == p and 0 in leaf.dims:
+                    self.rows[self.invars[index]] = Rows(leaf.dims.index(0), covered, parts)
+
+    def can_travel(self, var: Any) -> bool:
+        """Whether a value may be sent between stages outside the pipeline."""
+        return is_small(var) and var not in self.rows
+
+    def _find_homes(self) -> None:
+        program, at = self._program, self.at
+        everywhere = self._everywhere
+        for index, var in enumerate(self.invars):
+            leaf = program.state[index] if index < program.state_inputs else None
+            if index in program.parameter_inputs:
+                home = self.holders[program.parameter_inputs.index(index)]
+            else:
+                home = self.holders[leaf.parameter] if leaf is not None else everywhere
+            at[var] = home or everywhere
+        for i, var in self.results.items():
+            at[var] = frozenset({self.maker_of_result[i]})
+        for p, var in enumerate(self.gradients):
+            at[var] = self.holders[p] or everywhere
+        for var in self._consts:
+            at[var] = everywhere
+        self._possible.update(at)
+        mixed: set[Any] = set()
+        for equation in self.equations:
+            atoms = [a for a in equation.invars if not is_literal(a)]
+            large = [self._possible[a] for a in atoms if not self.can_travel(a)]
+            possible = everywhere.intersection(*large) if large else everywhere
+            if not possible:
+                raise self._mixed(equation, [a for a in atoms if not self.can_travel(a)])
+            following = follow_rows(
+                equation, program.rules, [None if is_literal(a) else self.rows.get(a) for a in equation.invars]
+            )
+            if following.combine is not None:
+                stages = tuple(sorted(next(r for r in following.operands if r is not None).stages))
+                for var in equation.outvars:
+                    self.contributions[var] = (following.combine, stages)
+                    at[var] = self._possible[var] = everywhere
+                mixed.update(equation.outvars)
+                continue
+            self.rows.update((v, r) for v, r in zip(equation.outvars, following.results, strict=True) if r is not None)
+            home = everywhere.intersection(*(at[a] for a in atoms)) if atoms else everywhere
+            # What already mixes stages goes on everywhere: a sum over all parameters takes one exchange, not one for
+            # each change of stage in the order of the terms.
+            if not home or not mixed.isdisjoint(atoms):
+                home = possible
+                if possible == everywhere:
+                    mixed.update(equation.outvars)
+            for var in equation.outvars:
+                at[var] = home
+                self._possible[var] = possible
+
+    def _mixed(self, equation: Equation, atoms: Sequence[Any]) -> PlanError:
+        stages = sorted({s + 1 for a in atoms for s in self.at[a]})
+        return _refusal(
+            f"{equation.primitive.name} of arrays of {', '.join(str(a.aval.shape) for a in atoms)}",
+            f"arrays of the stages {', '.join(map(str, stages))}",
+            f"arrays of one stage, or at most {SMALL_BYTES} bytes each",
+            "fewer stages, or an update that combines parameters by scalars only",
+            source_line(equation),
+        )
+
+    # What each stage needs
+
+    def _share_out(self) -> list[Wanted]:
+        """Every stage's values, until the state comes back where it is read."""
+        program = self._program
+        for index in range(program.state_inputs):
+            home = self.at[self.invars[index]]
+            if home != self._everywhere or self._is_parameter(index) or self.invars[index] in self.rows:
+                self.parts[index] |= home
+        while True:
+            stages = self._wanted()
+            before = [set(part) for part in self.parts]
+            for number, wanted in enumerate(stages):
+                for index in wanted.inputs:
+                    if index < program.state_inputs:
+                        self.parts[index].add(number)
+            if before == self.parts:
+                lost = [i for i, part in enumerate(self.parts) if not part]
+                if not lost:
+                    return stages
+                for index in lost:
+                    out = self.outvars[index]
+                    self.parts[index].add(0 if is_literal(out) else min(self.at[out]))
+
+    def _is_parameter(self, index: int) -> bool:
+        return index in self._program.parameter_inputs and bool(
+            self.holders[self._program.parameter_inputs.index(index)]
+        )
+
+    def _wanted(self) -> list[Wanted]:
+        program = self._program
+        stages = [Wanted() for _ in self._cuts]
+        self._readers: dict[tuple[Any, int], set[int]] = {}
+        stack: list[tuple[int, Any]] = []
+        for position, atom in enumerate(self.outvars):
+            state = position < program.state_inputs
+            where = self.parts[position] if state else {0 if is_literal(atom) else min(self.at[atom])}
+            for number in sorted(where):
+                stages[number].outputs.append(position)
+                stack.append((number, atom))
+        for number, cut in enumerate(self._cuts):
+            stack += [(number, self.operands[i]) for i in cut.program_inputs]
+            stack += [(number, self.operands[program.num_consts + held.parameter]) for held in cut.parameters]
+        while stack:
+            number, atom = stack.pop()
+            if is_literal(atom) or atom in stages[number].values:
+                continue
+            stages[number].values.add(atom)
+            sources = self.sources(number, atom)
+            for source in sources:
+                self._readers.setdefault((atom, source), set()).add(number)
+                if atom in self.contributions:
+                    stack += [(source, a) for a in self.equations[self._maker[atom]].invars]
+                else:
+                    stack.append((source, atom))
+            if sources:
+                continue
+            if atom in self._maker:
+                stack += [(number, a) for a in self.equations[self._maker[atom]].invars]
+        for wanted in stages:
+            wanted.inputs = sorted(self._input_of[v] for v in wanted.values if v in self._input_of)
+        return stages
+
+    def sources(self, number: int, var: Any) -> tuple[int, ...]:
+        """The stages that send a value to a stage; none if it computes or holds it."""
+        if var in self.contributions:
+            return self.contributions[var][1]
+        if number in self.at[var]:
+            return ()
+        if self.can_travel(var):
+            return (min(self.at[var]),)
+        if number in self._possible[var] and var in self._maker:
+            return ()
+        raise _refusal(
+            f"an array of shape {var.aval.shape}",
+            f"stage {min(self.at[var]) + 1}, which has it, and stage {number + 1}, which needs it",
+            f"at most {SMALL_BYTES} bytes", "fewer stages, or state that depends on the parameters of one stage",
+        )  # fmt: skip
+
+    # Rounds
+
+    def _find_rounds(self) -> None:
+        rounds = [wanted.round_of for wanted in self.stages]
+        sent: list[dict[Any, int]] = [{} for _ in self.stages]
+
+        def at_hand(number: int, var: Any) -> int:
+            sources = self.sources(number, var)
+            return 1 + max(sent[source][var] for source in sources) if sources else rounds[number][var]
+
+        for number, wanted in enumerate(self.stages):
+            for var in wanted.values:
+                if var not in self._maker and not self.sources(number, var):
+                    tied = var in self.parameter_of and self.is_tied(self.parameter_of[var])
+                    rounds[number][var] = 1 if tied else 0
+        for (var, source), _ in self._readers.items():
+            if var not in self._maker:
+                sent[source][var] = rounds[source][var]
+        for equation in self.equations:
+            atoms = [a for a in equation.invars if not is_literal(a)]
+            for number, wanted in enumerate(self.stages):
+                for var in equation.outvars:
+                    reads = (var, number) in self._readers
+                    local = var in wanted.values and not self.sources(number, var)
+                    if reads or local:
+                        ready = max((at_hand(number, a) for a in atoms), default=0)
+                        if reads:
+                            sent[number][var] = ready
+                        if local:
+                            rounds[number][var] = ready
+        order = {var: i for i, var in enumerate(self._in_order())}
+        for var, source in sorted(self._readers, key=lambda one: (order[one[0]], one[1])):
+            self.stages[source].sends.setdefault(sent[source][var], []).append(var)
+        for number, wanted in enumerate(self.stages):
+            for var in wanted.values:
+                rounds[number][var] = at_hand(number, var)
+            last = [rounds[number][a] for i in wanted.outputs if not is_literal(a := self.outvars[i])]
+            wanted.rounds = 1 + max([*last, *wanted.sends], default=0)
+            for atom in self.operands_of(number):
+                if not is_literal(atom) and rounds[number][atom]:
+                    raise _refusal(
+                        f"an operand of the loss function, of shape {atom.aval.shape}",
+                        "one computed from parameters of several stages", "one computed from the state of one stage",
+                        "computing it inside the loss function",
+                    )  # fmt: skip
+
+    def _in_order(self) -> Iterable[Any]:
+        yield from (*self.invars, *self._consts, *self.results.values(), *self.gradients)
+        for equation in self.equations:
+            yield from equation.outvars
+
+    def readers(self, var: Any, source: int) -> set[int]:
+        """The stages that are sent a value."""
+        return self._readers.get((var, source), set())
+
+    def is_tied(self, parameter: int) -> bool:
+        """Whether several stages hold the same numbers of a parameter."""
+        return len(self.holders[parameter]) > 1 and self.gradients[parameter] not in self.rows
+
+    def shape(self, var: Any, stage: int) -> tuple[int, ...]:
+        """Shape of what a stage has of a value."""
+        return self.rows[var].shape(var.aval.shape, stage) if var in self.rows else tuple(var.aval.shape)
+
+    def operands_of(self, number: int) -> list[Any]:
+        """The core's operands that a stage reads: parameters, then inputs of the program."""
+        cut, first = self._cuts[number], self._program.num_consts
+        held = [self.operands[first + held.parameter] for held in cut.parameters]
+        return [*held, *(self.operands[i] for i in cut.program_inputs)]
+
+    def needed(self, wanted: Sequence[Any], known: Iterable[Any]) -> list[Equation]:
+        """The equations that compute variables from known ones, in order."""
+        stop = set(known)
+        found: set[int] = set()
+        stack = [a for a in wanted if not is_literal(a)]
+        while stack:
+            var = stack.pop()
+            position = None if var in stop else self._maker.get(var)
+            if position is not None and position not in found:
+                found.add(position)
+                stack += [a for a in self.equations[position].invars if not is_literal(a)]
+        return [self.equations[i] for i in sorted(found)]
+
+
+def is_small(var: Any) -> bool:
+    """Whether a value may travel between stages outside the pipeline."""
+    return size_bytes(var.aval) <= SMALL_BYTES
+
+
+def _refusal(
+    refused: str, got: str, needed: str, try_: str, where: str = "what surrounds the loss function"
+) -> PlanError:
+    return PlanError(refused=f"to share out {refused} over stages", got=got, needed=needed, where=where, try_=try_)

@@ -1,0 +1,202 @@
+"""How a value gets from the devices of one stage to those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..._jax.random import is_key
+from .placing import ghost
+
+
+class Transport(Protocol):
+    """Moves values between stages.
+
+    Between processes every process that has a device of either side calls `move`, all in one order.
+    """
+
+    def move(self, value: jax.Array, target: NamedSharding) -> jax.Array:
+        """The value in another layout on other devices.
+
+        Args:
+          value: on the mesh of the sending stage; of a process without a device of it, an array without shards.
+          target: the layout on the receiving stage's mesh.
+
+        Returns: the array there; of a process without a device of it, an array without shards.
+        """
+        ...
+
+
+class LocalTransport:
+    """Between devices of one process: JAX copies each block to where it is wanted."""
+
+    def move(self, value: jax.Array, target: NamedSharding) -> jax.Array:
+        """See `Transport`."""
+        return jax.device_put(value, target)
+
+
+class ProcessTransport:
+    """Between devices of several processes: one program over the devices of both sides, in which blocks are permuted.
+
+    Each block that a receiver needs is sent by one of the devices that have it, the one with the least to send so far.
+    A round of the program permutes pieces of one shape between disjoint pairs of devices. A program is compiled once
+    for each shape and pair of layouts.
+
+    Known limit: what many devices need is sent to each of them apart. The planner of `meshwright.reshard` knows better.
+    """
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, _Program] = {}
+
+    def move(self, value: jax.Array, target: NamedSharding) -> jax.Array:
+        """See `Transport`."""
+        if is_key(value):
+            data = self.move(jax.random.key_data(value), NamedSharding(target.mesh, target.spec))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        key = (value.shape, value.dtype, value.sharding, target)
+        if key not in self._programs:
+            self._programs[key] = _Program(value.shape, value.dtype, value.sharding, target)
+        return self._programs[key](value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of an array that goes from one device to another: positions of both, where it begins in the block of each,
+    and its shape."""
+
+    sender: int
+    receiver: int
+    source_start: tuple[int, ...]
+    target_start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class _Program:
+    """Moves arrays of one shape from one layout to another."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, source: jax.sharding.Sharding, target: NamedSharding
+    ) -> None:
+        self._shape, self._dtype, self._target = shape, dtype, target
+        sending, receiving = _blocks(shape, source), _blocks(shape, target)
+        self._devices = list(dict.fromkeys([*sending, *receiving]))
+        self._receivers = set(receiving)
+        mesh = Mesh(np.array(self._devices, dtype=object), ("device",), axis_types=(AxisType.Auto,))
+        self._sharding = NamedSharding(mesh, PartitionSpec("device"))
+        self._block = source.shard_shape(shape)
+        self._result = target.shard_shape(shape)
+        self._rounds = _rounds(_pieces(sending, receiving, self._devices))
+        self._empty: dict[Any, jax.Array] = {}
+        run = jax.shard_map(
+            self._run, mesh=mesh, in_specs=PartitionSpec("device"), out_specs=PartitionSpec("device"), check_vma=False
+        )
+        self._jitted = jax.jit(run)
+
+    def _run(self, block: jax.Array) -> jax.Array:
+        """On one device: a block, with a leading dim of one, to the block it needs."""
+        x, me = block.reshape(self._block), lax.axis_index("device")
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+        made = jnp.zeros(self._result, x.dtype)
+        for pieces in self._rounds:
+            count, rank = len(self._devices), len(self._shape)
+            takes, gives = np.zeros((count, rank), np.int32), np.zeros((count, rank), np.int32)
+            receives = np.zeros(count, bool)
+            for piece in pieces:
+                takes[piece.sender], gives[piece.receiver] = piece.source_start, piece.target_start
+                receives[piece.receiver] = True
+            start, stop = jnp.asarray(takes)[me], jnp.asarray(gives)[me]
+            part = lax.dynamic_slice(x, [start[d] for d in range(rank)], pieces[0].shape)
+            part = lax.ppermute(part, "device", [(p.sender, p.receiver) for p in pieces])
+            moved = lax.dynamic_update_slice(made, part, [stop[d] for d in range(rank)])
+            made = jnp.where(jnp.asarray(receives)[me], moved, made)
+        return made.astype(self._dtype).reshape(_stacked(self._result, 1))
+
+    def __call__(self, value: jax.Array) -> jax.Array:
+        """The array in its new place."""
+        have = {shard.device: shard.data for shard in value.addressable_shards}
+        mine = [d for d in self._devices if d.process_index == jax.process_index()]
+        blocks = [have[d].reshape(_stacked(self._block, 1)) if d in have else self._nothing(d) for d in mine]
+        whole = jax.make_array_from_single_device_arrays(
+            _stacked(self._block, len(self._devices)), self._sharding, blocks
+        )
+        moved = self._jitted(whole)
+        arrived = [
+            shard.data.reshape(self._result) for shard in moved.addressable_shards if shard.device in self._receivers
+        ]
+        if not arrived:
+            return ghost(self._shape, self._dtype, self._target)
+        return jax.make_array_from_single_device_arrays(self._shape, self._target, arrived)
+
+    def _nothing(self, device: Any) -> jax.Array:
+        """The block of a device that only receives."""
+        if device not in self._empty:
+            zeros = np.zeros(_stacked(self._block, 1), self._dtype)
+            self._empty[device] = jax.device_put(zeros, device)
+        return self._empty[device]
+
+
+def _stacked(block: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Shape of `count` blocks along the first dim; a scalar's block is a vector of one."""
+    return (count * block[0], *block[1:]) if block else (count,)
+
+
+def _blocks(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> dict[Any, tuple[tuple[int, int], ...]]:
+    """For each device the part of an array it has: along each dim the first index and the one past the last."""
+    return {
+        device: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+def _pieces(
+    sending: dict[Any, tuple[tuple[int, int], ...]],
+    receiving: dict[Any, tuple[tuple[int, int], ...]],
+    devices: Sequence[Any],
+) -> list[_Piece]:
+    """Who sends what to whom, so that every receiver has its block."""
+    owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, block in sending.items():
+        owners.setdefault(block, []).append(device)
+    place = {device: i for i, device in enumerate(devices)}
+    load = dict.fromkeys(sending, 0)
+    found = []
+    for receiver, block in receiving.items():
+        for owned, candidates in owners.items():
+            part = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, owned, strict=True)]
+            if any(a >= b for a, b in part):
+                continue
+            near = receiver if receiver in candidates else min(candidates, key=lambda d: (load[d], place[d]))
+            shape = tuple(b - a for a, b in part)
+            load[near] += 0 if near is receiver else int(np.prod(shape, dtype=np.int64))
+            found.append(
+                _Piece(
+                    place[near],
+                    place[receiver],
+                    tuple(a - c for (a, _), (c, _) in zip(part, owned, strict=True)),
+                    tuple(a - c for (a, _), (c, _) in zip(part, block, strict=True)),
+                    shape,
+                )
+            )
+    return found
+
+
+def _rounds(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """Pieces of one shape between disjoint pairs, each in the first round with room for it."""
+    rounds: list[list[_Piece]] = []
+    for piece in pieces:
+        for taken in rounds:
+            if taken[0].shape == piece.shape and all(
+                piece.sender != other.sender and piece.receiver != other.receiver for other in taken
+            ):
+                taken.append(piece)
+                break
+        else:
+            rounds.append([piece])
+    return rounds

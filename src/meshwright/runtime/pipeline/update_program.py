@@ -1,0 +1,372 @@
+"""What one stage computes around its core, as programs of one device: preparing operands, then rounds of the update.
+
+The first round synchronises the gradients, once a step: what the microbatches have added up on each device is summed
+over the axes the parameter was broadcast over, straight into the layout of the optimizer state. Small gradients travel
+in one buffer. If the update needs more rounds (`surroundings`), gradients leave the first one as arrays; small values
+for other stages leave each round bundled, one array for each dtype.
+
+Equations are split the way their operands are, by the same follower that serves plans of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..._jax.jaxpr import is_literal, open_jaxpr
+from ..._jax.passes import part_of
+from ...program.staged import StagedProgram
+from ...sharding import Spec, convert
+from ..collectives import run_together
+from ..follow import Follower
+from ..local_value import LocalValue
+from .rows import Rows, at_rows, combined
+from .slots import Role, Slot
+from .stage_program import StageProgram, adds
+from .surroundings import Surroundings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A program on one device's shards.
+
+    Args:
+      run: from the shards of the inputs to those of the outputs.
+      inputs: what it reads.
+      outputs: what it writes.
+    """
+
+    run: Callable[..., list[Any]]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+class UpdateProgram:
+    """What one stage computes around its core.
+
+    Args:
+      staged: the program in stages.
+      stage: the stage's part of the core.
+      surroundings: of the core.
+
+    Attributes:
+      specs: of every slot that is not packed.
+      prepare: computes the core's operands that are not arguments of the step; None if all are.
+      rounds: of the update, in order.
+    """
+
+    def __init__(self, staged: StagedProgram, stage: StageProgram, surroundings: Surroundings) -> None:
+        self._program = staged.source
+        self._stage = stage
+        self._around = surroundings
+        self.wanted = surroundings.stages[stage.number]
+        self.specs: dict[Slot, Spec] = {Slot(Role.ARGUMENT, i): self._argument_spec(i) for i in self.wanted.inputs}
+        for slot in stage.sums:
+            self.specs[slot] = stage.specs[slot]
+        for slot in stage.collected:
+            self.specs[Slot(Role.JOINED, slot.position)] = stage.specs[slot]
+        for p in range(len(surroundings.gradients)):
+            if (plan := self._parameter_plan(p)) is not None:
+                for holder in surroundings.holders[p]:
+                    self.specs[Slot(Role.SYNCHRONISED, p, holder)] = plan.storage
+        self.prepared = self._prepared_slots()
+        self.prepare = self._prepare() if self.prepared else None
+        self.rounds = tuple(self._round(number) for number in range(self.wanted.rounds))
+
+    def _parameter_plan(self, parameter: int) -> Any:
+        for held, plan in zip(self._stage.cut.parameters, self._stage.stage.parameters, strict=True):
+            if held.parameter == parameter:
+                return plan
+        return None
+
+    def _argument_spec(self, index: int) -> Spec:
+        program, stage = self._program, self._stage
+        aval = self._around.invars[index].aval
+        rank = len(aval.shape)
+        if index in program.parameter_inputs:
+            plan = self._parameter_plan(program.parameter_inputs.index(index))
+            return Spec(plan.use.dims) if plan is not None else Spec.replicated(rank)
+        leaf = program.state[index] if index < program.state_inputs else None
+        if leaf is not None and (plan := self._parameter_plan(leaf.parameter)) is not None:
+            dims = tuple(plan.storage.dims[d] if d is not None else () for d in leaf.dims)
+            return _fitting(dims, self._around.shape(self._around.invars[index], stage.number), stage.sizes)
+        for slot, position in zip(stage.inputs, stage.cut.program_inputs, strict=True):
+            if program.core_inputs[position] == index and stage.stacked_dim(slot) is None:
+                return stage.specs[slot]
+        return Spec.replicated(rank)
+
+    # What the core reads
+
+    def direct(self, slot: Slot) -> int | None:
+        """The argument of the step that a parameter or input of the stage is, or None if it is computed."""
+        cut, program = self._stage.cut, self._program
+        if slot.role is Role.PARAMETER:
+            return program.parameter_inputs[cut.parameters[slot.position].parameter]
+        return program.core_inputs[cut.program_inputs[slot.position]]
+
+    def _prepared_slots(self) -> tuple[Slot, ...]:
+        stage = self._stage
+        return tuple(slot for slot in (*stage.parameters, *stage.inputs) if self.direct(slot) is None)
+
+    def _prepare(self) -> Round:
+        atoms = dict(
+            zip(
+                (*self._stage.parameters, *self._stage.inputs),
+                self._around.operands_of(self._stage.number),
+                strict=True,
+            )
+        )
+        wanted = [atoms[slot] for slot in self.prepared]
+        inputs = self._arguments_for(wanted)
+        specs = [self.prepared_spec(slot) for slot in self.prepared]
+
+        def run(*shards: Any) -> list[Any]:
+            env = self._environment(inputs, shards)
+            return [v.read(s) for v, s in zip(self._evaluate(wanted, env), specs, strict=True)]
+
+        return Round(run=run, inputs=inputs, outputs=self.prepared)
+
+    def prepared_spec(self, slot: Slot) -> Spec:
+        """The spec in which `prepare` leaves an operand, which is not yet cut into microbatches."""
+        spec = self._stage.specs[slot]
+        dim = self._stage.stacked_dim(slot) if slot.role is Role.INPUT else None
+        return spec if dim is None else Spec(spec.dims[1:])
+
+    def _arguments_for(self, wanted: Sequence[Any]) -> tuple[Slot, ...]:
+        equations = self._around.needed(wanted, ())
+        read = {a for e in equations for a in e.invars if not is_literal(a)} | {a for a in wanted if not is_literal(a)}
+        return tuple(Slot(Role.ARGUMENT, i) for i, var in enumerate(self._around.invars) if var in read)
+
+    # Evaluation
+
+    def _environment(self, inputs: Sequence[Slot], shards: Sequence[Any]) -> dict[Any, LocalValue]:
+        """The values that a program is given, by variable."""
+        around, sizes = self._around, self._stage.sizes
+        given = dict(zip(inputs, shards, strict=True))
+        env: dict[Any, LocalValue] = {}
+        parts: dict[int, list[Any]] = {}
+        bundled: dict[Any, list[Any]] = {}
+        for slot, shard in given.items():
+            match slot.role:
+                case Role.ARGUMENT:
+                    env[around.invars[slot.position]] = LocalValue(shard, self.specs[slot], sizes)
+                case Role.SUM | Role.JOINED:
+                    scaled = (
+                        shard * jnp.asarray(self._scale, shard.dtype)
+                        if slot.role is Role.SUM and adds(shard)
+                        else shard
+                    )
+                    env[around.results[slot.position]] = LocalValue(scaled, self.specs[slot], sizes)
+                case Role.SYNCHRONISED:
+                    parts.setdefault(slot.position, []).append(shard)
+                case Role.BUNDLE:
+                    for var, value in self._unbundled(slot, shard).items():
+                        bundled.setdefault(var, []).append(value)
+        for parameter, pieces in parts.items():
+            # In the order of stages at every holder, so that all have the same sum.
+            plan = self._parameter_plan(parameter)
+            total = sum(pieces[1:], pieces[0])
+            env[around.gradients[parameter]] = LocalValue(total, plan.storage, sizes)
+        for var, pieces in bundled.items():
+            kind, _ = around.contributions.get(var, ("sum", ()))
+            env[var] = LocalValue(combined(kind, pieces), Spec.replicated(len(var.aval.shape)), sizes)
+        return env
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self._program.microbatches if self._program.reduction == "mean" else 1.0
+
+    def _evaluate(self, wanted: Sequence[Any], env: dict[Any, LocalValue]) -> list[LocalValue]:
+        around = self._around
+        for parameter, var in enumerate(around.gradients):
+            if not around.holders[parameter]:  # nothing reads it
+                zeros = jnp.zeros(var.aval.shape, var.aval.dtype)
+                env.setdefault(var, LocalValue(zeros, Spec.replicated(zeros.ndim), self._stage.sizes))
+        equations = around.needed(wanted, env)
+        closed = part_of(self._program.outer, equations, list(env), wanted)
+        rules = self._program.rules
+        if around.rows:
+            targets = [self._wanted_rows(atom) for atom in wanted]
+            closed = at_rows(closed, around.rows, self._stage.number, rules, targets)
+            rules.prepare([(equation, False) for equation in open_jaxpr(closed).eqns])
+        return Follower(rules, self._stage.sizes).program(closed, list(env.values()))
+
+    def _wanted_rows(self, atom: Any) -> Rows | None:
+        """The rows in which a value is wanted: those it has, or those of the state it becomes."""
+        around = self._around
+        if not is_literal(atom) and atom in around.rows:
+            return around.rows[atom]
+        places = [i for i in self.wanted.outputs if around.outvars[i] is atom and i < self._program.state_inputs]
+        return next((around.rows[around.invars[i]] for i in places if around.invars[i] in around.rows), None)
+
+    # Rounds of the update
+
+    def bundles(self, source: int, number: int) -> dict[Slot, list[Any]]:
+        """The variables in each bundle that a stage sends after a round."""
+        found: dict[Slot, list[Any]] = {}
+        for var in self._around.stages[source].sends.get(number, ()):
+            found.setdefault(Slot(Role.BUNDLE, number, source, str(var.aval.dtype)), []).append(var)
+        return found
+
+    def _unbundled(self, slot: Slot, shard: Any) -> dict[Any, Any]:
+        found, start = {}, 0
+        for var in self.bundles(slot.source, slot.position)[slot]:
+            found[var] = shard[start : start + var.aval.size].reshape(var.aval.shape)
+            start += var.aval.size
+        return found
+
+    def _contributions(self) -> list[int]:
+        """The parameters whose gradients the stage has."""
+        return [held.parameter for held in self._stage.cut.parameters]
+
+    def _round(self, number: int) -> Round:
+        around, me = self._around, self._stage.number
+        last = number == self.wanted.rounds - 1
+        sent = self.bundles(me, number)
+        outputs = self.wanted.outputs if last else []
+        small = [var for bundle in sent.values() for var in bundle]
+        wanted = [*small, *(around.outvars[i] for i in outputs)]
+        first_and_more = number == 0 and not last
+        synchronised = tuple(Slot(Role.SYNCHRONISED, p, me) for p in self._contributions()) if first_and_more else ()
+        inputs = self._round_inputs(number, wanted)
+        output_slots = tuple(Slot(Role.OUTPUT, i) for i in outputs)
+
+        def evaluate(*shards: Any) -> tuple[list[Any], list[Any], list[LocalValue]]:
+            env = self._environment(inputs, shards)
+            mine: list[Any] = []
+            if number == 0:
+                mine = self._synchronise(dict(zip(inputs, shards, strict=True)))
+                for p, x in zip(self._contributions(), mine, strict=True):
+                    if not around.is_tied(p):
+                        env[around.gradients[p]] = LocalValue(x, self._parameter_plan(p).storage, self._stage.sizes)
+            made = self._evaluate(wanted, env)
+            values = dict(zip(small, made, strict=False))
+            bundled = [
+                jnp.concatenate([values[v].read(Spec.replicated(len(v.aval.shape))).ravel() for v in bundle])
+                for bundle in sent.values()
+            ]
+            return (mine if first_and_more else []), bundled, made[len(made) - len(outputs) :]
+
+        for slot in output_slots:
+            if slot.position < self._program.state_inputs:
+                self.specs[slot] = self._state_spec(slot.position)
+        self._probe([slot for slot in output_slots if slot not in self.specs], inputs, evaluate, outputs)
+
+        def run(*shards: Any) -> list[Any]:
+            mine, bundled, made = evaluate(*shards)
+            return [*mine, *bundled, *(v.read(self.specs[s]) for v, s in zip(made, output_slots, strict=True))]
+
+        return Round(run=run, inputs=inputs, outputs=(*synchronised, *sent, *output_slots))
+
+    def _state_spec(self, index: int) -> Spec:
+        """State leaves as it came."""
+        slot = Slot(Role.ARGUMENT, index)
+        return self.specs[slot] if slot in self.specs else self._argument_spec(index)
+
+    def _round_inputs(self, number: int, wanted: Sequence[Any]) -> tuple[Slot, ...]:
+        """What a round reads; gradients come packed in the first, as arrays in later ones."""
+        around, me = self._around, self._stage.number
+        arriving = [
+            slot
+            for source, stage in enumerate(around.stages)
+            for earlier in range(number)
+            if earlier in stage.sends
+            for slot, bundle in self.bundles(source, earlier).items()
+            if source == me or any(me in around.readers(v, source) for v in bundle)
+        ]
+        known = {var for slot in arriving for var in self.bundles(slot.source, slot.position)[slot]}
+        known.update(around.gradients)
+        equations = around.needed(wanted, known)
+        read = {a for e in equations for a in e.invars if not is_literal(a)} | {a for a in wanted if not is_literal(a)}
+        found = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
+        for slot in (*self._stage.sums, *self._stage.collected):
+            if around.results[slot.position] in read:
+                found.append(slot if slot.role is Role.SUM else Slot(Role.JOINED, slot.position))
+        if number == 0:
+            found += self._stage.gradients
+        else:
+            for p, var in enumerate(around.gradients):
+                if var in read:
+                    holders = sorted(around.holders[p]) if around.is_tied(p) else [me]
+                    found += [Slot(Role.SYNCHRONISED, p, holder) for holder in holders]
+        return (*found, *(s for s in arriving if any(v in read for v in self.bundles(s.source, s.position)[s])))
+
+    def _synchronise(self, given: dict[Slot, Any]) -> list[Any]:
+        """The gradients in the layout of the optimizer state, scaled as the losses are."""
+        plans = self._stage.stage.parameters
+        conversions = []
+        for plan in plans:
+            conversion = convert(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage)
+            assert conversion is not None
+            conversions.append(conversion)
+        scaled = [given[s] * jnp.asarray(self._scale, given[s].dtype) for s in self._stage.gradients]
+        return run_together(scaled, conversions, self._stage.sizes)
+
+    def _probe(
+        self, slots: Sequence[Slot], inputs: Sequence[Slot], evaluate: Callable[..., Any], outputs: Sequence[int]
+    ) -> None:
+        """Find in what layout the step's other results come out."""
+        if not slots:
+            return
+
+        def trace(*shards: Any) -> list[Any]:
+            made = dict(zip(outputs, evaluate(*shards)[2], strict=True))
+            for slot in slots:
+                self.specs[slot] = Spec(made[slot.position].spec.dims)
+            return [made[slot.position].read(self.specs[slot]) for slot in slots]
+
+        everywhere = PartitionSpec()
+        jax.eval_shape(
+            jax.shard_map(trace, mesh=self._stage.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False),
+            *(self.local_shape(slot) for slot in inputs),
+        )
+
+    # Shapes
+
+    def global_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        """Shape of a slot that is not packed."""
+        around = self._around
+        match slot.role:
+            case Role.ARGUMENT:
+                var = around.invars[slot.position]
+                return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
+            case Role.SUM | Role.JOINED:
+                aval = around.results[slot.position].aval
+            case Role.SYNCHRONISED:
+                var = around.gradients[slot.position]
+                return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
+            case Role.BUNDLE:
+                size = sum(v.aval.size for v in self.bundles(slot.source, slot.position)[slot])
+                return jax.ShapeDtypeStruct((size,), jnp.dtype(slot.dtype))
+            case _ if slot.position < self._program.state_inputs:
+                return self.global_shape(Slot(Role.ARGUMENT, slot.position))
+            case _:
+                aval = open_jaxpr(self._program.outer).outvars[slot.position].aval
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
+        """Shape of one device's block."""
+        if slot.role is Role.GRADIENT:
+            return self._stage.local_shape(slot)
+        whole = self.global_shape(slot)
+        spec = self.specs[slot] if slot in self.specs else Spec(((),))
+        return jax.ShapeDtypeStruct(spec.local_shape(whole.shape, self._stage.sizes), whole.dtype)
+
+
+def _fitting(dims: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Any) -> Spec:
+    """A spec with the splits among `dims` that divide `shape`, each axis used once."""
+    used: set[str] = set()
+    kept: list[tuple[str, ...]] = []
+    for extent, axes in zip(shape, dims, strict=True):
+        blocks = 1
+        for axis in axes:
+            blocks *= sizes[axis]
+        good = extent % blocks == 0 and used.isdisjoint(axes)
+        kept.append(tuple(axes) if good else ())
+        used.update(axes if good else ())
+    return Spec(tuple(kept))

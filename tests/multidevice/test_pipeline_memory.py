@@ -1,0 +1,145 @@
+"""What a pipeline keeps, and when it communicates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from one_device import assert_equal_trees, copy
+from pipelines import Pipeline, pipelined, staged_plan, whole
+
+import meshwright as mw
+from meshwright import zoo
+from meshwright._jax.hlo import read_compiled
+from meshwright.errors import PlanError
+from meshwright.program.staged import staged_program
+from meshwright.program.trace import trace_program
+from meshwright.runtime.pipeline.slots import Role
+from meshwright.runtime.pipeline.staged_array import StagedArray
+from meshwright.runtime.pipeline.step import PipelinedStep
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_nothing_is_left_behind() -> None:
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
+    step = pipelined(target.step, (state, batch), Pipeline(schedule="one_f_one_b"))
+    state, _ = step(state, batch)
+    seen = set()
+    for _ in range(50):
+        state, metrics = step(state, batch)
+        jax.block_until_ready(metrics)
+        del metrics
+        seen.add(live_bytes())
+    assert len(seen) == 1
+
+
+def test_gradients_are_synchronised_once_a_step() -> None:
+    target = zoo.mlp(width=64, layers=4, batch=4096)
+    step = pipelined(target.step, (target.example_state, target.example_batch), Pipeline())
+    for stage in step.stages:
+        parameters = sum(4 * p.size for p in map(stage.stage.local_shape, stage.stage.parameters))
+        for program in (stage.forward, stage.backward):
+            found = read_compiled(stage.lower(program).compile()).collectives
+            assert sum(c.bytes * c.count for c in found) <= 8, program.outputs
+        found = read_compiled(stage.lower(stage.rounds[0]).compile()).collectives
+        assert [c.kind for c in found] == ["all_reduce"]
+        assert found[0].bytes == pytest.approx(parameters, abs=8)
+
+
+def test_weights_are_not_kept_for_each_microbatch() -> None:
+    """Casts of parameters are made again in the backward pass."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = x.astype(jnp.bfloat16)
+            for layer in w:
+                h = jnp.tanh(h @ layer.astype(jnp.bfloat16))
+            return jnp.mean(h.astype(jnp.float32))
+
+        value, grads = mw.value_and_grad(loss)(w)
+        return jax.tree.map(lambda p, g: p - g, w, grads), value
+
+    args = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    for stage in pipelined(step, args, Pipeline()).stages:
+        activation = 4 * 256 * 2
+        assert stage.stage.kept_bytes() <= 4 * activation
+        assert all(slot.role is not Role.PARAMETER for slot in stage.stage.forward.outputs)
+
+
+def test_stages_that_share_devices() -> None:
+    """Interleaving: each rank holds two stages."""
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
+    program = trace_program(target.step, (state, batch), microbatches=4)
+    staged = staged_program(program)
+    plan = staged_plan(program, staged, Pipeline(submeshes=(2, 2, 2, 2)))
+    stages = tuple(replace(s, devices=plan.stages[n % 2].devices) for n, s in enumerate(plan.stages))
+    plan = replace(plan, stages=stages, schedule="interleaved_one_f_one_b", schedule_options=(("chunks", 2),))
+    step = PipelinedStep(program, plan, jax.devices()[:4])
+    alone = jax.jit(target.step)
+    expected, found = state, copy(state)
+    for _ in range(3):
+        expected, metrics = alone(expected, batch)
+        found, again = step(found, batch)
+    assert_equal_trees(whole((found, again)), whole((expected, metrics)))
+
+
+def test_state_is_created_where_it_is_kept() -> None:
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    step = pipelined(target.step, (target.example_state, target.example_batch), Pipeline())
+    state = step.create(target.init, jax.random.key(0))
+    assert_equal_trees(whole(state), whole(target.init(jax.random.key(0))))
+    leaves = jax.tree.leaves(state)
+    placed = step.place(leaves + jax.tree.leaves(target.example_batch))[: len(leaves)]
+    for before, after in zip(leaves, placed, strict=True):
+        several = isinstance(before, StagedArray)
+        assert all(a is after.parts[n] for n, a in before.parts.items()) if several else before is after
+    first = {d.id for s in step.stages[:1] for d in s.mesh.devices.flat}
+    weights = state["params"]["layers"]
+    assert {d.id for d in weights[0]["w"].devices()} == first
+    assert {d.id for d in weights[-1]["w"].devices()}.isdisjoint(first)
+
+
+def test_refusals() -> None:
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    args = target.example_state, target.example_batch
+    step = pipelined(target.step, args, Pipeline())
+    with pytest.raises(PlanError, match="2 devices; needed 8"):
+        PipelinedStep(step.program, step.plan, jax.devices()[:2])
+    with pytest.raises(PlanError, match="a plan for program"):
+        PipelinedStep(trace_program(target.step, args, microbatches=2), step.plan, jax.devices())
+    with pytest.raises(PlanError, match="pipedream"):
+        PipelinedStep(step.program, replace(step.plan, schedule="pipedream"), jax.devices())
+
+
+def test_large_values_of_several_stages_are_refused() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = x
+            for layer in w:
+                h = jnp.tanh(h @ layer)
+            return jnp.mean(h)
+
+        value, grads = mw.value_and_grad(loss)(w)
+        mean = sum(grads) / len(grads)
+        return [p - mean for p in w], value
+
+    args = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    with pytest.raises(PlanError, match=r"add of arrays of .* stages 1, 2; .*test_pipeline_memory.py"):
+        pipelined(step, args, Pipeline())
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "unet-tiny"])
+def test_a_microbatch_in_flight_keeps_no_more_than_predicted(name: str) -> None:
+    target = zoo.build(name)
+    pipeline = Pipeline(submeshes=(2, 2, 4), microbatches=2)
+    step = pipelined(target.step, (target.example_state, target.example_batch), pipeline)
+    for stage, planned in zip(step.stages, step.plan.stages, strict=True):
+        assert stage.stage.kept_bytes() <= planned.memory.activations / pipeline.microbatches
