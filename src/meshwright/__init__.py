@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Cluster": "cluster",
     "Plan": "plan",
+    "PlanError": "errors",
     "initialize": "launch",
+    "layer_boundary": "_jax.boundary",
     "load_cluster": "cluster",
     "load_plan": "plan",
     "parallelize": "api",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -18,13 +19,18 @@ from ._jax.jaxpr import is_traced
 from .cluster import Cluster, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
+from .launch import agree
 from .plan import Plan
-from .plan.io import load_plan as load_plan
+from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
 from .planning import Planning as Planning, plan_for as plan_for
-from .program.trace import abstract, trace_program
-from .runtime.step import PlannedStep
+from .program.trace import Program, abstract, trace_program
+from .runtime.executable import Executable, executable
 
 log = logging.getLogger("meshwright")
+
+# How long other processes wait for the plan of process 0: the search's own default limit, and tracing a large step.
+_SEARCH_SECONDS = inspect.signature(plan_for).parameters["time_limit_seconds"].default
+_TRACE_SECONDS = 600.0
 
 
 class Parallelized:
@@ -38,7 +44,7 @@ class Parallelized:
         self._function = step
         self._options = dict(options)
         self._given = plan
-        self._steps: dict[Any, PlannedStep] = {}
+        self._steps: dict[Any, Executable] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on arguments as the step itself takes them; the first call plans.
@@ -70,7 +76,7 @@ class Parallelized:
         """The plan for arguments of these shapes (arrays or `ShapeDtypeStruct`s)."""
         return self._planned(args).plan
 
-    def planned(self, *args: Any) -> PlannedStep:
+    def planned(self, *args: Any) -> Executable:
         """The executable step for arguments of these shapes."""
         return self._planned(args)
 
@@ -102,8 +108,7 @@ class Parallelized:
                     try_="init(make_state, *args, batch=batch)",
                 )  # fmt: skip
             planned = self._planned((state, *(batch if isinstance(batch, tuple) else (batch,))))
-        shardings = jax.tree.unflatten(tree, planned.in_shardings[: len(leaves)])
-        return jax.jit(make_state, out_shardings=shardings)(*args)
+        return planned.create(make_state, *args)
 
     def _positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Arguments given by name, put in their places."""
@@ -116,7 +121,7 @@ class Parallelized:
             )  # fmt: skip
         return bound.args
 
-    def _with_state(self, leaves: Sequence[Any], tree: Any) -> PlannedStep | None:
+    def _with_state(self, leaves: Sequence[Any], tree: Any) -> Executable | None:
         """The latest planned step whose first argument looks like this."""
         for planned in reversed(self._steps.values()):
             program = planned.program
@@ -126,7 +131,7 @@ class Parallelized:
                 return planned
         return None
 
-    def _planned(self, args: Sequence[Any]) -> PlannedStep:
+    def _planned(self, args: Sequence[Any]) -> Executable:
         leaves, tree = jax.tree.flatten(tuple(args))
         if not all(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
             leaves = jax.tree.leaves(abstract(tuple(args)))
@@ -140,26 +145,36 @@ class Parallelized:
             planned = self._steps[key] = self._make(args)
         return planned
 
-    def _make(self, args: Sequence[Any]) -> PlannedStep:
+    def _make(self, args: Sequence[Any]) -> Executable:
         if self._given is not None:
-            program = trace_program(
-                self._function, args, microbatches=self._given.microbatches,
-                batch_axis=self._options.get("batch_axis", 0), reduction=self._options.get("reduction"),
-            )  # fmt: skip
-            plan = self._given
+            program, plan = self._traced(args, self._given), self._given
+            _check_cluster(plan, jax.devices())
         else:
             _check_devices(self._options.get("cluster", "local"))
-            planning = plan_for(self._function, args, **self._options)
-            program, plan = planning.program, planning.plan
-        devices = jax.devices()
-        if len(devices) < plan.num_devices:
-            raise PlanError(
-                refused="to run the plan", got=f"{len(devices)} devices", needed=f"{plan.num_devices}, as planned",
-                where="jax.devices()", try_='cluster="local", or more processes',
-            )  # fmt: skip
-        if self._given is not None:
-            _check_cluster(plan, devices)
-        return PlannedStep(program, plan, devices[: plan.num_devices])
+            program, plan = self._found(args)
+        return executable(program, plan, jax.devices())
+
+    def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
+        """The step as the plan has it."""
+        return trace_program(
+            self._function, args, microbatches=plan.microbatches,
+            batch_axis=self._options.get("batch_axis", 0), reduction=self._options.get("reduction"),
+        )  # fmt: skip
+
+    def _found(self, args: Sequence[Any]) -> tuple[Program, Plan]:
+        """The plan that is searched for, the same in every process: process 0 searches."""
+        found: list[Planning] = []
+
+        def search() -> str:
+            found.append(plan_for(self._function, args, **self._options))
+            return json.dumps(plan_to_dict(found[0].plan))
+
+        limit = self._options.get("time_limit_seconds", _SEARCH_SECONDS) + _TRACE_SECONDS
+        text = agree(search, about="the plan", timeout_seconds=limit)
+        if found:
+            return found[0].program, found[0].plan
+        plan = plan_from_dict(json.loads(text), source="the plan of process 0")
+        return self._traced(args, plan), plan
 
 
 def _check_options(options: Mapping[str, Any], plan: Any) -> None:

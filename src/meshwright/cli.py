@@ -125,6 +125,38 @@ def plan(
 
 
 @app.command()
+def simulate(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan written by `meshwright plan --out`.")],
+    trace: Annotated[Path | None, typer.Option(metavar="OUT.json", help="Write a trace for ui.perfetto.dev.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show what every stage of a saved plan does when, as predicted."""
+    with _refusals():
+        from .plan.io import load_plan
+        from .report.trace import write_trace
+        from .simulate import simulate_plan
+
+        timeline = simulate_plan(load_plan(plan))
+        if trace is not None:
+            try:
+                write_trace(timeline, trace)
+            except OSError as error:
+                raise PlanError(
+                    refused="to write the trace", got=f"{type(error).__name__}: {error.strerror}",
+                    needed="a file to write", where=str(trace), try_="another path",
+                ) from error  # fmt: skip
+    from .documents import timeline_document
+    from .report.timeline import timeline_text
+
+    if as_json:
+        _print_json(timeline_document(timeline))
+        return
+    print(timeline_text(timeline))
+    if trace is not None:
+        print(f"\ntrace written to {trace}: open it at ui.perfetto.dev or in chrome://tracing")
+
+
+@app.command()
 def verify(
     target: _Target,
     devices: Annotated[

@@ -13,6 +13,7 @@ from typing import Any
 from .plan import Plan, Stage
 from .planning import Planning
 from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
+from .simulate import Event, Timeline, TransferEvent
 from .verify import Check, Traffic, Verification
 
 # Raised when a field changes its meaning or goes away; new fields leave it.
@@ -57,6 +58,38 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
         "considered": list(planning.considered),
         "notes": list(plan.notes),
     })  # fmt: skip
+
+
+def timeline_document(timeline: Timeline) -> dict[str, Any]:
+    """What `meshwright simulate --json` prints."""
+    ranks = zip(timeline.busy_seconds, timeline.peak_bytes, strict=True)
+    stages_of = timeline.schedule.stage_ranks
+    return _finite({
+        "schema": SCHEMA,
+        "schedule": timeline.schedule.name,
+        "microbatches": timeline.schedule.microbatches,
+        "predicted": {
+            "step_seconds": timeline.step_seconds,
+            "bubble_fraction": timeline.bubble_fraction,
+            "exposed_communication_seconds": timeline.exposed_communication_seconds,
+        },
+        "ranks": [
+            {
+                "stages": [stage for stage, held_by in enumerate(stages_of) if held_by == rank],
+                "busy_seconds": busy, "peak_bytes": peak,
+            }
+            for rank, (busy, peak) in enumerate(ranks)
+        ],
+        "critical_path": [
+            {"what": _what(one), "microbatch": one.microbatch, "start_seconds": one.start_seconds,
+             "end_seconds": one.end_seconds}
+            for one in timeline.critical_path
+        ],
+    })  # fmt: skip
+
+
+def _what(one: Event | TransferEvent) -> str:
+    return f"{one.kind} of stage {one.stage}" if isinstance(one, Event) else f"transfer {one.edge} {one.direction}"
 
 
 def verification_document(verification: Verification) -> dict[str, Any]:

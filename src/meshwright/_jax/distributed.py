@@ -1,7 +1,8 @@
 """`jax.distributed` under what `launch` needs of it: whether it is too late, what was detected, and whom it waits for.
 
-Connecting itself is public. Read from `jax._src`, the same in JAX 0.10 to 0.12: whether a backend exists, whether a
-cluster environment (SLURM, Kubernetes, Open MPI, Cloud TPU) is detected, and the coordinator's address that came of it.
+Connecting itself is public. Used of `jax._src`, the same in JAX 0.10 to 0.12: whether a backend exists, whether a
+cluster environment (SLURM, Kubernetes, Open MPI, Cloud TPU) is detected, the coordinator's address that came of it, and
+the coordinator's key-value store.
 """
 
 from __future__ import annotations
@@ -65,3 +66,22 @@ def connect(
         coordinator_bind_address=bind_address,
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
     )
+
+
+def publish(key: str, text: str) -> None:
+    """Put a text where every connected process can read it, once."""
+    distributed.global_state.client.key_value_set(key, text)
+
+
+def read(key: str, timeout_seconds: float) -> str:
+    """The text that some process publishes under `key`, once it is there.
+
+    Raises:
+      TimeoutError: it did not come in time.
+    """
+    try:
+        return distributed.global_state.client.blocking_key_value_get(key, int(timeout_seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            raise TimeoutError(key) from error
+        raise

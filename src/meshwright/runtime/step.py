@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from ..errors import PlanError
 from ..plan import Plan
 from ..program.trace import Program
 from .local_step import LocalStep, partition
+from .pipeline.placing import check_not_donated, put
 
 
 class PlannedStep:
@@ -59,20 +60,21 @@ class PlannedStep:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""
         placed = []
         for index, (x, sharding, dtype) in enumerate(zip(flat, self.in_shardings, self._dtypes, strict=True)):
+            check_not_donated(x, self.program.input_names[index])
             if isinstance(x, jax.Array):
-                if x.is_deleted():  # XLA's CPU backend ends the process when it meets one
-                    raise PlanError(
-                        refused="an argument of the step", got=f"{self.program.input_names[index]}, already donated",
-                        needed="the state that the last step returned: a step takes over the buffers of the one it is "
-                        "given", where=self.program.input_names[index], try_="state, metrics = step(state, batch)",
-                    )  # fmt: skip
                 if getattr(x, "weak_type", False):  # would be another signature, and compile the step again
                     x = jax.lax.convert_element_type(x, x.dtype)
                 here = x.sharding.is_equivalent_to(sharding, x.ndim)
             else:
                 x, here = np.asarray(x, dtype), False
-            placed.append(x if here else jax.device_put(x, sharding))
+            placed.append(x if here else put(x, sharding))
         return placed
+
+    def create(self, make_state: Callable[..., Any], *args: Any) -> Any:
+        """The state `make_state(*args)`, created as the plan keeps it and never whole on one device."""
+        tree = jax.tree.structure(jax.eval_shape(make_state, *args))
+        shardings = jax.tree.unflatten(tree, self.in_shardings[: tree.num_leaves])
+        return jax.jit(make_state, out_shardings=shardings)(*args)
 
     def lower(self) -> Any:
         """The lowered step, from shapes alone."""

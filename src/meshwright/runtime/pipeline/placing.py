@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ..._jax.random import is_key
+from ...errors import PlanError
 
 
 def is_mine(mesh: Mesh) -> bool:
@@ -34,3 +35,21 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     whole = np.asarray(x)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def check_not_donated(x: Any, name: str) -> None:
+    """Refuse an argument whose buffers an earlier step took over: XLA's CPU backend ends the process when it meets one.
+
+    Args:
+      x: a leaf of the arguments.
+      name: its path.
+
+    Raises:
+      PlanError: if it is gone.
+    """
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise PlanError(
+            refused="an argument of the step", got=f"{name}, already donated",
+            needed="the state that the last step returned: a step takes over the buffers of the one it is given",
+            where=name, try_="state, metrics = step(state, batch)",
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from ...schedule.instruction import Edge
 from ...schedule.schedule import Mode, Schedule
 from .executor import Executor, Memory
 from .operations import Access, Work, operations
-from .placing import put
+from .placing import check_not_donated, put
 from .rows import Rows
 from .slots import Role, Slot
 from .stage_program import StageProgram, stage_mesh
@@ -79,6 +79,9 @@ class PipelinedStep:
         Leaves of the state that several stages hold come back as `StagedArray`s and go into the next call as such.
         """
         flat = jax.tree.leaves(args)
+        for leaf, name in zip(flat, self.program.input_names, strict=True):
+            for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
+                check_not_donated(part, name)
         memories = [self._memory(number, flat) for number in range(len(self.stages))]
         del flat
         self._executor.run(memories)

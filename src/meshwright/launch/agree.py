@@ -1,0 +1,62 @@
+"""One process decides, all act on it: a text that process 0 makes and every other process reads.
+
+It goes over the coordinator's key-value store, which every process of a run is connected to. If process 0 fails, the
+others are told why; if it never answers, their wait ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from .errors import LaunchError
+
+# Every process asks for the same texts in the same order, so a count names them.
+_count = itertools.count()
+
+
+def agree(make: Callable[[], str], *, about: str, timeout_seconds: float) -> str:
+    """The text that process 0 makes, in every process. Alone, a process makes its own.
+
+    To be called by every process of a run, in the same order.
+
+    Args:
+      make: called in process 0 only. What it raises is raised there, and told to the others.
+      about: what the text is, for errors.
+      timeout_seconds: how long the others wait.
+
+    Raises:
+      LaunchError: in the others, if `make` failed, or process 0 did not answer in time.
+
+    >>> agree(lambda: "a plan", about="the plan", timeout_seconds=1)
+    'a plan'
+    """
+    import jax
+
+    from .._jax import distributed
+
+    if jax.process_count() == 1:
+        return make()
+    key = f"meshwright/{next(_count)}"
+    if jax.process_index() == 0:
+        try:
+            text = make()
+        except BaseException as error:
+            distributed.publish(key, f"!{error}")
+            raise
+        distributed.publish(key, f"={text}")
+        return text
+    try:
+        answer = distributed.read(key, timeout_seconds)
+    except TimeoutError as error:
+        raise _refusal(about, f"no answer from process 0 within {timeout_seconds:g} s") from error
+    if answer.startswith("!"):
+        raise _refusal(about, f"from process 0: {answer[1:]}")
+    return answer[1:]
+
+
+def _refusal(about: str, got: str) -> LaunchError:
+    return LaunchError(
+        refused=f"to go on without {about}", got=got, needed=f"{about}, which process 0 makes for all processes",
+        where="meshwright.parallelize", try_="looking at the log of process 0",
+    )  # fmt: skip
