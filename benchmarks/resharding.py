@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from meshwright.reshard import (
+from meshwright.resharding import (
     Host,
     Layout,
     Move,
@@ -38,8 +38,8 @@ from meshwright.reshard import (
     plan_reshard,
     uniform_network,
 )
-from meshwright.reshard.cases import read_cases, report
-from meshwright.reshard.published import published_seconds
+from meshwright.resharding.cases import read_cases, report
+from meshwright.resharding.published import published_seconds
 
 RATE = 1.25e9
 SCALES = (0.5, 1, 1, 1, 1.5, 2, 4)

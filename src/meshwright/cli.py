@@ -211,7 +211,7 @@ def reshard(
 ) -> None:
     """Plan the moves of FILE.json between meshes, and compare with the lower bound and the published algorithms."""
     with _refusals(), _progress() as tell:
-        from .reshard.cases import read_cases, report, report_table
+        from .resharding.cases import read_cases, report, report_table
 
         reports = []
         for case in read_cases(cases):

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.optimize import linprog
 
-from meshwright.reshard import Host, Move, Network, Nic, grid_layout, plan_reshard, uniform_network
-from meshwright.reshard.flow import least_send_load
-from meshwright.reshard.published import Strategy, UnitTask, depth_first, randomised_greedy
-from meshwright.reshard.rounds import decompose
-from meshwright.reshard.simulate import exclusive_seconds
+from meshwright.resharding import Host, Move, Network, Nic, grid_layout, plan_reshard, uniform_network
+from meshwright.resharding.flow import least_send_load
+from meshwright.resharding.published import Strategy, UnitTask, depth_first, randomised_greedy
+from meshwright.resharding.rounds import decompose
+from meshwright.resharding.simulate import exclusive_seconds
 
 seeds = st.integers(0, 1 << 30)
 few = settings(max_examples=100, deadline=None, derandomize=True)
@@ -212,7 +212,7 @@ def test_depth_first_search_finds_the_best_order_and_greedy_none_better(seed):
     strategy = chance.choice(list(Strategy))
     found = exclusive_seconds(network, depth_first(network, tasks, strategy, most_nodes=10**6))
     greedy = exclusive_seconds(network, randomised_greedy(network, tasks, strategy))
-    from meshwright.reshard.published.strategies import whole_leg
+    from meshwright.resharding.published.strategies import whole_leg
 
     best = math.inf
     for order in itertools.permutations(tasks):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from meshwright.reshard import (
+from meshwright.resharding import (
     Host,
     Layout,
     Move,
@@ -22,7 +22,7 @@ from meshwright.reshard import (
     grid_layout,
     plan_reshard,
 )
-from meshwright.reshard.published import published_seconds
+from meshwright.resharding.published import published_seconds
 
 
 def random_layout(chance: random.Random, devices: list[int], rank: int) -> Layout:

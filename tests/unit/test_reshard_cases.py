@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.reshard import ReshardError, check_transfers, plan_fluid_seconds, plan_reshard
-from meshwright.reshard.cases import read_case, read_cases, report
-from meshwright.reshard.published import published_fluid_seconds, published_seconds
+from meshwright.resharding import ReshardError, check_transfers, plan_fluid_seconds, plan_reshard
+from meshwright.resharding.cases import read_case, read_cases, report
+from meshwright.resharding.published import published_fluid_seconds, published_seconds
 
 CASES = Path(__file__).parents[1] / "data" / "resharding_cases.json"
 LISTED = {data["id"]: data for data in json.loads(CASES.read_text())["cases"]}

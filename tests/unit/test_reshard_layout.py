@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from meshwright.reshard import DeviceMesh, Layout, Move, ReshardError, demand_of, grid_layout, uniform_network
-from meshwright.reshard.messages import Piece
-from meshwright.reshard.tasks import SliceGrid
+from meshwright.resharding import DeviceMesh, Layout, Move, ReshardError, demand_of, grid_layout, uniform_network
+from meshwright.resharding.messages import Piece
+from meshwright.resharding.tasks import SliceGrid
 
 
 def test_axes_of_one_dim_split_it_major_first():

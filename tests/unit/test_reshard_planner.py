@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.reshard import (
+from meshwright.resharding import (
     Host,
     Move,
     Network,
@@ -25,7 +25,7 @@ from meshwright.reshard import (
     round_messages,
     uniform_network,
 )
-from meshwright.reshard.plan import rounds
+from meshwright.resharding.plan import rounds
 
 
 def move(source, destination, *, shape=(1 << 16,), item_bytes=4, name="w") -> Move:
@@ -280,7 +280,7 @@ def test_large_moves_are_planned_in_time(name):
 def test_messages_of_a_round_fall_into_as_few_groups_as_the_busiest_device_has():
     import random
 
-    from meshwright.reshard.messages import Message, Piece, _steps
+    from meshwright.resharding.messages import Message, Piece, _steps
 
     for seed in range(300):
         chance = random.Random(seed)

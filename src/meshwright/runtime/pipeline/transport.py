@@ -49,7 +49,7 @@ class ProcessTransport:
     A round of the program permutes pieces of one shape between disjoint pairs of devices. A program is compiled once
     for each shape and pair of layouts.
 
-    Known limit: what many devices need is sent to each of them apart. The planner of `meshwright.reshard` knows better.
+    Known limit: what many devices need is sent to each of them apart. The planner of `meshwright.resharding` knows better.
     """
 
     def __init__(self) -> None:
