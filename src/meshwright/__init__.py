@@ -20,15 +20,22 @@ _HOME = {
     "load_cluster": "cluster",
     "load_plan": "plan",
     "parallelize": "api",
+    "reshard": "runtime.resharding",
+    "reshard_plan": "runtime.resharding",
     "plan_for": "api",
     "value_and_grad": "api",
 }
 
-__all__ = sorted(_HOME)
+# Public modules, whose names are best read behind theirs: meshwright.presets.zero.
+_MODULES = ("presets",)
+
+__all__ = sorted([*_HOME, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     """Import the home of a public name and keep the name here, so that this runs once for each."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME.get(name)
     if home is None:
         # With `obj` given, Python itself proposes the nearest public name.
@@ -39,4 +46,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_MODULES})

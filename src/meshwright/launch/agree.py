@@ -7,12 +7,14 @@ others are told why; if it never answers, their wait ends.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from .errors import LaunchError
 
 # Every process asks for the same texts in the same order, so a count names them.
 _count = itertools.count()
+_exchanges: Counter[tuple[int, ...]] = Counter()
 
 
 def agree(make: Callable[[], str], *, about: str, timeout_seconds: float) -> str:
@@ -53,6 +55,45 @@ def agree(make: Callable[[], str], *, about: str, timeout_seconds: float) -> str
     if answer.startswith("!"):
         raise _refusal(about, f"from process 0: {answer[1:]}")
     return answer[1:]
+
+
+def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_seconds: float) -> dict[int, str]:
+    """What each of some processes says, by its number. To be called by all of them.
+
+    Args:
+      text: what this one says.
+      among: numbers of the processes, this one's too.
+      about: what it is about, for errors.
+      timeout_seconds: how long to wait for them.
+
+    Raises:
+      LaunchError: if one of them says nothing in time.
+
+    >>> exchange_texts("a plan", among=[0], about="the plan", timeout_seconds=1)
+    {0: 'a plan'}
+    """
+    import jax
+
+    from .._jax import distributed
+
+    me, those = jax.process_index(), tuple(sorted(among))
+    if those == (me,):
+        return {me: text}
+    _exchanges[those] += 1
+    key = f"meshwright/{'-'.join(map(str, those))}/{_exchanges[those]}"
+    distributed.publish(f"{key}/{me}", text)
+    said = {me: text}
+    for other in those:
+        if other != me:
+            try:
+                said[other] = distributed.read(f"{key}/{other}", timeout_seconds)
+            except TimeoutError as error:
+                raise LaunchError(
+                    refused=f"to go on with {about}", got=f"nothing from process {other} within {timeout_seconds:g} s",
+                    needed=f"the same call in processes {', '.join(map(str, those))}", where=f"process {me}",
+                    try_=f"looking at the log of process {other}",
+                ) from error  # fmt: skip
+    return said
 
 
 def _refusal(about: str, got: str) -> LaunchError:

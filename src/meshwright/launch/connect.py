@@ -36,6 +36,7 @@ def initialize(
     processes: int | None = None,
     process_id: int | None = None,
     heartbeat_timeout_seconds: float = 30.0,
+    step_timeout_seconds: float = 600.0,
 ) -> None:
     """Join this process to the others of its run. To be called before JAX's devices are touched.
 
@@ -50,6 +51,8 @@ def initialize(
       process_id: which of them this is, from 0.
       heartbeat_timeout_seconds: a process that is silent for so long counts as dead, and the others end; rounded up to
         whole seconds.
+      step_timeout_seconds: when a step of a pipeline has waited for others for so long, without anything happening,
+        this process ends with an error that says for what and for whom. Others may be compiling meanwhile.
 
     Raises:
       LaunchError: if the others do not come in time, if JAX's devices are in use already, if the coordinator's port is
@@ -59,15 +62,18 @@ def initialize(
     """
     global _failure
     from .._jax import distributed
+    from ..runtime.watch import watch
 
     if _failure is not None:
         raise _failure
     for name, seconds in (
         ("timeout_seconds", timeout_seconds),
         ("heartbeat_timeout_seconds", heartbeat_timeout_seconds),
+        ("step_timeout_seconds", step_timeout_seconds),
     ):
         if not 0 < seconds < math.inf:
             raise _refusal("this wait", repr(seconds), "a positive number of seconds", name, "300")
+    watch.limit_seconds = step_timeout_seconds
     asked = (coordinator, processes, process_id) != (None, None, None)
     place = None if asked else place_in(os.environ)
     if place is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._jax.random import is_key
 from ...errors import PlanError
@@ -23,14 +23,14 @@ def ghost(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Arra
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
-def put(x: Any, sharding: NamedSharding) -> jax.Array:
+def put(x: Any, sharding: Sharding) -> jax.Array:
     """An array that this process has whole, laid out on a mesh.
 
     Every process of the mesh has the same array and puts its own blocks on its own devices; nothing is sent.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    if is_key(jax.typeof(x)):
+    if is_key(jax.typeof(x)) and isinstance(sharding, NamedSharding):
         data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     whole = np.asarray(x)

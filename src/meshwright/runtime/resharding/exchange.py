@@ -1,0 +1,65 @@
+"""Buffers of words between the devices of several processes: one `ppermute` for each group of disjoint pairs.
+
+All devices of a move are one mesh, and all buffers of one size, so that a program is known by its pairs alone and the
+same few programs serve all rounds. Every process that has a device of the mesh calls `run`, all in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+_AXIS = "device"
+_SPEC = PartitionSpec(_AXIS)
+
+
+class Exchange:
+    """Buffers of one size on every device of a move.
+
+    Args:
+      devices: of both sides, in an order that all processes agree on.
+      words: in a buffer.
+      dtype: of a word.
+    """
+
+    def __init__(self, devices: Sequence[Any], words: int, dtype: Any) -> None:
+        self._devices = tuple(devices)
+        self._mesh = Mesh(np.array(devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
+        self._words = words
+        self._place = {device.id: number for number, device in enumerate(devices)}
+        self._mine = [d for d in devices if d.process_index == jax.process_index()]
+        self._sharding = NamedSharding(self._mesh, _SPEC)
+        # Virtual CPU devices run programs of several processes in no order, so that two could wait for each other.
+        self._wait = devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+        self.buffers: dict[int, jax.Array] = {
+            d.id: jax.device_put(np.zeros(words, dtype), jax.sharding.SingleDeviceSharding(d)) for d in self._mine
+        }
+
+    def run(self, pairs: Sequence[tuple[int, int]]) -> Mapping[int, jax.Array]:
+        """Send the buffers of the first of each pair to the second; what each device of this process received.
+
+        Args:
+          pairs: device ids, no sender and no receiver twice.
+        """
+        whole = jax.make_array_from_single_device_arrays(
+            (self._words * len(self._devices),), self._sharding, [self.buffers[d.id] for d in self._mine]
+        )
+        places = tuple((self._place[sender], self._place[receiver]) for sender, receiver in pairs)
+        moved = _permuted(self._mesh, places)(whole)
+        if self._wait:
+            jax.block_until_ready(moved)
+        return {shard.device.id: shard.data for shard in moved.addressable_shards}
+
+
+@lru_cache(maxsize=1024)
+def _permuted(mesh: Mesh, pairs: tuple[tuple[int, int], ...]) -> Any:
+    def permute(block: jax.Array) -> jax.Array:
+        return lax.ppermute(block, _AXIS, pairs)
+
+    return jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=_SPEC, out_specs=_SPEC, check_vma=False))

@@ -1,0 +1,196 @@
+"""A planned move on devices.
+
+What needs no network comes first: a device that holds what it needs keeps it, and other pieces are copied
+between devices of one process, never over the host. Then the rounds, one after the other: senders pack their pieces
+into buffers, the buffers are exchanged, receivers unpack them and hand them to the other devices of their process.
+
+Beside the source and the destination a device holds two buffers of at most a chunk each (`Mover.buffer_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
+from ...resharding.layout import Box
+from .blocks import give, padded_elements, part, place, take
+from .exchange import Exchange
+from .layouts import block_boxes
+from .words import item_bytes, word_of
+
+Blocks = list[dict[int, jax.Array]]
+"""For each array, by device id, the blocks on devices of this process."""
+
+
+class Mover:
+    """Moves arrays of given shapes from given layouts to others, as often as asked.
+
+    Args:
+      plan: of the move.
+      arrays: shapes and dtypes.
+      sources: their shardings.
+      targets: the shardings they are to have.
+    """
+
+    def __init__(
+        self, plan: ReshardPlan, arrays: Sequence[jax.ShapeDtypeStruct], sources: Sequence[Sharding],
+        targets: Sequence[Sharding],
+    ) -> None:  # fmt: skip
+        self.plan = plan
+        self._arrays = arrays
+        self._targets = targets
+        self._from = [_by_id(block_boxes(s, a.shape)) for s, a in zip(sources, arrays, strict=True)]
+        self._to = [_by_id(block_boxes(s, a.shape)) for s, a in zip(targets, arrays, strict=True)]
+        devices = {d.id: d for s in (*sources, *targets) for d in s.device_set}
+        self._devices = dict(sorted(devices.items()))
+        self._word = word_of(a.dtype for a in arrays)
+
+    @cached_property
+    def _mine(self) -> frozenset[int]:
+        return frozenset(i for i, d in self._devices.items() if d.process_index == jax.process_index())
+
+    @cached_property
+    def _rounds(self) -> tuple[RoundMessages, ...]:
+        return tuple(round_messages(self.plan))
+
+    @cached_property
+    def _words(self) -> int:
+        """Of a buffer: the longest message, with room for a last piece that is rounded up."""
+        steps = [message for one in self._rounds for step in one.steps for message in step]
+        return max((sum(map(self._length, m.pieces)) + self._room(m.pieces) for m in steps), default=0)
+
+    @cached_property
+    def _local(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        return local_messages(self.plan)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a device holds beside the source and the destination."""
+        return 2 * self._words * np.dtype(self._word).itemsize if self._rounds else 0
+
+    def __call__(
+        self, values: Sequence[jax.Array], *, donate: bool = False, tell: Callable[[int, int], None] | None = None
+    ) -> list[jax.Array]:
+        """The arrays in their new places; of a process without a device of one, an array without blocks.
+
+        Args:
+          values: where they are.
+          donate: whether blocks that stay where they are may be taken over, and the others let go.
+          tell: called with the number of rounds that are done, and of all, after each.
+        """
+        held: Blocks = [{shard.device.id: shard.data for shard in value.addressable_shards} for value in values]
+        made = self._locally(held, donate)
+        if self._rounds:
+            exchange = Exchange(list(self._devices.values()), self._words, self._word)
+            for number, one in enumerate(self._rounds, start=1):
+                for step in one.steps:
+                    self._step(step, exchange, held, made)
+                self._copy(one.spread, made, made)
+                if tell is not None:
+                    tell(number, len(self._rounds))
+        if donate:
+            for old, new in zip(held, made, strict=True):
+                for device, block in old.items():
+                    if new.get(device) is not block:
+                        block.delete()
+        return [
+            jax.make_array_from_single_device_arrays(
+                array.shape, target, [made[i][d.id] for d in target.addressable_devices], dtype=array.dtype
+            )
+            for i, (array, target) in enumerate(zip(self._arrays, self._targets, strict=True))
+        ]
+
+    def _locally(self, held: Blocks, donate: bool) -> Blocks:
+        """The new blocks on devices of this process, with what its devices have already."""
+        kept, copied = self._local
+        made: Blocks = []
+        for i, (source, target) in enumerate(zip(self._from, self._to, strict=True)):
+            made.append({})
+            for device, box in target.items():
+                if device in self._mine:
+                    if source.get(device) != box:
+                        made[i][device] = self._empty(i, device)
+                    else:
+                        made[i][device] = held[i][device] if donate else jnp.copy(held[i][device])
+        moved = [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
+        self._copy(moved, held, made)
+        self._copy(copied, held, made)
+        return made
+
+    def _changing(self, message: Message) -> tuple[Piece, ...]:
+        """Of what a device keeps, that which does not stay where it is."""
+        device = message.receiver
+        return tuple(p for p in message.pieces if self._from[p.move].get(device) != self._to[p.move][device])
+
+    def _copy(self, messages: Sequence[Message], source: Blocks, made: Blocks) -> None:
+        """Pieces from device to device inside this process."""
+        boxes = self._from if source is not made else self._to
+        for message in messages:
+            if message.receiver not in self._mine:
+                continue
+            to = SingleDeviceSharding(self._devices[message.receiver])
+            for piece in message.pieces:
+                i = piece.move
+                target, origin = self._to[i][message.receiver], boxes[i][message.sender]
+                for box in piece.boxes:
+                    value = jax.device_put(part(source[i][message.sender], origin, box), to)
+                    block = made[i][message.receiver]
+                    made[i][message.receiver] = value if box == target else place(block, target, box, value)
+
+    def _step(self, step: Sequence[Message], exchange: Exchange, held: Blocks, made: Blocks) -> None:
+        """Messages between disjoint pairs of devices."""
+        for message in step:
+            if message.sender in self._mine:
+                self._pack(message, exchange, held, made)
+        received = exchange.run([(message.sender, message.receiver) for message in step])
+        for message in step:
+            if message.receiver in self._mine:
+                offset = 0
+                for piece in message.pieces:
+                    blocks, box = made[piece.move], self._to[piece.move][message.receiver]
+                    buffer = received[message.receiver]
+                    blocks[message.receiver] = give(blocks[message.receiver], box, piece, buffer, offset)
+                    offset += self._length(piece)
+
+    def _pack(self, message: Message, exchange: Exchange, held: Blocks, made: Blocks) -> None:
+        buffer, offset = exchange.buffers[message.sender], 0
+        for piece in message.pieces:
+            i = piece.move
+            origin, block = self._from[i].get(message.sender), held[i].get(message.sender)
+            if origin is None or not _holds(origin, piece.slice):  # a relay
+                origin, block = self._to[i][message.sender], made[i][message.sender]
+            assert block is not None
+            buffer = take(buffer, block, origin, piece, offset)
+            offset += self._length(piece)
+        exchange.buffers[message.sender] = buffer
+
+    def _length(self, piece: Piece) -> int:
+        """Words of a piece."""
+        return (piece.stop - piece.start) * self._words_each(piece)
+
+    def _words_each(self, piece: Piece) -> int:
+        return item_bytes(self._arrays[piece.move].dtype) // np.dtype(self._word).itemsize
+
+    def _room(self, pieces: Sequence[Piece]) -> int:
+        """Words by which pieces are rounded up, at most."""
+        return max((padded_elements(p) - (p.stop - p.start)) * self._words_each(p) for p in pieces)
+
+    def _empty(self, number: int, device: int) -> jax.Array:
+        box = self._to[number][device]
+        shape = tuple(b - a for a, b in box)
+        return jnp.zeros(shape, self._arrays[number].dtype, device=self._devices[device])
+
+
+def _by_id(boxes: dict[Any, Box]) -> dict[int, Box]:
+    return {device.id: box for device, box in boxes.items()}
+
+
+def _holds(outer: Box, inner: Box) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))

@@ -1,0 +1,124 @@
+"""Moves between processes arrive to the bit, whatever the dtype and the layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launched import write_script
+
+from meshwright.launch import run
+
+_HEAD = """
+import meshwright as mw
+mw.initialize(timeout_seconds=120)
+import jax, jax.numpy as jnp, numpy as np, random
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+devices = np.array(jax.devices(), dtype=object)
+
+def on(places, shape, spec):
+    names = ("x", "y", "z")[: len(shape)]
+    mesh = Mesh(devices[list(places)].reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+def whole(x, sharding):
+    mine = any(d.process_index == jax.process_index() for d in sharding.device_set)
+    if not mine:
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [], dtype=x.dtype)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+def check(moved, expected, sharding):
+    assert moved.sharding == sharding and moved.dtype == expected.dtype and moved.shape == expected.shape
+    for shard in moved.addressable_shards:
+        got, wanted = np.asarray(shard.data), expected[shard.index]
+        assert got.tobytes() == np.ascontiguousarray(wanted).tobytes(), (shard.index, sharding)
+"""
+
+
+def outputs(folder: Path, text: str, processes: int = 2) -> list[str]:
+    result = run(
+        write_script(folder, _HEAD + text), processes=processes, devices_per_process=8 // processes, log_dir=folder,
+        timeout_seconds=300, environment={"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    result.check()
+    return [process.output() for process in result.processes]
+
+
+def test_every_dtype_across_two_processes(tmp_path: Path) -> None:
+    """Split four ways to split eight ways and to replicas elsewhere; typed keys too."""
+    found = outputs(
+        tmp_path,
+        """
+names = ["bool", "int2", "uint4", "int4", "int8", "uint16", "int32", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2",
+         "bfloat16", "float16", "float32", "complex64"]
+rng = np.random.default_rng(0)
+tree, wanted = {}, {}
+source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
+for name in names:
+    dtype = jnp.dtype(getattr(jnp, name))
+    bits = rng.integers(0, 2, (16, 12)) if dtype == bool else rng.integers(-2, 2, (16, 12))
+    wanted[name] = np.abs(bits).astype(dtype) if dtype.kind in "ub" else bits.astype(np.float32).astype(dtype)
+    tree[name] = whole(wanted[name], source)
+moved = mw.reshard(tree, target)
+for name in names:
+    check(moved[name], wanted[name], target)
+words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(7), 8)))
+keys = jax.random.wrap_key_data(whole(words, on(range(4), (4,), ("x",))))
+moved = mw.reshard(keys, on((4, 5), (2,), ("x",)))
+assert jax.dtypes.issubdtype(moved.dtype, jax.dtypes.prng_key)
+check(jax.random.key_data(moved), words, on((4, 5), (2,), ("x",)))
+print("moved", len(names) + 1)
+""",
+    )
+    assert all("moved 15" in output for output in found), found
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_random_moves(tmp_path: Path, processes: int) -> None:
+    """Any meshes, overlapping or not, any layouts; relays in small chunks; buffers within bounds."""
+    found = outputs(
+        tmp_path,
+        """
+pick, total, relayed = random.Random(1), 0, 0
+for number in range(24):
+    shape = tuple(pick.choice([8, 16, 24]) for _ in range(pick.choice([1, 2, 3])))
+    sides = []
+    for _ in range(2):
+        size = pick.choice([1, 2, 4, 8])
+        grid = (size,) if size < 4 or pick.random() < 0.5 else (2, size // 2)
+        free = ["x", "y"][: len(grid)]
+        spec = [None] * len(shape)
+        for axis in free:
+            if pick.random() < 0.7:
+                spec[pick.choice([d for d in range(len(shape)) if spec[d] is None] or [0])] = axis
+        sides.append(on(pick.sample(range(8), size), grid, spec))
+    x = np.random.default_rng(number).standard_normal(shape).astype(np.float32)
+    chunk = pick.choice([256, 1 << 20])
+    if not any(d.process_index == jax.process_index() for s in sides for d in s.device_set):
+        continue
+    moved = mw.reshard(whole(x, sides[0]), sides[1], chunk_bytes=chunk)
+    relayed += mw.reshard_plan(whole(x, sides[0]), sides[1], chunk_bytes=chunk).chunks > 1
+    check(moved, x, sides[1])
+    total += 1
+print("moved", total, "relayed", relayed)
+""",
+        processes,
+    )
+    assert all("moved" in output and "relayed 0" not in output for output in found), found
+
+
+def test_processes_that_disagree_are_told_before_a_byte_moves(tmp_path: Path) -> None:
+    found = outputs(
+        tmp_path,
+        """
+x = np.arange(32, dtype=np.float32)
+source = whole(x, on(range(4), (4,), ("x",)))
+target = on(range(4, 8), (4,), ("x",)) if jax.process_index() == 0 else on(range(4, 8), (4,), (None,))
+try:
+    mw.reshard(source, target)
+except mw.PlanError as error:
+    print("refused:", error)
+check(source, x, source.sharding)
+""",
+    )
+    assert all("refused" in output and "one plan in all processes" in output for output in found), found
