@@ -52,6 +52,11 @@ def give(block: jax.Array, origin: Box, piece: Piece, buffer: jax.Array, offset:
     return _give(block, buffer, *_address(origin, piece), np.int32(offset), **_shape(piece))
 
 
+def whole(buffer: jax.Array, piece: Piece, dtype: Any, offset: int) -> jax.Array:
+    """A block that is one piece, from a buffer of words."""
+    return _whole(buffer, np.int32(offset), tuple(b - a for a, b in piece.slice), np.dtype(dtype))
+
+
 def part(block: jax.Array, origin: Box, box: Box) -> jax.Array:
     """A box of the whole array, out of a block that has it; the block itself where that is all of it."""
     if origin == box:
@@ -106,6 +111,12 @@ def _give(
     # What is read beyond the piece is somebody else's: positions outside the block are dropped.
     outer = jnp.where(lax.iota(jnp.int32, length) < count, outer, block.shape[0])
     return block.at[outer, *rest].set(values, mode="drop", unique_indices=True)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _whole(buffer: jax.Array, offset: Any, sizes: tuple[int, ...], dtype: Any) -> jax.Array:
+    words = lax.dynamic_slice(buffer, (offset,), (prod(sizes) * item_bytes(dtype) // buffer.dtype.itemsize,))
+    return from_words(words, dtype).reshape(sizes)
 
 
 @partial(jax.jit, static_argnums=(2,))

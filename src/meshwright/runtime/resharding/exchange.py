@@ -1,7 +1,7 @@
 """Buffers of words between the devices of several processes: one `ppermute` for each group of disjoint pairs.
 
-All devices of a move are one mesh, and all buffers of one size, so that a program is known by its pairs alone and the
-same few programs serve all rounds. Every process that has a device of the mesh calls `run`, all in one order.
+All devices that send or receive are one mesh, and all buffers of one size, so that a program is known by its pairs
+alone and the same few programs serve all rounds. Every process with a device of the mesh calls `run`, all in one order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -37,9 +38,7 @@ class Exchange:
         self._sharding = NamedSharding(self._mesh, _SPEC)
         # Virtual CPU devices run programs of several processes in no order, so that two could wait for each other.
         self._wait = devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
-        self.buffers: dict[int, jax.Array] = {
-            d.id: jax.device_put(np.zeros(words, dtype), jax.sharding.SingleDeviceSharding(d)) for d in self._mine
-        }
+        self.buffers: dict[int, jax.Array] = {d.id: jnp.zeros(words, dtype, device=d) for d in self._mine}
 
     def run(self, pairs: Sequence[tuple[int, int]]) -> Mapping[int, jax.Array]:
         """Send the buffers of the first of each pair to the second; what each device of this process received.
@@ -47,6 +46,8 @@ class Exchange:
         Args:
           pairs: device ids, no sender and no receiver twice.
         """
+        if not self._mine:
+            return {}
         whole = jax.make_array_from_single_device_arrays(
             (self._words * len(self._devices),), self._sharding, [self.buffers[d.id] for d in self._mine]
         )

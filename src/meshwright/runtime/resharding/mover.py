@@ -20,7 +20,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
 from ...resharding.layout import Box
-from .blocks import give, padded_elements, part, place, take
+from .blocks import give, padded_elements, part, place, take, whole
 from .exchange import Exchange
 from .layouts import block_boxes
 from .words import item_bytes, word_of
@@ -37,13 +37,15 @@ class Mover:
       arrays: shapes and dtypes.
       sources: their shardings.
       targets: the shardings they are to have.
+      rounds: to be run in place of the plan's (another algorithm's, for comparison).
     """
 
     def __init__(
         self, plan: ReshardPlan, arrays: Sequence[jax.ShapeDtypeStruct], sources: Sequence[Sharding],
-        targets: Sequence[Sharding],
+        targets: Sequence[Sharding], *, rounds: Sequence[RoundMessages] | None = None,
     ) -> None:  # fmt: skip
         self.plan = plan
+        self._given = rounds
         self._arrays = arrays
         self._targets = targets
         self._from = [_by_id(block_boxes(s, a.shape)) for s, a in zip(sources, arrays, strict=True)]
@@ -58,7 +60,7 @@ class Mover:
 
     @cached_property
     def _rounds(self) -> tuple[RoundMessages, ...]:
-        return tuple(round_messages(self.plan))
+        return tuple(round_messages(self.plan) if self._given is None else self._given)
 
     @cached_property
     def _words(self) -> int:
@@ -69,6 +71,12 @@ class Mover:
     @cached_property
     def _local(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         return local_messages(self.plan)
+
+    @cached_property
+    def _exchanging(self) -> list[Any]:
+        """The devices that send or receive in any round; others have nothing to do with it."""
+        steps = [message for one in self._rounds for step in one.steps for message in step]
+        return [self._devices[d] for d in sorted({d for m in steps for d in (m.sender, m.receiver)})]
 
     @property
     def buffer_bytes(self) -> int:
@@ -87,8 +95,8 @@ class Mover:
         """
         held: Blocks = [{shard.device.id: shard.data for shard in value.addressable_shards} for value in values]
         made = self._locally(held, donate)
-        if self._rounds:
-            exchange = Exchange(list(self._devices.values()), self._words, self._word)
+        if self._mine and self._rounds:
+            exchange = Exchange(self._exchanging, self._words, self._word)
             for number, one in enumerate(self._rounds, start=1):
                 for step in one.steps:
                     self._step(step, exchange, held, made)
@@ -102,7 +110,7 @@ class Mover:
                         block.delete()
         return [
             jax.make_array_from_single_device_arrays(
-                array.shape, target, [made[i][d.id] for d in target.addressable_devices], dtype=array.dtype
+                array.shape, target, [self._block(made, i, d.id) for d in target.addressable_devices], dtype=array.dtype
             )
             for i, (array, target) in enumerate(zip(self._arrays, self._targets, strict=True))
         ]
@@ -114,11 +122,8 @@ class Mover:
         for i, (source, target) in enumerate(zip(self._from, self._to, strict=True)):
             made.append({})
             for device, box in target.items():
-                if device in self._mine:
-                    if source.get(device) != box:
-                        made[i][device] = self._empty(i, device)
-                    else:
-                        made[i][device] = held[i][device] if donate else jnp.copy(held[i][device])
+                if device in self._mine and source.get(device) == box:
+                    made[i][device] = held[i][device] if donate else jnp.copy(held[i][device])
         moved = [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
         self._copy(moved, held, made)
         self._copy(copied, held, made)
@@ -141,8 +146,9 @@ class Mover:
                 target, origin = self._to[i][message.receiver], boxes[i][message.sender]
                 for box in piece.boxes:
                     value = jax.device_put(part(source[i][message.sender], origin, box), to)
-                    block = made[i][message.receiver]
-                    made[i][message.receiver] = value if box == target else place(block, target, box, value)
+                    if box != target:
+                        value = place(self._block(made, i, message.receiver), target, box, value)
+                    made[i][message.receiver] = value
 
     def _step(self, step: Sequence[Message], exchange: Exchange, held: Blocks, made: Blocks) -> None:
         """Messages between disjoint pairs of devices."""
@@ -152,12 +158,18 @@ class Mover:
         received = exchange.run([(message.sender, message.receiver) for message in step])
         for message in step:
             if message.receiver in self._mine:
-                offset = 0
-                for piece in message.pieces:
-                    blocks, box = made[piece.move], self._to[piece.move][message.receiver]
-                    buffer = received[message.receiver]
-                    blocks[message.receiver] = give(blocks[message.receiver], box, piece, buffer, offset)
-                    offset += self._length(piece)
+                self._unpack(message, received[message.receiver], made)
+
+    def _unpack(self, message: Message, buffer: jax.Array, made: Blocks) -> None:
+        offset = 0
+        for piece in message.pieces:
+            i, device = piece.move, message.receiver
+            box = self._to[i][device]
+            if piece.boxes == (box,):
+                made[i][device] = whole(buffer, piece, self._arrays[i].dtype, offset)
+            else:
+                made[i][device] = give(self._block(made, i, device), box, piece, buffer, offset)
+            offset += self._length(piece)
 
     def _pack(self, message: Message, exchange: Exchange, held: Blocks, made: Blocks) -> None:
         buffer, offset = exchange.buffers[message.sender], 0
@@ -182,10 +194,12 @@ class Mover:
         """Words by which pieces are rounded up, at most."""
         return max((padded_elements(p) - (p.stop - p.start)) * self._words_each(p) for p in pieces)
 
-    def _empty(self, number: int, device: int) -> jax.Array:
-        box = self._to[number][device]
-        shape = tuple(b - a for a, b in box)
-        return jnp.zeros(shape, self._arrays[number].dtype, device=self._devices[device])
+    def _block(self, made: Blocks, number: int, device: int) -> jax.Array:
+        """The new block of a device of this process; made here when its first piece comes."""
+        if device not in made[number]:
+            shape = tuple(b - a for a, b in self._to[number][device])
+            made[number][device] = jnp.zeros(shape, self._arrays[number].dtype, device=self._devices[device])
+        return made[number][device]
 
 
 def _by_id(boxes: dict[Any, Box]) -> dict[int, Box]:

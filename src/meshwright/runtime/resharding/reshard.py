@@ -46,7 +46,7 @@ def reshard(
     """Move a tree of arrays to other shardings, on any meshes.
 
     In a run of many processes each process that has a device of any of the arrays, before or after, calls it, with the
-    same tree; that they agree is checked before a byte moves.
+    same tree (others may); that they agree is checked before a byte moves.
 
     >>> import jax, jax.numpy as jnp
     >>> from jax.sharding import SingleDeviceSharding
@@ -148,7 +148,7 @@ def _mover(parts: tuple[_Part, ...], network: Network | None, chunk_bytes: int) 
 def _agree(plan: ReshardPlan, parts: Sequence[_Part]) -> None:
     """Refuse, before a byte moves, a plan that is not that of all processes that take part in it."""
     taking_part = sorted({d.process_index for part in parts for sharding in part[3:] for d in sharding.device_set})
-    if len(taking_part) == 1:
+    if len(taking_part) == 1 or jax.process_index() not in taking_part:
         return
     text = f"{plan.fingerprint} of {[(name, shape, str(dtype)) for name, shape, dtype, _, _ in parts]}"
     said = exchange_texts(text, among=taking_part, about="a reshard", timeout_seconds=_AGREE_SECONDS)
