@@ -31,8 +31,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan the move of all tensors together.
 
-    >>> from meshwright.reshard.layout import grid_layout
-    >>> from meshwright.reshard.network import uniform_network
+    >>> from meshwright.resharding.layout import grid_layout
+    >>> from meshwright.resharding.network import uniform_network
     >>> network = uniform_network([(0, 1), (2, 3)], nic_rate=1e9)
     >>> split = grid_layout((0, 1), (2,), ("x",), [("x",)])
     >>> whole = grid_layout((2, 3), (2,), ("x",), [])

@@ -42,7 +42,7 @@ class Leg:
 def exclusive_seconds(network: Network, legs: Sequence[Leg]) -> Fraction:
     """The time until all `legs` are done, ports taken one leg at a time, in the given order.
 
-    >>> from meshwright.reshard.network import uniform_network
+    >>> from meshwright.resharding.network import uniform_network
     >>> network = uniform_network([(0,), (1,), (2,)], nic_rate=1)
     >>> first = Leg(senders=(0,), receivers=(1,), bytes=4)
     >>> exclusive_seconds(network, [first, Leg(senders=(0,), receivers=(2,), bytes=1)])
@@ -93,7 +93,7 @@ class _Core:
 def fluid_seconds(network: Network, legs: Sequence[Leg]) -> float:
     """The time until all `legs` are done, ports shared fairly, each sender working on one leg after the other.
 
-    >>> from meshwright.reshard.network import uniform_network
+    >>> from meshwright.resharding.network import uniform_network
     >>> network = uniform_network([(0,), (1,), (2,)], nic_rate=1)
     >>> fluid_seconds(network, [Leg(senders=(s,), receivers=(2,), bytes=1) for s in (0, 1)])
     2.0

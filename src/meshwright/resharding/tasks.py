@@ -26,7 +26,7 @@ from .network import Network
 class Move:
     """One tensor that changes its layout.
 
-    >>> from meshwright.reshard.layout import DeviceMesh
+    >>> from meshwright.resharding.layout import DeviceMesh
     >>> mesh = DeviceMesh(devices=(0,), shape=(1,), axes=("x",))
     >>> whole = Layout(mesh=mesh, spec=())
     >>> Move(name="w", shape=(4, 2), item_bytes=4, source=whole, destination=whole).bytes
@@ -70,7 +70,7 @@ class Move:
 class SliceGrid:
     """The data slices of one tensor: per dim the cuts of either layout; a slice is one cell of the grid.
 
-    >>> from meshwright.reshard.layout import DeviceMesh
+    >>> from meshwright.resharding.layout import DeviceMesh
     >>> two = DeviceMesh(devices=(6, 7), shape=(2,), axes=("x",))
     >>> grid = SliceGrid((6,), Layout(mesh=two, spec=(("x",),)), Layout(mesh=two, spec=()))
     >>> grid.count, grid.box(1)
