@@ -1,6 +1,7 @@
 """A small GPT trained twice on bytes of the Python standard library's own sources: on all local devices, and on one.
 
-The plan is explained first, and the losses of both runs stand side by side at the end.
+The plan is explained first, and the losses of both runs stand side by side at the end. As a pipeline, the devices are
+four stages, and what they do in a step is shown as the simulator predicts it.
 
 Both runs start from the same state and see the same batches. Virtual devices share the machine's cores, so the parallel
 run is not expected to be the faster one: what it shows is that the plan computes the same.
@@ -25,7 +26,9 @@ from .errors import PlanError
 from .planning import plan_for
 from .report.explain import explain_plan
 from .report.table import format_count, format_ratio, format_seconds
-from .runtime.step import PlannedStep
+from .report.timeline import timeline_text
+from .runtime.executable import executable
+from .simulate import simulate_plan
 from .zoo import gpt
 
 # Final losses further apart than this, relatively, mean that the plan computes something else.
@@ -34,6 +37,9 @@ TOLERANCE = 1e-3
 _CONFIG = gpt.GPTConfig(
     name="gpt-demo", hidden=128, layers=4, heads=8, vocabulary=256, sequence=128, global_batch=16, dtype="float32"
 )
+# Of the pipeline. More microbatches would make the bubble smaller, and the chart too narrow to read.
+_PIPELINE: dict[str, Any] = {"stages": 4, "microbatches": 8}
+_CHART_COLUMNS = 76
 # As much text as a run of any length needs.
 _CORPUS_BYTES = 2_000_000
 
@@ -46,11 +52,12 @@ class Training:
     step_seconds: float
 
 
-def run_demo(*, steps: int) -> bool:
+def run_demo(*, steps: int, pipeline: bool = False) -> bool:
     """Plan, train on all devices, train on one; print both, and whether the final losses agree.
 
     Args:
       steps: training steps of each run, at least 1.
+      pipeline: whether the devices are to be stages.
 
     Raises:
       PlanError: if no source of the standard library can be read, or no plan fits.
@@ -64,16 +71,21 @@ def run_demo(*, steps: int) -> bool:
         soft_wrap=True,
     )
     with console.status("planning"):
-        planning = plan_for(target.step, (target.example_state, target.example_batch))
+        wanted = _PIPELINE if pipeline else {}
+        planning = plan_for(target.step, (target.example_state, target.example_batch), **wanted)
     plan = planning.plan
     console.print(explain_plan(plan, considered=planning.considered), markup=False, soft_wrap=True)
     console.print(f"\nPlanned in {format_seconds(planning.seconds)}\n")
+    if pipeline:
+        text = timeline_text(simulate_plan(plan), width=_CHART_COLUMNS)
+        console.print(f"A step, as simulated:\n\n{text}\n", markup=False, soft_wrap=True)
 
-    init = jax.jit(target.init)
-    planned = PlannedStep(planning.program, plan, jax.devices()[: plan.num_devices])
-    parallel = _train(planned, init(jax.random.key(0)), corpus, steps, f"{plan.num_devices} devices", console)
+    planned = executable(planning.program, plan, jax.devices())
+    state = planned.create(target.init, jax.random.key(0))
+    parallel = _train(planned, state, corpus, steps, f"{plan.num_devices} devices", console)
     # The state is donated in both, so that both hold one copy of it.
-    alone = _train(jax.jit(target.step, donate_argnums=0), init(jax.random.key(0)), corpus, steps, "1 device", console)
+    state = jax.jit(target.init)(jax.random.key(0))
+    alone = _train(jax.jit(target.step, donate_argnums=0), state, corpus, steps, "1 device", console)
 
     ours, theirs = parallel.losses[-1], alone.losses[-1]
     difference = abs(ours - theirs) / abs(theirs)

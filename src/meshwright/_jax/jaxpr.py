@@ -15,6 +15,7 @@ from jax._src import source_info_util  # the line of user code an equation came 
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
 
+from .boundary import Boundaries, layer_boundary_p
 from .manual import is_shard_map, on_whole_arrays, plain_body
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -59,11 +60,13 @@ def source_line(equation: Equation) -> str:
     return source_info_util.summarize(equation.source_info)
 
 
-def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
+def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> ClosedJaxpr:
     """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations.
 
-    A matrix product or convolution written twice is kept once, as the compiler would.
+    A matrix product or convolution written twice is kept once, as the compiler would. Layer boundaries are gone;
+    where they were is added to `boundaries`.
     """
+    boundaries = Boundaries() if boundaries is None else boundaries
     top = open_jaxpr(closed)
     constvars: list[Any] = list(top.constvars)
     consts: list[Any] = list(consts_of(closed))
@@ -77,6 +80,9 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
             invars = [read(env, atom) for atom in equation.invars]
             if equation.primitive.name in _WISHES:
                 env.update(zip(equation.outvars, invars, strict=True))
+                continue
+            if equation.primitive is layer_boundary_p:
+                boundaries.before.append(len(equations))
                 continue
             if equation.primitive.name in _INLINED or is_shard_map(equation):
                 body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -93,7 +99,9 @@ def inline(closed: ClosedJaxpr) -> ClosedJaxpr:
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue
-            params = _inline_params(equation)
+            inside = Boundaries()
+            params = _inline_params(equation, inside)
+            boundaries.add_body(inside, len(equations), is_scan=equation.primitive.name == "scan")
             if is_remat(equation) and consts_of(params["jaxpr"]):
                 # A checkpointed body has no place for constants: they become operands.
                 body = open_jaxpr(params["jaxpr"])
@@ -143,17 +151,22 @@ def _whole_arrays(equation: Equation) -> ClosedJaxpr:
         return jax.make_jaxpr(on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks)))(*avals)
 
 
-def _inline_params(equation: Equation) -> dict[str, Any]:
-    """Parameters of a structured equation with the jaxprs inside it inlined too."""
+def _inline_params(equation: Equation, inside: Boundaries) -> dict[str, Any]:
+    """Parameters of a structured equation with the jaxprs inside it inlined too; adds the boundaries inside it."""
     name, params = equation.primitive.name, dict(equation.params)
     if name == "scan":
-        params["jaxpr"] = inline(params["jaxpr"])
+        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside)
     elif name in ("remat2", "checkpoint", "remat"):
-        params["jaxpr"] = inline(ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"])))
+        body = ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"]))
+        params["jaxpr"] = inline(body, boundaries=inside)
     elif name == "cond":
-        params["branches"] = tuple(inline(branch) for branch in params["branches"])
+        params["branches"] = tuple(inline(branch, boundaries=inside) for branch in params["branches"])
     elif name == "while":
-        params["cond_jaxpr"], params["body_jaxpr"] = inline(params["cond_jaxpr"]), inline(params["body_jaxpr"])
+        params["cond_jaxpr"] = inline(params["cond_jaxpr"])
+        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside)
+    elif name in ("custom_jvp_call", "custom_vjp_call"):
+        # Stays a call, and keeps its marks: its derivative is made by calling the user's function again.
+        inline(params["call_jaxpr"], boundaries=inside)
     return params
 
 

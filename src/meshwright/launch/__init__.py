@@ -5,7 +5,6 @@ at the top of a script, joins the processes that our launcher, SLURM, Kubernetes
 JAX, inside the call.
 """
 
-from meshwright.launch.agree import agree as agree, exchange_texts as exchange_texts
 from meshwright.launch.connect import initialize as initialize
 from meshwright.launch.errors import LaunchError as LaunchError
 from meshwright.launch.local import run as run

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from .._jax.boundary import Boundaries
 from .._jax.grad import inline_value_and_grad, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, is_literal, open_jaxpr
 from ..errors import PlanError
@@ -49,6 +50,7 @@ class Program:
       fingerprint: equal for equal programs at equal shapes.
       reduction: how losses of microbatches combine, "mean" or "sum".
       aux_reductions: with microbatches, how each of the core's other results combines.
+      boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
     """
 
     outer: ClosedJaxpr
@@ -69,6 +71,7 @@ class Program:
     fingerprint: str
     reduction: str
     aux_reductions: tuple[Reduction, ...] = ()
+    boundaries: Boundaries = field(default_factory=Boundaries)
 
     @property
     def marked(self) -> bool:
@@ -163,7 +166,7 @@ def trace_program(
     marker = markers[0]
     equation = open_jaxpr(outer).eqns[marker]
     num_consts = equation.params["num_consts"]
-    core = eliminate_dead_code(inline(equation.params["jaxpr"]))
+    core, boundaries = _core(equation.params["jaxpr"])
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
     if microbatches > 1:
@@ -171,7 +174,7 @@ def trace_program(
         small_outer = _trace_small(step, small, microbatches)
         small_equation = next(e for e in open_jaxpr(small_outer).eqns if e.primitive is value_and_grad_p)
         split_dims = _split_dims(equation, small_equation, microbatches)
-        full_core, core = core, eliminate_dead_code(inline(small_equation.params["jaxpr"]))
+        full_core, (core, boundaries) = core, _core(small_equation.params["jaxpr"])
         if reduction is None:
             reduction = loss_reduction(full_core, core, microbatches, split_dims)
         combined = aux_reductions(full_core, core, microbatches, split_dims)
@@ -200,7 +203,24 @@ def trace_program(
         fingerprint=_fingerprint(outer, microbatches),
         reduction=reduction or "mean",
         aux_reductions=combined,
+        boundaries=boundaries,
     )
+
+
+def _core(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
+    """The program of a loss function without dead code, and the layer boundaries in it."""
+    written = Boundaries()
+    whole = inline(loss, boundaries=written)
+    core = eliminate_dead_code(whole)
+    # What is left has the variables it had, some of them dropped.
+    places = {id(var): place for place, eqn in enumerate(open_jaxpr(whole).eqns) for var in eqn.outvars}
+    kept: list[int] = []
+    for eqn in open_jaxpr(core).eqns:
+        known = [places[id(var)] for var in eqn.outvars if id(var) in places]
+        kept.append(known[0] if known else max(kept, default=0))  # one without results stays behind the one before
+    before = sorted({sum(place < cut for place in kept) for cut in written.before})
+    scans = [number for number, place in enumerate(kept) if place in written.scans]
+    return core, Boundaries(before=[cut for cut in before if 0 < cut < len(kept)], scans=scans)
 
 
 def _trace(step: Callable[..., Any], shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:

@@ -1,0 +1,247 @@
+"""What a pipeline of two processes reaches of what two cores could give.
+
+    python benchmarks/pipeline_overhead.py --rounds 5 --microbatches 16
+
+A perceptron of equal blocks is trained in two stages by two processes of one core each, and by one process on one of
+these cores. With B equal microbatches two stages can at best be 2 B / (B + 1) times as fast as one: the bubble takes
+one microbatch. Reported is the share of that which is reached, `efficiency`: of each round, and of the fastest steps of
+all rounds, which other work on the machine disturbs least; if that is below --least, the exit status is 1.
+
+Both run in turn in one run, process 0 doing the one-core steps while process 1 waits in a transfer, so that what else
+the machine does falls on both alike. The one-core step is the faster of two: the
+whole batch at once, and microbatches in a loop. Python's share is measured apart: the executor walks a step whose
+programs and transfers are replaced by their results. Prints one JSON object.
+
+Known limit: two processes in lockstep suffer from whatever else wants either core, one process only from what wants
+its own. `chrt -r 1 python benchmarks/pipeline_overhead.py` keeps others away for its half minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+LEAST_EFFICIENCY = 0.85
+LEAST_MICROBATCH_SECONDS = 0.020
+
+# Steps run before any is timed: the first compiles, the second may still allocate.
+_WARM_UP = 2
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of each kind, in a round")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--examples", type=int, default=192, help="of a microbatch")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--schedule", default="eager_one_f_one_b")
+    parser.add_argument("--least", type=float, default=LEAST_EFFICIENCY)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Start the two processes, print what process 0 found, and say whether it is enough."""
+    from meshwright.launch import run
+
+    args = options()
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise SystemExit("refused pipeline_overhead: got one core; needed two; where: sched_getaffinity; try taskset")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        result = run(
+            __file__, [*sys.argv[1:], "--out", str(out)], processes=2, devices_per_process=1, timeout_seconds=900,
+            environment={"JAX_PLATFORMS": "cpu", "MESHWRIGHT_BENCHMARK_CORES": ",".join(map(str, cores))},
+        )  # fmt: skip
+        result.check()
+        found = json.loads(out.read_text())
+    print(json.dumps(found, indent=1))
+    enough = found["results"]["efficiency"]["fastest"] >= args.least
+    raise SystemExit(0 if enough else 1)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """In each of the two processes; process 0 writes what it found."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import meshwright as mw
+
+    mw.initialize(timeout_seconds=120)
+
+    def loss_of(weights: Any, x: Any) -> Any:
+        # Scaled by a parameter, so that the first block computes the gradient of its input like the others.
+        x = x * weights["scale"]
+        for number, block in enumerate(weights["blocks"]):
+            if number == args.blocks // 2:
+                mw.layer_boundary()
+            x = jax.nn.relu(x @ block)
+        return jnp.mean(x * x)
+
+    def step(weights: Any, x: Any) -> Any:
+        loss, grads = mw.value_and_grad(loss_of)(weights, x)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, grads), loss
+
+    def in_a_loop(weights: Any, x: Any) -> Any:
+        """By hand, microbatch by microbatch."""
+
+        def add(sums: Any, part: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(weights, part)), None
+
+        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights))
+        (loss, grads), _ = jax.lax.scan(add, zeros, x.reshape(args.microbatches, -1, args.width))
+        count = args.microbatches
+        return jax.tree.map(lambda w, g: w - 1e-3 * g / count, weights, grads), loss / count
+
+    generator = np.random.default_rng(0)
+    scale = (2 / args.width) ** 0.5
+    blocks = [
+        generator.normal(0, scale, (args.width, args.width)).astype(np.float32) for _ in range(args.blocks)
+    ]  # fmt: skip
+    weights = {"scale": np.ones(args.width, np.float32), "blocks": blocks}
+    x = generator.normal(size=(args.microbatches * args.examples, args.width)).astype(np.float32)
+
+    pipeline = mw.parallelize(step, stages=2, microbatches=args.microbatches, schedule=args.schedule)
+    first = jax.process_index() == 0
+    runs = {"pipeline": _trained(pipeline, weights, x)}
+    if first:
+        runs["whole batch"] = _trained(
+            jax.jit(step, donate_argnums=0), weights, jax.device_put(x, jax.local_devices()[0])
+        )
+        runs["in a loop"] = _trained(
+            jax.jit(in_a_loop, donate_argnums=0), weights, jax.device_put(x, jax.local_devices()[0])
+        )
+    for run in runs.values():
+        for _ in range(_WARM_UP):
+            run()
+    if first:
+        losses = {name: run()[1] for name, run in runs.items()}
+    else:
+        runs["pipeline"]()
+        losses = {}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            seconds[name].append(min(run()[0] for _ in range(args.steps)))
+    planned = pipeline.planned(weights, x)
+    python = _python_seconds(planned, weights, x)
+    if not first:
+        return
+    alone = [min(a, b) for a, b in zip(seconds["whole batch"], seconds["in a loop"], strict=True)]
+    best = 2 * args.microbatches / (args.microbatches + 1)
+    efficiency = [one / two / best for one, two in zip(alone, seconds["pipeline"], strict=True)]
+    largest = max(abs(loss - losses["in a loop"]) for loss in losses.values())
+    if not largest <= 1e-4 * abs(losses["in a loop"]):
+        raise SystemExit(f"the losses differ: {losses}")
+    microbatch = min(alone) / args.microbatches
+    if microbatch < LEAST_MICROBATCH_SECONDS:
+        raise SystemExit(f"a microbatch of {microbatch:.4f} s is too short; try more --examples")
+    results = {
+        "efficiency": {
+            "median": round(statistics.median(efficiency), 4), "lowest": round(min(efficiency), 4),
+            "highest": round(max(efficiency), 4), "fastest": round(min(alone) / min(seconds["pipeline"]) / best, 4),
+        },
+        "speed_up": round(statistics.median(a / b for a, b in zip(alone, seconds["pipeline"], strict=True)), 4),
+        "best_possible_speed_up": round(best, 4),
+        "step_seconds": {name: round(statistics.median(found), 5) for name, found in seconds.items()},
+        "microbatch_seconds": round(microbatch, 5),
+        "stages": [list(stage.equations or ()) for stage in planned.plan.stages],
+        **python,
+    }  # fmt: skip
+    record = {
+        "what": "speed-up of two stages in two processes of one core each over one core, of the best possible",
+        "where": {"cores": os.environ["MESHWRIGHT_BENCHMARK_CORES"], "system": os.uname().sysname},
+        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
+        "config": {name: value for name, value in vars(args).items() if name != "out"},
+        "command": "python " + shlex.join(sys.argv[: sys.argv.index("--out")]),
+        "results": results,
+    }
+    args.out.write_text(json.dumps(record))
+
+
+def _trained(step: Callable[..., Any], weights: Any, x: Any) -> Callable[[], tuple[float, float]]:
+    """Runs a step on the state it has reached; returns its seconds and its loss."""
+    import jax
+
+    state = jax.tree.map(lambda w: w.copy(), weights)
+
+    def run() -> tuple[float, float]:
+        nonlocal state
+        start = time.perf_counter()
+        state, loss = step(state, x)
+        loss = float(loss)
+        for leaf in jax.tree.leaves(state):
+            leaf.block_until_ready()
+        return time.perf_counter() - start, loss
+
+    return run
+
+
+def _python_seconds(planned: Any, weights: Any, x: Any) -> dict[str, Any]:
+    """What the executor itself takes for an instruction, its programs and transfers answered from memory."""
+    executor = planned._executor
+    answers: dict[Any, Any] = {}
+
+    def remembered(key: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any) -> Any:
+            if key not in answers:
+                answers[key] = call(*args)
+            return answers[key]
+
+        return answer
+
+    class Transport:
+        """Answers with what was moved in the same layout before."""
+
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def move(self, value: Any, target: Any, about: Any) -> Any:
+            key = (value.shape, value.dtype, target)
+            if key not in answers:
+                answers[key] = self._real.move(value, target, about)
+            return answers[key]
+
+    for stage, programs in enumerate(executor._programs):
+        for work, program in programs.items():
+            programs[work] = replace(program, run=remembered((stage, work), program.run))
+    executor._transport = Transport(executor._transport)
+    import jax
+
+    flat = jax.tree.leaves((weights, x))
+
+    def walk() -> float:
+        memories = [planned._memory(number, flat) for number in range(len(planned.stages))]
+        start = time.perf_counter()
+        executor.run(memories)
+        return time.perf_counter() - start
+
+    walk()
+    count = len(executor._order)
+    seconds = min(walk() for _ in range(5))
+    return {"instructions": count, "python_seconds_per_instruction": round(seconds / count, 8)}
+
+
+if __name__ == "__main__":
+    if "--out" in sys.argv:
+        core = int(os.environ["MESHWRIGHT_BENCHMARK_CORES"].split(",")[int(os.environ["MESHWRIGHT_PROCESS_ID"])])
+        # Before JAX is imported: XLA makes as many threads as the process may use cores.
+        os.sched_setaffinity(0, {core})
+        measure(options())
+    else:
+        main()
