@@ -16,6 +16,7 @@ from one_device import assert_equal_trees, copy
 
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
+from meshwright.program.inference import trace_inference
 from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import Program, trace_program
 from meshwright.runtime.pipeline.step import PipelinedStep
@@ -76,6 +77,13 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
 def pipelined(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline) -> PipelinedStep:
     """A step as a pipeline on the devices of this process."""
     program = trace_program(step, args, microbatches=pipeline.microbatches)
+    staged = staged_program(program, scan_splits=pipeline.scan_splits)
+    return PipelinedStep(program, staged_plan(program, staged, pipeline), jax.devices())
+
+
+def inference(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline) -> PipelinedStep:
+    """A step without gradients as a pipeline on the devices of this process."""
+    program = trace_inference(step, args, microbatches=pipeline.microbatches)
     staged = staged_program(program, scan_splits=pipeline.scan_splits)
     return PipelinedStep(program, staged_plan(program, staged, pipeline), jax.devices())
 

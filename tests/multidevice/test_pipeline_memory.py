@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,9 @@ def test_nothing_is_left_behind() -> None:
     state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
     step = pipelined(target.step, (state, batch), Pipeline(schedule="one_f_one_b"))
     state, _ = step(state, batch)
+    gc.collect()  # what other tests have left
     seen = set()
-    for _ in range(50):
+    for _ in range(200):
         state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
         del metrics
@@ -115,8 +117,6 @@ def test_refusals() -> None:
         PipelinedStep(step.program, step.plan, jax.devices()[:2])
     with pytest.raises(PlanError, match="a plan for program"):
         PipelinedStep(trace_program(target.step, args, microbatches=2), step.plan, jax.devices())
-    with pytest.raises(PlanError, match="pipedream"):
-        PipelinedStep(step.program, replace(step.plan, schedule="pipedream"), jax.devices())
 
 
 def test_large_values_of_several_stages_are_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from pipelines import Pipeline, assert_as_on_one_device, pipelined
 from test_pipeline import data, perceptron, predict
 
@@ -74,3 +75,27 @@ def test_what_several_stages_hold_is_one_leaf() -> None:
     assert sorted(state["count"].shardings) == [0, 1]
     assert isinstance(value, jax.Array)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state["params"]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_results_beside_the_loss_are_those_of_the_whole_batch(reduction: str) -> None:
+    """Whatever the loss's scale: sums, means, extremes, counts, and what grows with the batch."""
+    reduce = jnp.mean if reduction == "mean" else jnp.sum
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            hidden = jnp.tanh(x @ params[0]["w"] + params[0]["b"])
+            out = predict(params[1:], hidden)
+            aux = {
+                "early": jnp.max(hidden), "max": out.max(), "min": jnp.min(out, axis=0), "sum": out.sum(),
+                "mean": jnp.abs(out).mean(), "count": jnp.array(out.shape[0]), "positive": jnp.sum(out[:, 0] > 0),
+                "weight": jnp.sum(params[1]["w"]), "rows": out * 2, "truth": jnp.array(True),
+            }  # fmt: skip
+            return reduce((out - y) ** 2) / 64, aux
+
+        (value, aux), grads = mw.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, **aux}
+
+    for schedule in ("gpipe", "zero_bubble"):
+        pipeline = Pipeline(submeshes=(2, 2, 4), schedule=schedule)
+        assert_as_on_one_device(step, perceptron(), *data(), pipeline=pipeline)

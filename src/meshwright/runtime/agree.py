@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from .errors import LaunchError
+from ..errors import PlanError
 
 # Every process asks for the same texts in the same order, so a count names them.
 _count = itertools.count()
@@ -28,7 +28,7 @@ def agree(make: Callable[[], str], *, about: str, timeout_seconds: float) -> str
       timeout_seconds: how long the others wait.
 
     Raises:
-      LaunchError: in the others, if `make` failed, or process 0 did not answer in time.
+      PlanError: in the others, if `make` failed, or process 0 did not answer in time.
 
     >>> agree(lambda: "a plan", about="the plan", timeout_seconds=1)
     'a plan'
@@ -67,7 +67,7 @@ def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_secon
       timeout_seconds: how long to wait for them.
 
     Raises:
-      LaunchError: if one of them says nothing in time.
+      PlanError: if one of them says nothing in time.
 
     >>> exchange_texts("a plan", among=[0], about="the plan", timeout_seconds=1)
     {0: 'a plan'}
@@ -88,7 +88,7 @@ def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_secon
             try:
                 said[other] = distributed.read(f"{key}/{other}", timeout_seconds)
             except TimeoutError as error:
-                raise LaunchError(
+                raise PlanError(
                     refused=f"to go on with {about}", got=f"nothing from process {other} within {timeout_seconds:g} s",
                     needed=f"the same call in processes {', '.join(map(str, those))}", where=f"process {me}",
                     try_=f"looking at the log of process {other}",
@@ -96,8 +96,8 @@ def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_secon
     return said
 
 
-def _refusal(about: str, got: str) -> LaunchError:
-    return LaunchError(
+def _refusal(about: str, got: str) -> PlanError:
+    return PlanError(
         refused=f"to go on without {about}", got=got, needed=f"{about}, which process 0 makes for all processes",
         where="meshwright.parallelize", try_="looking at the log of process 0",
     )  # fmt: skip

@@ -49,6 +49,32 @@ def run_together(
     return moved
 
 
+def run_centrally(
+    xs: Sequence[jax.Array], conversions: Sequence[Conversion], sizes: Mapping[str, int]
+) -> list[jax.Array]:
+    """As `run_together`, but what is to be summed goes to the first device of its axes, in one buffer, and the sums
+    come back: a star of messages that all pass the links of one device."""
+    moved = list(xs)
+    together: dict[Any, list[int]] = {}
+    for i, (x, conversion) in enumerate(zip(xs, conversions, strict=True)):
+        if [step.kind for step in conversion] == ["all_reduce"]:
+            together.setdefault((conversion[0].axes, x.dtype), []).append(i)
+        else:
+            moved[i] = run_conversion(x, conversion, sizes, differentiated=False)
+    for (axes, _), members in together.items():
+        others = range(1, prod(sizes[a] for a in axes))
+        mine = jnp.concatenate([xs[i].ravel() for i in members])
+        # Who receives nothing receives zeros, so both directions are sums over all messages.
+        total = sum((lax.ppermute(mine, axes, [(other, 0)]) for other in others), start=mine)
+        back = sum((lax.ppermute(total, axes, [(0, other)]) for other in others), start=jnp.zeros_like(total))
+        flat = jnp.where(lax.axis_index(axes) == 0, total, back)
+        start = 0
+        for i in members:
+            moved[i] = flat[start : start + xs[i].size].reshape(xs[i].shape)
+            start += xs[i].size
+    return moved
+
+
 def _differentiable(step: Step, sizes: Mapping[str, int]) -> Any:
     @jax.custom_vjp
     def move(x: jax.Array) -> jax.Array:

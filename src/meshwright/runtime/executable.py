@@ -27,6 +27,18 @@ def executable(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> E
     Raises:
       PlanError: if the plan is for another program or for more devices.
     """
+    check_devices(plan, devices)
+    if len(plan.stages) > 1:
+        return PipelinedStep(program, plan, devices)
+    return PlannedStep(program, plan, [devices[device] for device in plan.stages[0].devices])
+
+
+def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
+    """Refuse devices that are too few for a plan, or processes of which it has no device.
+
+    Raises:
+      PlanError: if so.
+    """
     needed = 1 + max(device for stage in plan.stages for device in stage.devices)
     if len(devices) < needed:
         raise PlanError(
@@ -34,6 +46,10 @@ def executable(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> E
             needed=f"{needed}, as planned", where="jax.devices()",
             try_='planning again with cluster="local", or as many processes as the plan was made for',
         )  # fmt: skip
-    if len(plan.stages) > 1:
-        return PipelinedStep(program, plan, devices)
-    return PlannedStep(program, plan, [devices[device] for device in plan.stages[0].devices])
+    idle = set(range(jax.process_count())) - {devices[d].process_index for s in plan.stages for d in s.devices}
+    if idle:
+        raise PlanError(
+            refused="to run the plan", got=f"{jax.process_count()} processes, of which {sorted(idle)} have no device "
+            f"in it", needed="at least one device of each", where="plan=",
+            try_="as many processes as the plan was made for, or planning again",
+        )  # fmt: skip

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._jax.grad import value_and_grad_p
-from .._jax.jaxpr import bind, is_literal, open_jaxpr
+from .._jax.jaxpr import open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
 from .._jax.random import is_key
 from ..cost.liveness import PredictedMemory, predict
@@ -26,10 +25,12 @@ from ..errors import PlanError
 from ..plan import Plan, Stage
 from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
-from .collectives import run_together
+from .collectives import run_centrally, run_together
 from .evaluate import ShardedProgram
 from .follow import Follower
+from .layouts import fitting
 from .local_value import LocalValue
+from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys
 
 
 class LocalStep:
@@ -66,9 +67,8 @@ class LocalStep:
                 spec = Spec(stage.parameters[program.parameter_inputs.index(index)].use.dims)
             elif index < program.state_inputs and (leaf := program.state[index]) is not None:
                 storage = stage.parameters[leaf.parameter].storage
-                spec = _fitting(
-                    tuple(storage.dims[d] if d is not None else () for d in leaf.dims), var.aval.shape, stage
-                )
+                dims = tuple(storage.dims[d] if d is not None else () for d in leaf.dims)
+                spec = fitting(dims, var.aval.shape, stage.sizes)
             elif index in consts:
                 spec = consts[index]
             specs.append(spec)
@@ -152,15 +152,9 @@ class LocalStep:
                     made[i] = Spec((*made[i].dims[:dim], (), *made[i].dims[dim + 1 :]))
         return [*made, *(plan.storage for plan in stage.parameters)]
 
-    def _grown(self) -> list[int | None]:
+    def _grown(self) -> tuple[int | None, ...]:
         """For each auxiliary result, the dim that grows with the batch."""
-        program = self.program
-        assert program.marker is not None
-        core, marker = open_jaxpr(program.core), open_jaxpr(program.outer).eqns[program.marker]
-        return [
-            next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
-            for a, b in zip(core.outvars[1:], marker.outvars[1 : len(core.outvars)], strict=True)
-        ]
+        return grown_dims(self.program)[1:]
 
     def _local(self, shards: Sequence[Any]) -> list[LocalValue]:
         """The whole step on one device's shards."""
@@ -206,7 +200,8 @@ class LocalStep:
             conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
             assert conversion is not None
             conversions.append(conversion)
-        synchronised = run_together(grads, conversions, sizes)
+        exchange = run_centrally if stage.gradient_exchange == "central" else run_together
+        synchronised = exchange(grads, conversions, sizes)
         return [LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)]
 
     def _blocks(self, axes: Sequence[str]) -> int:
@@ -247,25 +242,16 @@ class LocalStep:
         ]
         core = open_jaxpr(program.core)
         grown = self._grown()
-        combined = program.aux_reductions
-        wraps = {e.invars[0]: e for e in core.eqns if e.primitive.name == "random_wrap" and not is_literal(e.invars[0])}
-        raw_keys = [wraps.get(var) for var in core.invars[: len(consts)]]
+        reductions = program.aux_reductions
+        raw = raw_keys(program.core)
+        wraps = [raw.get(var) for var in core.invars[: len(consts)]]
 
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
             pieces = iter(cut)
             inputs = []
-            for const, dim, raw in zip(consts, split, raw_keys, strict=True):
-                if dim is not None:
-                    inputs.append(next(pieces))
-                elif is_key(const):
-                    # Every microbatch draws numbers of its own.
-                    inputs.append(_fold_in(const, position))
-                elif raw is not None:
-                    (key,) = bind(raw, const)
-                    inputs.append(jax.random.key_data(_fold_in(key, position)))
-                else:
-                    inputs.append(const)
+            for const, dim, wrap in zip(consts, split, wraps, strict=True):
+                inputs.append(next(pieces) if dim is not None else of_microbatch(const, position, wrap))
             total, sums, kept = carry
             # What is computed from parameters alone (gathers above all) would be moved out of the loop and stay alive
             # all through it. Tied to a value that changes, they no longer look the same in every trip.
@@ -274,8 +260,8 @@ class LocalStep:
             sums = jax.tree.map(jnp.add, sums, list(grads))
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             kept = [
-                k if d is not None else jnp.where(position == 0, a, _COMBINED[how](k, a))
-                for k, a, d, how in zip(kept, aux, grown, combined, strict=True)
+                k if d is not None else combined(how, position, k, a)
+                for k, a, d, how in zip(kept, aux, grown, reductions, strict=True)
             ]
             return (total + value, sums, kept), stacked
 
@@ -287,22 +273,13 @@ class LocalStep:
         scale = 1.0 / count if program.reduction == "mean" else 1.0
         pieces = iter(stacked)
         aux = []
-        for k, d, how in zip(kept, grown, combined, strict=True):
+        for k, d, how in zip(kept, grown, reductions, strict=True):
             if d is None:
-                aux.append(k / count if how == "mean" else k)
+                aux.append(finished(how, count, k))
             else:
                 spec = self._core_specs()[1 + len(aux)]
                 aux.append(_joined(next(pieces), d, blocks // self._blocks(spec.dims[d])))
         return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
-
-
-_COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
-    "mean": jnp.add,
-    "sum": jnp.add,
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "same": lambda kept, last: last,
-}
 
 
 def _cut(x: jax.Array, dim: int, count: int, blocks: int) -> jax.Array:
@@ -320,28 +297,9 @@ def _joined(pieces: jax.Array, dim: int, blocks: int) -> jax.Array:
     return parts.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def _fold_in(key: Any, position: Any) -> Any:
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, position)
-
-
 def partition(spec: Spec) -> PartitionSpec:
     """A spec in JAX's words."""
     return PartitionSpec(*(axes if axes else None for axes in spec.dims))
-
-
-def _fitting(dims: tuple[tuple[str, ...], ...], shape: Sequence[int], stage: Stage) -> Spec:
-    """A spec with the splits among `dims` that divide `shape`, each axis used once."""
-    used: set[str] = set()
-    kept = []
-    for extent, axes in zip(shape, dims, strict=True):
-        size = int(np.prod([stage.sizes[a] for a in axes])) if axes else 1
-        good = extent % size == 0 and used.isdisjoint(axes)
-        kept.append(axes if good else ())
-        used.update(axes if good else ())
-    return Spec(tuple(kept))
 
 
 def _check(program: Program, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .errors import check_count
 from .instruction import Edge, Instruction, Kind
-from .schedule import Mode, Schedule, check_edges
+from .schedule import Schedule, stage_on_each_rank
 
 
 def gpipe(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None) -> Schedule:
@@ -36,21 +36,11 @@ def gpipe(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None
     stages = check_count("gpipe", "stages", stages)
     microbatches = check_count("gpipe", "microbatches", microbatches)
     order = range(microbatches)
-    ranks = tuple(
+    ranks = [
         (
             *(Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in order),
             *(Instruction(kind=Kind.BACKWARD, stage=stage, microbatch=m) for m in reversed(order)),
-            Instruction(kind=Kind.UPDATE, stage=stage, microbatch=None),
         )
         for stage in range(stages)
-    )
-    return Schedule(
-        name="gpipe",
-        stages=stages,
-        microbatches=microbatches,
-        mode=Mode.SYNCHRONOUS,
-        ranks=ranks,
-        stage_ranks=tuple(range(stages)),
-        edges=check_edges("gpipe", stages, edges),
-        in_flight_limit=(microbatches,) * stages,
-    )
+    ]
+    return stage_on_each_rank("gpipe", microbatches, ranks, held=(microbatches,) * stages, edges=edges)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .errors import check_count
 from .instruction import Edge, Instruction, Kind
-from .schedule import Mode, Schedule, check_edges
+from .schedule import Mode, Schedule, stage_on_each_rank
 
 
 def inference(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None) -> Schedule:
@@ -28,17 +28,8 @@ def inference(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = 
     """
     stages = check_count("inference", "stages", stages)
     microbatches = check_count("inference", "microbatches", microbatches)
-    ranks = tuple(
-        tuple(Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in range(microbatches))
+    ranks = [
+        [Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in range(microbatches)]
         for stage in range(stages)
-    )
-    return Schedule(
-        name="inference",
-        stages=stages,
-        microbatches=microbatches,
-        mode=Mode.INFERENCE,
-        ranks=ranks,
-        stage_ranks=tuple(range(stages)),
-        edges=check_edges("inference", stages, edges),
-        in_flight_limit=(1,) * stages,
-    )
+    ]
+    return stage_on_each_rank("inference", microbatches, ranks, held=(1,) * stages, edges=edges, mode=Mode.INFERENCE)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .errors import check_count
 from .instruction import Edge, Instruction, Kind
-from .schedule import Mode, Schedule, check_edges
+from .schedule import Mode, Schedule, stage_on_each_rank
 
 
 def one_f_one_b(
@@ -72,16 +72,5 @@ def alternate(
             if m + ahead <= microbatches:
                 program.append(Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m + ahead - 1))
             program += [Instruction(kind=kind, stage=stage, microbatch=m) for kind in gradients]
-        if mode is Mode.SYNCHRONOUS:
-            program.append(Instruction(kind=Kind.UPDATE, stage=stage, microbatch=None))
-        ranks.append(tuple(program))
-    return Schedule(
-        name=name,
-        stages=len(depths),
-        microbatches=microbatches,
-        mode=mode,
-        ranks=tuple(ranks),
-        stage_ranks=tuple(range(len(depths))),
-        edges=check_edges(name, len(depths), edges),
-        in_flight_limit=held,
-    )
+        ranks.append(program)
+    return stage_on_each_rank(name, microbatches, ranks, held=held, edges=edges, mode=mode)

@@ -107,6 +107,45 @@ class Schedule:
         return any(one.kind is Kind.BACKWARD_WEIGHT for program in self.ranks for one in program)
 
 
+def stage_on_each_rank(
+    name: str,
+    microbatches: int,
+    ranks: Sequence[Sequence[Instruction]],
+    *,
+    held: Sequence[int],
+    edges: Sequence[Edge] | None,
+    mode: Mode = Mode.SYNCHRONOUS,
+) -> Schedule:
+    """A schedule with as many stages as ranks; a synchronous one ends each rank with its update.
+
+    Args:
+      name: of the schedule.
+      microbatches: how many.
+      ranks: for each rank what it runs on microbatches, in order.
+      held: for each rank the most microbatches in flight.
+      edges: of the stage graph; None for a chain.
+      mode: when the optimizer steps.
+
+    Raises:
+      ScheduleError: an edge that is not of the stages.
+    """
+    stages = len(ranks)
+    updates = [Instruction(kind=Kind.UPDATE, stage=stage, microbatch=None) for stage in range(stages)]
+    return Schedule(
+        name=name,
+        stages=stages,
+        microbatches=microbatches,
+        mode=mode,
+        ranks=tuple(
+            (*program, update) if mode is Mode.SYNCHRONOUS else tuple(program)
+            for program, update in zip(ranks, updates, strict=True)
+        ),
+        stage_ranks=tuple(range(stages)),
+        edges=check_edges(name, stages, edges),
+        in_flight_limit=tuple(held),
+    )
+
+
 def holdings(program: Iterable[Instruction], mode: Mode) -> Iterable[tuple[int, int, int]]:
     """Stage, microbatches held by it and pairs held by the rank, as each forward of a rank's `program` begins."""
     by_stage: dict[int, int] = {}

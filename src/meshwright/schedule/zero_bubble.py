@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from .errors import check_count
 from .instruction import Edge, Instruction, Kind
-from .schedule import Mode, Schedule, check_edges
+from .schedule import Schedule, stage_on_each_rank
 
 
 def zero_bubble(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None) -> Schedule:
@@ -37,19 +37,12 @@ def zero_bubble(stages: int, microbatches: int, *, edges: Sequence[Edge] | None 
     """
     stages = check_count("zero_bubble", "stages", stages)
     microbatches = check_count("zero_bubble", "microbatches", microbatches)
-    return Schedule(
-        name="zero_bubble",
-        stages=stages,
-        microbatches=microbatches,
-        mode=Mode.SYNCHRONOUS,
-        ranks=tuple(_program(stage, stages, microbatches) for stage in range(stages)),
-        stage_ranks=tuple(range(stages)),
-        edges=check_edges("zero_bubble", stages, edges),
-        in_flight_limit=(min(stages, microbatches),) * stages,
-    )
+    ranks = [_program(stage, stages, microbatches) for stage in range(stages)]
+    held = (min(stages, microbatches),) * stages
+    return stage_on_each_rank("zero_bubble", microbatches, ranks, held=held, edges=edges)
 
 
-def _program(stage: int, stages: int, microbatches: int) -> tuple[Instruction, ...]:
+def _program(stage: int, stages: int, microbatches: int) -> list[Instruction]:
     ahead, delay = min(stages - stage, microbatches), stage
     order = [(Kind.FORWARD, m) for m in range(ahead - 1)]
     for m in range(microbatches):
@@ -59,5 +52,4 @@ def _program(stage: int, stages: int, microbatches: int) -> tuple[Instruction, .
         if m >= delay:
             order.append((Kind.BACKWARD_WEIGHT, m - delay))
     order += [(Kind.BACKWARD_WEIGHT, m) for m in range(max(microbatches - delay, 0), microbatches)]
-    program = [Instruction(kind=kind, stage=stage, microbatch=m) for kind, m in order]
-    return (*program, Instruction(kind=Kind.UPDATE, stage=stage, microbatch=None))
+    return [Instruction(kind=kind, stage=stage, microbatch=m) for kind, m in order]

@@ -2,9 +2,9 @@
 
 What is counted: all that is constant; the further weight versions of an asynchronous schedule, all the time; for each
 microbatch what is kept from the start of its forward to the end of its backward (of its weight gradient where that is
-split off, less from its input gradient on); a workspace while an instruction runs; and values that cross an edge: on
-the sender from the start of the instruction that computes them until they have left, on the receiver from the moment
-they start to arrive until the instruction that reads them ends.
+split off, another amount from its input gradient on); a workspace while an instruction runs; and values that cross an
+edge: on the sender from the start of the instruction that computes them until they have left, on the receiver from the
+moment they start to arrive until the instruction that reads them ends.
 
 Known limits: a value that leaves over two edges counts twice; an input that is also kept for the backward counts twice
 while its forward runs; one workspace per stage, the largest of its instructions. All err on the safe side.
@@ -46,15 +46,20 @@ def _count_instructions(
     for number, one in enumerate(walk.instructions):
         given = timing.stages[one.stage]
         kept = given.in_flight_bytes
-        delayed = kept if given.delayed_bytes is None else given.delayed_bytes
-        taken, given_back = given.workspace_bytes, given.workspace_bytes
+        handed = given.handed_bytes
+        delayed = kept + handed if given.delayed_bytes is None else given.delayed_bytes
+        workspace = given.workspace_bytes
+        if one.kind is Kind.UPDATE and given.update_workspace_bytes is not None:
+            workspace = given.update_workspace_bytes
+        taken, given_back = workspace, workspace
         if one.kind is Kind.FORWARD:
             taken += kept
             given_back += kept if forward_only else 0.0
         elif one.kind is Kind.BACKWARD:
             given_back += kept
         elif one.kind is Kind.BACKWARD_INPUT:
-            given_back += kept - delayed
+            taken += handed
+            given_back += kept + handed - delayed
         elif one.kind is Kind.BACKWARD_WEIGHT:
             given_back += delayed
         found = changes[walk.ranks[number]]

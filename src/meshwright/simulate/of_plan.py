@@ -39,6 +39,7 @@ def plan_timing(plan: Plan) -> Timing:
             refused="to simulate the plan", got="a plan without predicted seconds", needed="one that has been priced",
             where="plan.stages", try_="a plan that the search or a preset made",
         )  # fmt: skip
+    splits = plan_schedule(plan).splits_backward
     sizes = [len(stage.devices) for stage in plan.stages]
     edges = []
     for source, target in plan.edges:
@@ -53,7 +54,7 @@ def plan_timing(plan: Plan) -> Timing:
                 target_bytes=size / sizes[target],
             )
         )
-    return Timing(stages=tuple(map(_stage, plan.stages)), edges=tuple(edges))
+    return Timing(stages=tuple(_stage(stage, splits=splits) for stage in plan.stages), edges=tuple(edges))
 
 
 def simulate_plan(plan: Plan) -> Timeline:
@@ -65,11 +66,13 @@ def simulate_plan(plan: Plan) -> Timeline:
     return simulate(plan_schedule(plan), plan_timing(plan))
 
 
-def _stage(stage: Stage) -> StageTiming:
+def _stage(stage: Stage, *, splits: bool) -> StageTiming:
     memory = stage.memory
     return StageTiming(
         forward_seconds=stage.forward_seconds,
         backward_seconds=stage.backward_seconds,
+        backward_input_seconds=stage.backward_seconds - stage.weight_seconds if splits else None,
+        backward_weight_seconds=stage.weight_seconds if splits else None,
         synchronise_seconds=stage.synchronise_seconds,
         update_seconds=stage.update_seconds,
         constant_bytes=memory.parameters + memory.gradients + memory.optimizer,

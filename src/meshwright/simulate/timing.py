@@ -24,8 +24,11 @@ class StageTiming:
       constant_bytes: on one device throughout: parameters, gradients, optimizer state.
       version_bytes: on one device, of each further version of the weights (weight stashing).
       in_flight_bytes: on one device, kept from the start of a forward to the end of its backward.
-      delayed_bytes: of those, what is kept on from the input gradient to the weight gradient; None for all.
+      delayed_bytes: on one device, kept from the input gradient to the end of the weight gradient; None for what is in
+        flight and what is handed over.
+      handed_bytes: of these, what the input gradient makes or is sent for the weight gradient.
       workspace_bytes: on one device, while an instruction runs.
+      update_workspace_bytes: on one device, while an update runs; None for the same.
 
     Raises:
       PlanError: a number that is negative, infinite or not a number, or one half of a split backward without the other.
@@ -41,14 +44,17 @@ class StageTiming:
     version_bytes: float = 0.0
     in_flight_bytes: float = 0.0
     delayed_bytes: float | None = None
+    handed_bytes: float = 0.0
     workspace_bytes: float = 0.0
+    update_workspace_bytes: float | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
         if (self.backward_input_seconds is None) != (self.backward_weight_seconds is None):
             raise _refusal("StageTiming", "one half of a split backward", "both halves or none", "the other half too")
-        if self.delayed_bytes is not None and self.delayed_bytes > self.in_flight_bytes:
-            needed = f"at most the {self.in_flight_bytes:.6g} bytes in flight"
+        most = self.in_flight_bytes + self.handed_bytes
+        if self.delayed_bytes is not None and self.delayed_bytes > most:
+            needed = f"at most the {most:.6g} bytes in flight and handed over"
             raise _refusal("StageTiming.delayed_bytes", f"{self.delayed_bytes:.6g} bytes", needed, "a part of them")
 
 

@@ -11,13 +11,14 @@ in which even blocking calls cannot wait in a circle (`schedule.order`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..watch import watch
 from .operations import Move, Operation, Run, Update, Work
 from .placing import put
 from .slots import PASSING, Role, Slot
@@ -53,7 +54,10 @@ class Executor:
         self._count = microbatches
         devices = [device for stage in stages for device in stage.mesh.devices.flat]
         self._one_by_one = devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+        self._asynchronous = any(stage.stage.asynchronous for stage in stages)
+        self._began_with: dict[int, Memory] = {}
         self._running: Any = ()
+        self._about: Callable[[], str] = str
         self._order = [one for one in order if self._takes_part(one)]
         self._programs: list[dict[Work, Compiled]] = [{} for _ in stages]
         for one in self._order:
@@ -92,43 +96,77 @@ class Executor:
           memories: for each stage its arguments, parameters and inputs; afterwards they hold its outputs.
         """
         passing: list[list[Memory]] = [[{} for _ in range(self._count)] for _ in self._stages]
-        for stage, memory in zip(self._stages, memories, strict=True):
+        for number, (stage, memory) in enumerate(zip(self._stages, memories, strict=True)):
             if not stage.is_mine:
                 continue
             if stage.prepare is not None:
-                self._call(stage, stage.prepare, memory)
-            self._call(stage, stage.begin, memory)
+                self._call(number, stage.prepare, memory, "the preparation")
+            self._call(number, stage.begin, memory, "the beginning")
+            if self._asynchronous:
+                self._began_with[number] = {slot: memory[slot] for slot in stage.stage.parameters}
         for one in self._order:
             if isinstance(one, Run):
                 self._run(one, memories[one.stage], passing[one.stage][one.microbatch])
+                if one.stage in self._began_with:
+                    self._let_go(one.stage, memories[one.stage], passing[one.stage])
             elif isinstance(one, Move):
                 self._move(one, passing)
+            elif one.microbatch is not None:
+                self._update_now(one, memories[one.stage], passing[one.stage][one.microbatch])
             else:
                 self._begin_update(one, memories[one.stage], passing[one.stage])
-        self._finish_update(memories)
+        if self._asynchronous:
+            self._report(memories, passing)
+            self._began_with.clear()
+        else:
+            self._finish_update(memories)
 
     def _wait_for_last(self) -> None:
         """Wait until the last program of several devices has ended, where that is needed."""
         if self._one_by_one:
-            jax.block_until_ready(self._running)
+            with watch.over(self._about):
+                jax.block_until_ready(self._running)
             self._running = ()
 
-    def _issue(self, stage: StageRuntime, program: Compiled, arguments: Iterable[Any]) -> Sequence[Any]:
+    def _issue(
+        self, stage: StageRuntime, program: Compiled, arguments: Iterable[Any], about: Callable[[], str]
+    ) -> Sequence[Any]:
         if stage.mesh.size == 1:
             return program.run(*arguments)
+        if not self._one_by_one:
+            return program.run(*arguments)
         self._wait_for_last()
-        made = program.run(*arguments)
-        self._running = made if self._one_by_one else ()
+        with watch.over(about):
+            made = program.run(*arguments)
+        self._running, self._about = made, about
         return made
 
-    def _transport_to(self, value: Any, target: NamedSharding) -> Any:
+    def _transport_to(
+        self, value: Any, ends: tuple[int, int], sharding: NamedSharding, slot: Slot, microbatch: int | None
+    ) -> Any:
+        """An array of one stage on another; `ends` are the two."""
+
+        def about() -> str:
+            source, target = ends
+            what = f"value {slot.position} ({slot.role}){_of_microbatch(microbatch)}"
+            return f"the move of {what} from stage {source + 1} to stage {target + 1}, {self._with(*ends)}"
+
         self._wait_for_last()
-        moved = self._transport.move(value, target)
-        self._running = moved if self._one_by_one else ()
+        moved = self._transport.move(value, sharding, about)
+        self._running, self._about = moved if self._one_by_one else (), about
         return moved
 
-    def _call(self, stage: StageRuntime, program: Compiled, memory: Memory) -> None:
-        made = self._issue(stage, program, [memory[slot] for slot in program.inputs])
+    def _with(self, *stages: int) -> str:
+        """The other processes of some stages."""
+        all_of = {d.process_index for number in stages for d in self._stages[number].mesh.devices.flat}
+        others = sorted(all_of - {jax.process_index()})
+        return f"with process {', '.join(map(str, others))}" if others else "in this process alone"
+
+    def _call(self, number: int, program: Compiled, memory: Memory, what: str) -> None:
+        def about() -> str:
+            return f"{what} of stage {number + 1}, {self._with(number)}"
+
+        made = self._issue(self._stages[number], program, [memory[slot] for slot in program.inputs], about)
         memory.update(zip(program.outputs, made, strict=True))
 
     def _run(self, one: Run, memory: Memory, passing: Memory) -> None:
@@ -136,40 +174,85 @@ class Executor:
         index = self._index[one.stage][one.microbatch]
 
         def read(slot: Slot) -> Any:
-            if slot.role in PASSING:
-                return passing[slot]
-            return index if slot.role is Role.INDEX else memory[slot]
+            if slot.role is Role.INDEX:
+                return index
+            return passing[slot] if slot in passing else memory[slot]
 
-        made = self._issue(self._stages[one.stage], program, map(read, program.inputs))
+        def about() -> str:
+            return f"the {one.work} of stage {one.stage + 1}{_of_microbatch(one.microbatch)}, {self._with(one.stage)}"
+
+        if self._asynchronous and one.work is Work.FORWARD:
+            # The backward pass wants the same weights, whatever updates come between.
+            passing.update((slot, memory[slot]) for slot in self._stages[one.stage].stage.parameters)
+        made = self._issue(self._stages[one.stage], program, map(read, program.inputs), about)
         for slot, array in zip(program.outputs, made, strict=True):
             (passing if slot.role in PASSING else memory)[slot] = array
         for slot in one.last:
             passing.pop(slot, None)
 
+    def _let_go(self, number: int, memory: Memory, passing: Sequence[Memory]) -> None:
+        """Free the weights that the step began with, once no microbatch needs them: the caller still holds them."""
+        old = self._began_with[number]
+        needed = {id(part[slot]) for part in passing for slot in old if slot in part}
+        for slot, array in list(old.items()):
+            if array is not memory[slot] and id(array) not in needed:
+                if not array.is_deleted():
+                    array.delete()
+                del old[slot]
+
     def _move(self, one: Move, passing: list[list[Memory]]) -> None:
         source, target = passing[one.source][one.microbatch], passing[one.target][one.microbatch]
-        value = self._moved(source, one.sent, one.source, one.target, one.received)
+        value = self._moved(source, one.sent, one.source, one.target, one.received, one.microbatch)
         if self._stages[one.target].is_mine:
             target[one.received] = value
         if one.last:
             source.pop(one.sent, None)
 
-    def _moved(self, memory: Memory, sent: Slot, source: int, target: int, received: Slot) -> Any:
+    def _moved(
+        self, memory: Memory, sent: Slot, source: int, target: int, received: Slot, microbatch: int | None = None
+    ) -> Any:
         """An array of one stage's memory, on another stage."""
         stage = self._stages[source]
         value = memory[sent] if stage.is_mine else stage.ghost(sent)
-        return self._transport_to(value, self._stages[target].sharding(received))
+        sharding = self._stages[target].sharding(received)
+        return self._transport_to(value, (source, target), sharding, sent, microbatch)
+
+    def _update_now(self, one: Update, memory: Memory, passing: Memory) -> None:
+        """The update of one microbatch: the next forward has the new weights."""
+        stage = self._stages[one.stage]
+        program = stage.rounds[0] if one.in_place else stage.update_beside
+        results = {slot: array for slot, array in passing.items() if slot.role is Role.COLLECTED}
+        memory.update(results)
+        self._call(one.stage, program, memory, f"the update{_of_microbatch(one.microbatch)}")
+        for slot in (*results, *stage.stage.gradients):
+            memory.pop(slot, None)
+        for slot in program.outputs:
+            if (argument := Slot(Role.ARGUMENT, slot.position)) in memory and stage.is_state(slot):
+                memory[argument] = memory[slot]
+        for slot in (*stage.stage.parameters, *stage.stage.inputs):
+            if (index := stage.update.direct(slot)) is not None and stage.update.is_argument(slot):
+                memory[slot] = memory[Slot(Role.ARGUMENT, index)]
+
+    def _report(self, memories: Sequence[Memory], passing: Sequence[Sequence[Memory]]) -> None:
+        """What depends on the results of all microbatches, where each has had its update."""
+        for number, (stage, memory) in enumerate(zip(self._stages, memories, strict=True)):
+            if stage.is_mine and stage.report is not None:
+                self._join(number, memory, passing[number])
+                self._call(number, stage.report, memory, "the report")
+
+    def _join(self, number: int, memory: Memory, passing: Sequence[Memory]) -> None:
+        for slot, join in self._joins[number].items():
+            memory[Slot(Role.JOINED, slot.position)] = join([part.pop(slot) for part in passing])
 
     def _begin_update(self, one: Update, memory: Memory, passing: list[Memory]) -> None:
         """The first round, for which a stage needs no other."""
-        stage = self._stages[one.stage]
-        for slot, join in self._joins[one.stage].items():
-            memory[Slot(Role.JOINED, slot.position)] = join([part.pop(slot) for part in passing])
-        self._round(stage, 0, memory)
+        self._join(one.stage, memory, passing)
+        self._round(one.stage, 0, memory)
 
-    def _round(self, stage: StageRuntime, number: int, memory: Memory) -> None:
+    def _round(self, place: int, number: int, memory: Memory) -> None:
         # Arrays that no later round reads are let go by the caller, which has no other use for this memory.
-        self._call(stage, stage.rounds[number], memory)
+        stage = self._stages[place]
+        self._call(place, stage.rounds[number], memory, "the update")
         if number == 0:
             for slot in (*stage.stage.gradients, *stage.stage.inputs):
                 memory.pop(slot, None)
@@ -177,9 +260,9 @@ class Executor:
     def _finish_update(self, memories: list[Memory]) -> None:
         for number, exchanged in enumerate(self._exchanges):
             if number:
-                for stage, memory in zip(self._stages, memories, strict=True):
+                for place, (stage, memory) in enumerate(zip(self._stages, memories, strict=True)):
                     if stage.is_mine and number < len(stage.rounds):
-                        self._round(stage, number, memory)
+                        self._round(place, number, memory)
             for source, target, slot in exchanged:
                 if self._stages[source].is_mine or self._stages[target].is_mine:
                     value = self._moved(memories[source], slot, source, target, slot)
@@ -194,4 +277,8 @@ class Executor:
                 there = NamedSharding(stage.mesh, PartitionSpec())
                 maker = self._stages[source]
                 value = memories[source][slot] if maker.is_mine else maker.ghost(slot)
-                memories[target][whole] = self._transport_to(value, there)
+                memories[target][whole] = self._transport_to(value, (source, target), there, slot, None)
+
+
+def _of_microbatch(number: int | None) -> str:
+    return "" if number is None else f" of microbatch {number + 1}"

@@ -11,7 +11,8 @@ from enum import StrEnum
 
 from ...schedule import Schedule, global_order
 from ...schedule.instruction import Direction, Edge, Instruction, Kind, Transfer
-from .slots import PASSING, Role, Slot
+from ...schedule.schedule import Mode
+from .slots import PASSING, Access, Role, Slot
 
 
 class Work(StrEnum):
@@ -63,20 +64,20 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A stage begins its update."""
+    """A stage begins its update, or what else follows its last microbatch.
+
+    Args:
+      stage: which.
+      microbatch: whose gradient it takes; None for that of all.
+      in_place: whether no microbatch in flight needs the old weights.
+    """
 
     stage: int
+    microbatch: int | None = None
+    in_place: bool = True
 
 
 Operation = Run | Move | Update
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
-    """What a program of a stage reads and writes."""
-
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
 
 
 def operations(
@@ -91,7 +92,13 @@ def operations(
       sent: for each stage the values it sends and the stages that read them.
       programs: for each stage what its programs read and write.
     """
-    return _with_last_uses(_in_order(schedule, sent, programs), programs)
+    order = _in_order(schedule, sent, programs)
+    if schedule.mode is Mode.ASYNCHRONOUS:
+        return _with_versions(_with_last_uses(order, programs, passing=PASSING | {Role.PARAMETER}))
+    if schedule.mode is Mode.INFERENCE:
+        # Nothing is updated, but what microbatches gave is put together.
+        order += [Update(stage=stage) for stage in range(schedule.stages)]
+    return _with_last_uses(order, programs, passing=PASSING)
 
 
 def _in_order(
@@ -116,7 +123,7 @@ def _in_order(
 
 def _run(step: Instruction, programs: Sequence[Mapping[Work, Access]]) -> Iterable[Operation]:
     if step.kind is Kind.UPDATE:
-        yield Update(stage=step.stage)
+        yield Update(stage=step.stage, microbatch=step.microbatch)
         return
     work = Work(step.kind.value)
     assert step.microbatch is not None
@@ -143,7 +150,30 @@ def _moves(
             yield Move(source=source, target=target, microbatch=microbatch, sent=out, received=into, last=False)
 
 
-def _with_last_uses(order: Sequence[Operation], programs: Sequence[Mapping[Work, Access]]) -> tuple[Operation, ...]:
+def _with_versions(order: Sequence[Operation]) -> tuple[Operation, ...]:
+    """The same operations, where each microbatch has an update of its own: it leaves the weights alone that a
+    microbatch in flight has gone forward with."""
+    version: dict[int, int] = {}
+    used: dict[int, dict[int, int]] = {}
+    found: list[Operation] = []
+    for one in order:
+        if isinstance(one, Run):
+            mine, now = used.setdefault(one.stage, {}), version.setdefault(one.stage, 0)
+            if one.work is Work.FORWARD:
+                mine[one.microbatch] = now
+            else:
+                mine.pop(one.microbatch, None)
+        elif isinstance(one, Update):
+            in_place = version[one.stage] not in used[one.stage].values()
+            version[one.stage] += 1
+            one = Update(stage=one.stage, microbatch=one.microbatch, in_place=in_place)
+        found.append(one)
+    return tuple(found)
+
+
+def _with_last_uses(
+    order: Sequence[Operation], programs: Sequence[Mapping[Work, Access]], *, passing: frozenset[Role]
+) -> tuple[Operation, ...]:
     """The same operations, each with what is read there for the last time; what nobody reads goes at once."""
     used: set[tuple[int, int, Slot]] = set()
     found: list[Operation] = []
@@ -151,7 +181,7 @@ def _with_last_uses(order: Sequence[Operation], programs: Sequence[Mapping[Work,
         if isinstance(one, Run):
             access = programs[one.stage][one.work]
             touched = [
-                s for s in (*access.inputs, *access.outputs) if s.role in PASSING and s.role is not Role.COLLECTED
+                s for s in (*access.inputs, *access.outputs) if s.role in passing and s.role is not Role.COLLECTED
             ]
             last = tuple(s for s in dict.fromkeys(touched) if (one.stage, one.microbatch, s) not in used)
             used.update((one.stage, one.microbatch, s) for s in touched)

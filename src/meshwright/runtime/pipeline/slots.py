@@ -43,7 +43,8 @@ class Role(StrEnum):
     DELIVERED = "delivered"
 
 
-# Each device holds a block of its own, of no sharding spec: they are stacked along a leading dim.
+# Each device holds a block of its own, of no sharding spec: they stand one after the other along the first dim. (A dim
+# more would keep XLA from adding to a gradient in place.)
 PACKED = frozenset({Role.GRADIENT, Role.RESIDUAL})
 # Made anew for each microbatch.
 PASSING = frozenset({Role.RECEIVED, Role.SENT, Role.COTANGENT, Role.RETURNED, Role.COLLECTED, Role.RESIDUAL})
@@ -69,3 +70,16 @@ class Slot:
     position: int = 0
     source: int = -1
     dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What a program of a stage reads and writes.
+
+    Args:
+      inputs: what it reads.
+      outputs: what it writes.
+    """
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]

@@ -24,32 +24,25 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ..._jax.jaxpr import ClosedJaxpr, bind, open_jaxpr
+from ..._jax.jaxpr import ClosedJaxpr, Equation, open_jaxpr
 from ..._jax.passes import Halves, size_bytes, split_program, trace_local
-from ..._jax.random import is_key
 from ...plan import Plan, Stage
 from ...program.cut import Cut
+from ...program.reduction import Reduction
 from ...program.staged import StagedProgram
 from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
-from .slots import Role, Slot
+from ..microbatches import combined, grown_dims, of_microbatch, raw_keys, reduction_of
+from .slots import Access, Role, Slot
 from .stage_jaxpr import stage_algorithms, stage_jaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A program of one device.
-
-    Args:
-      program: what it computes.
-      inputs: what it reads.
-      outputs: what it writes.
-    """
+class Piece(Access):
+    """A program of one device; `program` is what it computes."""
 
     program: ClosedJaxpr
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
 
 
 class StageProgram:
@@ -60,24 +53,32 @@ class StageProgram:
       plan: for it.
       number: of the stage.
       mesh: its mesh; None for one without devices, whose programs can be looked at and not be compiled.
+      asynchronous: whether each microbatch has an update of its own: gradients and results are then not added up.
 
     Attributes:
       cut: the stage's equations as a graph.
       stage: its part of the plan.
+      microbatches: of a step.
+      asynchronous: as given.
       sent: pairs of a value that is sent and the stage that reads it.
+      source_of: for each received value the stage it comes from.
       specs: of every slot but those that are packed.
     """
 
-    def __init__(self, staged: StagedProgram, plan: Plan, number: int, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, staged: StagedProgram, plan: Plan, number: int, mesh: Mesh | None = None, *, asynchronous: bool = False
+    ) -> None:
         self.stage: Stage = plan.stages[number]
         self.mesh = mesh if mesh is not None else abstract_mesh(self.stage)
         assert self.stage.equations is not None
         self.number = number
+        self.asynchronous = asynchronous
         self._staged = staged
-        self._count = plan.microbatches
+        self.microbatches = plan.microbatches
         self.cut: Cut = staged.cutter.cut(*self.stage.equations)
         self.sizes = self.stage.sizes
         self.sent = tuple((t.value, t.target) for t in plan.transfers if t.source == number)
+        self.source_of = {t.value: t.source for t in plan.transfers if t.target == number}
         self._closed, self._positions = stage_jaxpr(staged, self.cut)
         self._sharded = self._sharded_program()
         self.specs = self._slot_specs()
@@ -120,18 +121,25 @@ class StageProgram:
 
     @cached_property
     def sums(self) -> tuple[Slot, ...]:
-        """The losses and auxiliary results that are added up."""
-        return tuple(Slot(Role.SUM, i) for i in self.cut.program_outputs if self.grown[i] is None)
+        """The losses and auxiliary results of which there is one for all microbatches."""
+        return tuple(Slot(Role.SUM, i) for i in self.cut.program_outputs if not self._is_collected(i))
 
     @cached_property
     def collected(self) -> tuple[Slot, ...]:
-        """The auxiliary results that grow with the batch."""
-        return tuple(Slot(Role.COLLECTED, i) for i in self.cut.program_outputs if self.grown[i] is not None)
+        """The results of which each microbatch keeps its own: those that grow with the batch; asynchronously all."""
+        return tuple(Slot(Role.COLLECTED, i) for i in self.cut.program_outputs if self._is_collected(i))
+
+    def _is_collected(self, output: int) -> bool:
+        return self.asynchronous or self.grown[output] is not None
 
     @cached_property
     def grown(self) -> tuple[int | None, ...]:
         """For each output of the core the dim that grows with the batch, or None."""
-        return grown_dims(self._staged)
+        return grown_dims(self._staged.source)
+
+    def reduction(self, slot: Slot) -> Reduction:
+        """How a sum's microbatches combine."""
+        return reduction_of(self._staged.source, slot.position)
 
     @cached_property
     def cotangents(self) -> tuple[Slot, ...]:
@@ -143,7 +151,7 @@ class StageProgram:
         """The dim of a program input that microbatches cut, or None: all of its microbatches are stacked in front."""
         dims = self._staged.split_dims
         position = self.cut.program_inputs[slot.position]
-        return dims[position] if self._count > 1 and position < len(dims) else None
+        return dims[position] if self.microbatches > 1 and position < len(dims) else None
 
     def _slot_specs(self) -> dict[Slot, Spec]:
         stage = self.stage
@@ -182,7 +190,7 @@ class StageProgram:
         aval = self._aval(slot)
         shape = tuple(aval.shape)
         if slot.role is Role.INPUT and self.stacked_dim(slot) is not None:
-            shape = (self._count, *shape)
+            shape = (self.microbatches, *shape)
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
     def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
@@ -272,10 +280,10 @@ class StageProgram:
             found[slot] = outs[out_of[self._output_value(slot)]]
         for slot in self.sums:
             out = outs[out_of[self._output_value(slot)]]
-            found[slot] = given[slot] + out if adds(out) else out
+            found[slot] = combined(self.reduction(slot), given[Slot(Role.INDEX)], given[slot], out)
         gradients, back = pull([self._cotangent(v, x, given) for v, x in zip(moving_values, results, strict=True)])
         for slot, gradient in zip(self.gradients, gradients, strict=True):
-            found[slot] = given[slot] + gradient
+            found[slot] = gradient if self.asynchronous else given[slot] + gradient
         for slot, cotangent in zip(self._moving_received, back, strict=True):
             found[Slot(Role.RETURNED, slot.position)] = cotangent
         return found
@@ -301,19 +309,16 @@ class StageProgram:
     def _microbatch(self, slot: Slot, given: Mapping[Slot, Any]) -> Any:
         """A program input of the microbatch: its part of the batch, or a key of its own."""
         x, index = given[slot], given[Slot(Role.INDEX)]
-        if self._count == 1:
+        if self.microbatches == 1:
             return x
         if self.stacked_dim(slot) is not None:
             return lax.dynamic_index_in_dim(x, index, keepdims=False)
-        if is_key(x):
-            return fold_in(x, index)
         core = open_jaxpr(self._staged.core)
-        var = core.invars[self.cut.program_inputs[slot.position]]
-        for equation in core.eqns:
-            if equation.primitive.name == "random_wrap" and equation.invars[0] is var:
-                (key,) = bind(equation, x)
-                return jax.random.key_data(fold_in(key, index))
-        return x
+        return of_microbatch(x, index, self._raw_keys.get(core.invars[self.cut.program_inputs[slot.position]]))
+
+    @cached_property
+    def _raw_keys(self) -> Mapping[Any, Equation]:
+        return raw_keys(self._staged.core)
 
     # The programs
 
@@ -397,29 +402,3 @@ def abstract_mesh(stage: Stage) -> AbstractMesh:
 def _axes(stage: Stage) -> tuple[tuple[str, ...], tuple[int, ...]]:
     axes = stage.mesh or (("device", 1),)
     return tuple(name for name, _ in axes), tuple(size for _, size in axes)
-
-
-def grown_dims(staged: StagedProgram) -> tuple[int | None, ...]:
-    """For each output of the core the dim that grows with the batch, or None."""
-    source = staged.source
-    outputs = open_jaxpr(staged.core).outvars
-    if source.marker is None:
-        return (None,) * len(outputs)
-    whole = open_jaxpr(source.outer).eqns[source.marker].outvars[: len(outputs)]
-    return tuple(
-        next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
-        for a, b in zip(outputs, whole, strict=True)
-    )
-
-
-def adds(x: Any) -> bool:
-    """Whether a result of microbatches is their sum; else it is that of the last one."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def fold_in(key: Any, position: Any) -> Any:
-    """A key of its own for each microbatch."""
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, position)

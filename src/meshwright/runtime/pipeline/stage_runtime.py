@@ -15,25 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..._jax.jaxpr import evaluate
 from ...sharding import Spec
 from ..local_step import partition
+from ..microbatches import combined, finished
 from .placing import ghost, is_mine
-from .slots import PACKED, Role, Slot
+from .slots import PACKED, Access, Role, Slot
 from .stage_program import Piece, StageProgram
-from .update_program import Round, UpdateProgram
+from .update_program import UpdateProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
-    """A jitted program of a stage.
-
-    Args:
-      run: from the arrays of the inputs to those of the outputs.
-      inputs: what it reads.
-      outputs: what it writes.
-    """
+class Compiled(Access):
+    """A jitted program of a stage; `run` goes from the arrays of its inputs to those of its outputs."""
 
     run: Any
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
 
 
 class StageRuntime:
@@ -43,20 +36,22 @@ class StageRuntime:
       stage: what it computes of the core.
       update: what it computes around it.
       mesh: of its devices, the one that `stage` was made for.
-      state_inputs: how many leading arguments of the step are state.
 
     Attributes:
       is_mine: whether this process has a device of it.
     """
 
-    def __init__(self, stage: StageProgram, update: UpdateProgram, mesh: Mesh, state_inputs: int) -> None:
+    def __init__(self, stage: StageProgram, update: UpdateProgram, mesh: Mesh) -> None:
         self.stage = stage
         self.update = update
-        self._state_inputs = state_inputs
         self.mesh = mesh
         self.is_mine = is_mine(mesh)
         self._packed = PartitionSpec(mesh.axis_names)
         self._shardings: dict[Slot, NamedSharding] = {}
+
+    def is_state(self, output: Slot) -> bool:
+        """Whether an output of the step is state, which the next update reads."""
+        return output.role is Role.OUTPUT and output.position < self.update.state_inputs
 
     # Layouts
 
@@ -88,10 +83,12 @@ class StageRuntime:
         outputs: Sequence[Slot],
         donated: Sequence[Slot],
     ) -> Compiled:
+        scalars = {s for s in (*inputs, *outputs) if s.role in PACKED and not self.stage.local_shape(s).shape}
+
         def local(*shards: Any) -> tuple[Any, ...]:
-            blocks = [x[0] if s.role in PACKED else x for s, x in zip(inputs, shards, strict=True)]
+            blocks = [x.reshape(()) if s in scalars else x for s, x in zip(inputs, shards, strict=True)]
             made = run(*blocks)
-            return tuple(x[None] if s.role in PACKED else x for s, x in zip(outputs, made, strict=True))
+            return tuple(x.reshape(1) if s in scalars else x for s, x in zip(outputs, made, strict=True))
 
         region = jax.shard_map(
             local,
@@ -136,8 +133,8 @@ class StageRuntime:
 
     @cached_property
     def begin(self) -> Compiled:
-        """Sums and gradients of zero."""
-        outputs = (*self.stage.sums, *self.stage.gradients)
+        """Sums and gradients of zero, where they are added to."""
+        outputs = (*self.stage.sums, *(() if self.stage.asynchronous else self.stage.gradients))
         shapes = [self.stage.local_shape(slot) for slot in outputs]
         return self._jitted(lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes], (), outputs, ())
 
@@ -180,17 +177,38 @@ class StageRuntime:
     @cached_property
     def rounds(self) -> tuple[Compiled, ...]:
         """Of the update."""
-        return tuple(self._round(program, last=program is self.update.rounds[-1]) for program in self.update.rounds)
+        donated = self.update.donated
+        return tuple(self._jitted(p.run, p.inputs, p.outputs, donated(p)) for p in self.update.rounds)
 
-    def _round(self, program: Round, *, last: bool) -> Compiled:
-        kept = [s for s in program.inputs if last and s.role is Role.ARGUMENT and s.position < self._state_inputs]
-        return self._jitted(program.run, program.inputs, program.outputs, kept)
+    @cached_property
+    def update_beside(self) -> Compiled:
+        """The update where microbatches in flight still need the old weights."""
+        (program,) = self.update.rounds
+        donated = self.update.donated(program, versions=True)
+        return self._jitted(program.run, program.inputs, program.outputs, donated)
+
+    @cached_property
+    def report(self) -> Compiled | None:
+        """What depends on the results of all microbatches, where each has an update."""
+        program = self.update.report
+        if program is None or not program.outputs:
+            return None
+        return self._jitted(program.run, program.inputs, program.outputs, ())
 
     def join(self, slot: Slot) -> Callable[[Sequence[Any]], Any]:
-        """Puts the parts of an auxiliary result together."""
+        """Puts the parts of a result together."""
         dim = self.stage.grown[slot.position]
-        assert dim is not None
         sharding = self.sharding(Slot(Role.JOINED, slot.position))
+        if dim is None:
+            how, count = self.stage.reduction(slot), self.stage.microbatches
+
+            def combine(parts: Sequence[Any]) -> Any:
+                kept = parts[0]
+                for position, part in enumerate(parts[1:], start=1):
+                    kept = combined(how, position, kept, part)
+                return finished(how, count, kept)
+
+            return jax.jit(combine, out_shardings=sharding)
         return jax.jit(lambda parts: jnp.concatenate(parts, axis=dim), out_shardings=sharding)
 
     def lower(self, program: Compiled) -> Any:
@@ -207,6 +225,7 @@ class StageRuntime:
         sharding = self.sharding(slot)
         if slot.role in PACKED:
             local = self.stage.local_shape(slot)
-            return jax.ShapeDtypeStruct((self.mesh.size, *local.shape), local.dtype, sharding=sharding)
+            first, *rest = local.shape or (1,)
+            return jax.ShapeDtypeStruct((self.mesh.size * first, *rest), local.dtype, sharding=sharding)
         whole = self.update.global_shape(slot) if outside else self.stage.global_shape(slot)
         return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=sharding)

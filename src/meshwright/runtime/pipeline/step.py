@@ -12,22 +12,19 @@ from jax.sharding import NamedSharding
 from ..._jax.jaxpr import open_jaxpr
 from ...errors import PlanError
 from ...plan import Plan
-from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
-from ...schedule import make_schedule
-from ...schedule.instruction import Edge
 from ...schedule.schedule import Mode, Schedule
 from .executor import Executor, Memory
-from .operations import Access, Work, operations
+from .local_stages import LocalStages
+from .operations import Work, operations
 from .placing import check_not_donated, put
 from .rows import Rows
-from .slots import Role, Slot
+from .slots import Access, Role, Slot
 from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
 from .staged_array import StagedArray
-from .surroundings import Surroundings, is_small
+from .surroundings import is_small
 from .transport import LocalTransport, ProcessTransport
-from .update_program import UpdateProgram
 
 
 class PipelinedStep:
@@ -39,6 +36,7 @@ class PipelinedStep:
       devices: those of the plan's cluster, in its order; `plan.stages[i].devices` are positions among them.
 
     Attributes:
+      local: its programs.
       schedule: the plan's.
       stages: on their devices.
       in_shardings: for each argument of the step how it is kept, for each stage that keeps it.
@@ -48,24 +46,23 @@ class PipelinedStep:
     """
 
     def __init__(self, program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
-        _check(program, plan, devices)
+        _check_devices(plan, devices)
         self.program = program
         self.plan = plan
-        staged = _staged(program, plan)
-        self.schedule = _schedule(plan)
         meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
-        stages = [StageProgram(staged, plan, number, mesh) for number, mesh in enumerate(meshes)]
-        self._around = Surroundings(staged, [stage.cut for stage in stages])
+        self.local = LocalStages(program, plan, meshes)
+        self.schedule = self.local.schedule
+        self._around = self.local.around
         self.stages = [
-            StageRuntime(stage, UpdateProgram(staged, stage, self._around), mesh, program.state_inputs)
-            for stage, mesh in zip(stages, meshes, strict=True)
+            StageRuntime(stage, update, mesh)
+            for stage, update, mesh in zip(self.local.stages, self.local.updates, meshes, strict=True)
         ]
-        programs = [_accesses(stage, self.schedule) for stage in stages]
-        order = operations(self.schedule, [stage.sent for stage in stages], programs)
+        programs = [_accesses(stage, self.schedule) for stage in self.local.stages]
+        order = operations(self.schedule, [stage.sent for stage in self.local.stages], programs)
         self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
         transport = LocalTransport() if self._one_process else ProcessTransport()
         self._executor = Executor(self.stages, self._around, order, transport, plan.microbatches)
-        self._kept = [self._arguments(stage) for stage in self.stages]
+        self._kept = [update.kept for update in self.local.updates]
         shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
         self._copies = shared  # stages on the same devices must not keep one buffer
         self.in_shardings = tuple(
@@ -124,17 +121,6 @@ class PipelinedStep:
 
     # Arguments
 
-    def _arguments(self, stage: StageRuntime) -> set[Slot]:
-        """The arguments of the step that a stage keeps whole."""
-        update = stage.update
-        programs = [*update.rounds, *([update.prepare] if update.prepare is not None else [])]
-        found = {slot for one in programs for slot in one.inputs if slot.role is Role.ARGUMENT}
-        for slot in (*stage.stage.parameters, *stage.stage.inputs):
-            index = update.direct(slot)
-            if index is not None and stage.stacking(slot) is None:
-                found.add(_argument(index))
-        return found
-
     def _memory(self, number: int, flat: Sequence[Any]) -> Memory:
         stage = self.stages[number]
         memory: Memory = {}
@@ -150,7 +136,7 @@ class PipelinedStep:
             if cut is not None:
                 memory[slot] = put(cut(self._host(flat[index], index)), sharding)
             else:
-                same = stage.spec(slot) == stage.spec(_argument(index))
+                same = stage.update.is_argument(slot)
                 memory[slot] = memory[_argument(index)] if same else jax.device_put(memory[_argument(index)], sharding)
         return memory
 
@@ -221,57 +207,17 @@ def _argument(index: int) -> Slot:
 
 def _accesses(stage: StageProgram, schedule: Schedule) -> dict[Work, Access]:
     if schedule.mode is Mode.INFERENCE:
-        return {Work.FORWARD: Access(inputs=stage.forward.inputs, outputs=stage.forward.outputs)}
-    first, second = stage.backward_halves if schedule.splits_backward else (stage.backward, stage.backward)
-    works = {Work.FORWARD: stage.forward}
+        return {Work.FORWARD: stage.forward}
     if schedule.splits_backward:
-        works |= {Work.BACKWARD_INPUT: first, Work.BACKWARD_WEIGHT: second}
-    else:
-        works |= {Work.BACKWARD: first}
-    return {work: Access(inputs=piece.inputs, outputs=piece.outputs) for work, piece in works.items()}
+        first, second = stage.backward_halves
+        return {Work.FORWARD: stage.forward, Work.BACKWARD_INPUT: first, Work.BACKWARD_WEIGHT: second}
+    return {Work.FORWARD: stage.forward, Work.BACKWARD: stage.backward}
 
 
-def _schedule(plan: Plan) -> Schedule:
-    edges = [Edge(source, target) for source, target in plan.edges]
-    return make_schedule(plan.schedule, len(plan.stages), plan.microbatches, edges=edges, **dict(plan.schedule_options))
-
-
-def _staged(program: Program, plan: Plan) -> StagedProgram:
-    """The program with its scans split as the plan says."""
-    return staged_program(program, scan_splits=dict(plan.scan_splits))
-
-
-def _check(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
-    if plan.program != program.fingerprint:
-        raise PlanError(
-            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
-            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
-            try_="planning again: a step's code, shapes and microbatches are part of its plan",
-        )  # fmt: skip
+def _check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
     positions = [d for stage in plan.stages for d in stage.devices]
     if len(devices) <= max(positions):
         raise PlanError(
             refused="the plan", got=f"{len(devices)} devices", needed=f"{max(positions) + 1}, as planned",
             where="plan=", try_="planning again for the devices at hand",
-        )  # fmt: skip
-    if all(devices[d].process_index != jax.process_index() for d in positions):
-        raise PlanError(
-            refused="the plan", got=f"no device of process {jax.process_index()} of {jax.process_count()}",
-            needed="at least one of each process", where="plan=",
-            try_="as many processes as the plan has devices for, or planning again",
-        )  # fmt: skip
-    if not program.marked:
-        raise PlanError(
-            refused="a pipeline", got="a step without meshwright.value_and_grad", needed="exactly one call of it",
-            where="the step", try_="meshwright.value_and_grad in place of jax.value_and_grad, or one stage",
-        )  # fmt: skip
-    if any(stage.equations is None for stage in plan.stages):
-        raise PlanError(
-            refused="the plan", got="a stage without a range of equations", needed="one for each stage",
-            where="plan=", try_="planning again",
-        )  # fmt: skip
-    if plan.schedule == "pipedream":
-        raise PlanError(
-            refused="the schedule pipedream", got="an update for each microbatch", needed="one update a step",
-            where="plan=", try_="one_f_one_b",
         )  # fmt: skip

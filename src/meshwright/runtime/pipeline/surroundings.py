@@ -23,11 +23,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..._jax.jaxpr import Equation, is_literal, open_jaxpr, source_line
 from ..._jax.passes import size_bytes
 from ...errors import PlanError
 from ...program.cut import Cut
 from ...program.staged import StagedProgram
+from ..microbatches import reduction_of
 from .rows import Rows, follow_rows
 
 # Values up to this size travel between stages outside the pipeline.
@@ -70,6 +73,8 @@ class Surroundings:
       results: the variable of each output of the core that a stage computes.
       gradients: the variable of each parameter's gradient.
       holders: for each parameter the stages that hold it.
+      parameter_inputs: the inputs of the step that are parameters.
+      totals: numbers that the core returns for a microbatch, as they are for all.
       rows: for each value that lies in parts, which; `contributions` for each that is the sum (or another combination)
         of what stages have: the word for it and the stages.
       stages: what each stage computes.
@@ -84,6 +89,7 @@ class Surroundings:
         jaxpr = open_jaxpr(program.outer)
         marker = jaxpr.eqns[program.marker]
         self._program = program
+        self.parameter_inputs = frozenset(i for i in program.parameter_inputs if i is not None)
         self._cuts = cuts
         self._everywhere: Stages = frozenset(range(len(cuts)))
         self.invars = list(jaxpr.invars)
@@ -91,6 +97,7 @@ class Surroundings:
         self._consts = set(jaxpr.constvars)
         count = len(open_jaxpr(staged.core).outvars)
         made = {i: number for number, cut in enumerate(cuts) for i in cut.program_outputs}
+        self.totals: list[Any] = []
         alias = self._aliases(staged, marker, made, count)
 
         def read(atom: Any) -> Any:
@@ -134,8 +141,17 @@ class Surroundings:
                     f"output {i} of the loss function", "a constant array", "a result, an input or a number",
                     "returning it from the step itself",
                 )  # fmt: skip
-            alias[marker.outvars[i]] = atom if is_literal(atom) else marker.invars[places[atom]]
+            alias[marker.outvars[i]] = self._number(atom, i) if is_literal(atom) else marker.invars[places[atom]]
         return alias
+
+    def _number(self, literal: Any, output: int) -> Any:
+        """A number that the core returns: of one microbatch (a count of examples), here of all of them."""
+        program = self._program
+        if reduction_of(program, output) != "sum":
+            return literal
+        value = np.asarray(literal.val * program.microbatches, literal.aval.dtype)
+        self.totals.append(type(literal)(value, literal.aval))
+        return self.totals[-1]
 
     # Where values live
 
@@ -380,6 +396,18 @@ class Surroundings:
                 found.add(position)
                 stack += [a for a in self.equations[position].invars if not is_literal(a)]
         return [self.equations[i] for i in sorted(found)]
+
+    def reads(self, wanted: Sequence[Any]) -> set[Any]:
+        """All variables that variables depend on, themselves included."""
+        read = {a for e in self.needed(wanted, ()) for a in e.invars if not is_literal(a)}
+        return read | {a for a in wanted if not is_literal(a)}
+
+    def is_report(self, output: int) -> bool:
+        """Whether a result of the step depends on neither gradients nor state; on what the core returns, it may."""
+        state = self._program.state_inputs
+        return output >= state and self.reads([self.outvars[output]]).isdisjoint(
+            {*self.gradients, *self.invars[:state]}
+        )
 
 
 def is_small(var: Any) -> bool:

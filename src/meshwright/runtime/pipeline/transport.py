@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..._jax.random import is_key
+from ..watch import watch
 from .placing import ghost
+
+
+def _something() -> str:
+    return "a value from other devices"
 
 
 class Transport(Protocol):
@@ -22,12 +27,13 @@ class Transport(Protocol):
     Between processes every process that has a device of either side calls `move`, all in one order.
     """
 
-    def move(self, value: jax.Array, target: NamedSharding) -> jax.Array:
+    def move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str] = _something) -> jax.Array:
         """The value in another layout on other devices.
 
         Args:
           value: on the mesh of the sending stage; of a process without a device of it, an array without shards.
           target: the layout on the receiving stage's mesh.
+          about: says what is moved and between which processes.
 
         Returns: the array there; of a process without a device of it, an array without shards.
         """
@@ -37,7 +43,7 @@ class Transport(Protocol):
 class LocalTransport:
     """Between devices of one process: JAX copies each block to where it is wanted."""
 
-    def move(self, value: jax.Array, target: NamedSharding) -> jax.Array:
+    def move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str] = _something) -> jax.Array:
         """See `Transport`."""
         return jax.device_put(value, target)
 
@@ -49,21 +55,25 @@ class ProcessTransport:
     A round of the program permutes pieces of one shape between disjoint pairs of devices. A program is compiled once
     for each shape and pair of layouts.
 
-    Known limit: what many devices need is sent to each of them apart. The planner of `meshwright.resharding` knows better.
+    Known limit: what many devices need is sent to each of them apart. The planner of `meshwright.resharding` knows
+    better.
     """
 
     def __init__(self) -> None:
         self._programs: dict[Any, _Program] = {}
 
-    def move(self, value: jax.Array, target: NamedSharding) -> jax.Array:
+    def move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str] = _something) -> jax.Array:
         """See `Transport`."""
         if is_key(value):
-            data = self.move(jax.random.key_data(value), NamedSharding(target.mesh, target.spec))
+            data = self.move(jax.random.key_data(value), NamedSharding(target.mesh, target.spec), about)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         key = (value.shape, value.dtype, value.sharding, target)
         if key not in self._programs:
             self._programs[key] = _Program(value.shape, value.dtype, value.sharding, target)
-        return self._programs[key](value)
+        with watch.over(about):  # where a process has one CPU device, issuing a collective waits for it
+            moved, token = self._programs[key](value)
+        watch.follow(about, token)
+        return moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +104,13 @@ class _Program:
         self._result = target.shard_shape(shape)
         self._rounds = _rounds(_pieces(sending, receiving, self._devices))
         self._empty: dict[Any, jax.Array] = {}
-        run = jax.shard_map(
-            self._run, mesh=mesh, in_specs=PartitionSpec("device"), out_specs=PartitionSpec("device"), check_vma=False
-        )
+        each = PartitionSpec("device")
+        run = jax.shard_map(self._run, mesh=mesh, in_specs=each, out_specs=(each, each), check_vma=False)
         self._jitted = jax.jit(run)
 
-    def _run(self, block: jax.Array) -> jax.Array:
-        """On one device: a block, with a leading dim of one, to the block it needs."""
+    def _run(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """On one device: a block, with a leading dim of one, to the block it needs; and a byte that is there when the
+        block is, for who only wants to know that."""
         x, me = block.reshape(self._block), lax.axis_index("device")
         x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
         made = jnp.zeros(self._result, x.dtype)
@@ -116,23 +126,23 @@ class _Program:
             part = lax.ppermute(part, "device", [(p.sender, p.receiver) for p in pieces])
             moved = lax.dynamic_update_slice(made, part, [stop[d] for d in range(rank)])
             made = jnp.where(jnp.asarray(receives)[me], moved, made)
-        return made.astype(self._dtype).reshape(_stacked(self._result, 1))
+        return made.astype(self._dtype).reshape(_stacked(self._result, 1)), jnp.zeros(1, jnp.uint8)
 
-    def __call__(self, value: jax.Array) -> jax.Array:
-        """The array in its new place."""
+    def __call__(self, value: jax.Array) -> tuple[jax.Array, Any]:
+        """The array in its new place, and what is ready when it is there."""
         have = {shard.device: shard.data for shard in value.addressable_shards}
         mine = [d for d in self._devices if d.process_index == jax.process_index()]
         blocks = [have[d].reshape(_stacked(self._block, 1)) if d in have else self._nothing(d) for d in mine]
         whole = jax.make_array_from_single_device_arrays(
             _stacked(self._block, len(self._devices)), self._sharding, blocks
         )
-        moved = self._jitted(whole)
+        moved, token = self._jitted(whole)
         arrived = [
             shard.data.reshape(self._result) for shard in moved.addressable_shards if shard.device in self._receivers
         ]
         if not arrived:
-            return ghost(self._shape, self._dtype, self._target)
-        return jax.make_array_from_single_device_arrays(self._shape, self._target, arrived)
+            return ghost(self._shape, self._dtype, self._target), token
+        return jax.make_array_from_single_device_arrays(self._shape, self._target, arrived), token
 
     def _nothing(self, device: Any) -> jax.Array:
         """The block of a device that only receives."""

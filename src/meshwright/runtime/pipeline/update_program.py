@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,26 +25,20 @@ from ...program.staged import StagedProgram
 from ...sharding import Spec, convert
 from ..collectives import run_together
 from ..follow import Follower
+from ..layouts import fitting
 from ..local_value import LocalValue
+from ..microbatches import finished
 from .rows import Rows, at_rows, combined
-from .slots import Role, Slot
-from .stage_program import StageProgram, adds
+from .slots import Access, Role, Slot
+from .stage_program import StageProgram
 from .surroundings import Surroundings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """A program on one device's shards.
-
-    Args:
-      run: from the shards of the inputs to those of the outputs.
-      inputs: what it reads.
-      outputs: what it writes.
-    """
+class Round(Access):
+    """A program on one device's shards; `run` goes from those of its inputs to those of its outputs."""
 
     run: Callable[..., list[Any]]
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
 
 
 class UpdateProgram:
@@ -55,21 +50,28 @@ class UpdateProgram:
       surroundings: of the core.
 
     Attributes:
+      number: of the stage.
+      state_inputs: how many leading arguments and results of the step are state.
+      mesh: of the stage.
       specs: of every slot that is not packed.
       prepare: computes the core's operands that are not arguments of the step; None if all are.
       rounds: of the update, in order.
+      report: where each microbatch has an update, computes what depends on the results of all of them; else None.
     """
 
     def __init__(self, staged: StagedProgram, stage: StageProgram, surroundings: Surroundings) -> None:
         self._program = staged.source
         self._stage = stage
         self._around = surroundings
+        self.number = stage.number
+        self.state_inputs = staged.source.state_inputs
+        self.mesh = stage.mesh
         self.wanted = surroundings.stages[stage.number]
         self.specs: dict[Slot, Spec] = {Slot(Role.ARGUMENT, i): self._argument_spec(i) for i in self.wanted.inputs}
         for slot in stage.sums:
             self.specs[slot] = stage.specs[slot]
         for slot in stage.collected:
-            self.specs[Slot(Role.JOINED, slot.position)] = stage.specs[slot]
+            self.specs[slot] = self.specs[Slot(Role.JOINED, slot.position)] = stage.specs[slot]
         for p in range(len(surroundings.gradients)):
             if (plan := self._parameter_plan(p)) is not None:
                 for holder in surroundings.holders[p]:
@@ -77,6 +79,7 @@ class UpdateProgram:
         self.prepared = self._prepared_slots()
         self.prepare = self._prepare() if self.prepared else None
         self.rounds = tuple(self._round(number) for number in range(self.wanted.rounds))
+        self.report = self._report() if stage.asynchronous else None
 
     def _parameter_plan(self, parameter: int) -> Any:
         for held, plan in zip(self._stage.cut.parameters, self._stage.stage.parameters, strict=True):
@@ -94,7 +97,7 @@ class UpdateProgram:
         leaf = program.state[index] if index < program.state_inputs else None
         if leaf is not None and (plan := self._parameter_plan(leaf.parameter)) is not None:
             dims = tuple(plan.storage.dims[d] if d is not None else () for d in leaf.dims)
-            return _fitting(dims, self._around.shape(self._around.invars[index], stage.number), stage.sizes)
+            return fitting(dims, self._around.shape(self._around.invars[index], stage.number), stage.sizes)
         for slot, position in zip(stage.inputs, stage.cut.program_inputs, strict=True):
             if program.core_inputs[position] == index and stage.stacked_dim(slot) is None:
                 return stage.specs[slot]
@@ -108,6 +111,41 @@ class UpdateProgram:
         if slot.role is Role.PARAMETER:
             return program.parameter_inputs[cut.parameters[slot.position].parameter]
         return program.core_inputs[cut.program_inputs[slot.position]]
+
+    def is_argument(self, slot: Slot) -> bool:
+        """Whether a parameter or input of the stage is an argument of the step as it is kept."""
+        index = self.direct(slot)
+        if index is None or self._is_stacked(slot):
+            return False
+        return self._stage.specs[slot] == self.specs[Slot(Role.ARGUMENT, index)]
+
+    def _is_stacked(self, slot: Slot) -> bool:
+        return slot.role is Role.INPUT and self._stage.stacked_dim(slot) is not None
+
+    @cached_property
+    def kept(self) -> frozenset[Slot]:
+        """The arguments of the step that the stage keeps whole."""
+        programs = [*self.rounds, *(p for p in (self.prepare, self.report) if p is not None)]
+        found = {slot for one in programs for slot in one.inputs if slot.role is Role.ARGUMENT}
+        for slot in (*self._stage.parameters, *self._stage.inputs):
+            index = self.direct(slot)
+            if index is not None and not self._is_stacked(slot):
+                found.add(Slot(Role.ARGUMENT, index))
+        return frozenset(found)
+
+    def donated(self, program: Round, *, versions: bool = False) -> tuple[Slot, ...]:
+        """What a round takes over: the old state, by the last.
+
+        Args:
+          program: the round.
+          versions: whether the old weights are still needed by microbatches in flight.
+        """
+        if program is not self.rounds[-1]:
+            return ()
+        weights = {self.direct(slot) for slot in self._stage.parameters} if versions else set()
+        state = range(self.state_inputs)
+        taken = [s for s in program.inputs if s.role is Role.ARGUMENT and s.position in state]
+        return tuple(s for s in taken if s.position not in weights)
 
     def _prepared_slots(self) -> tuple[Slot, ...]:
         stage = self._stage
@@ -155,13 +193,10 @@ class UpdateProgram:
             match slot.role:
                 case Role.ARGUMENT:
                     env[around.invars[slot.position]] = LocalValue(shard, self.specs[slot], sizes)
-                case Role.SUM | Role.JOINED:
-                    scaled = (
-                        shard * jnp.asarray(self._scale, shard.dtype)
-                        if slot.role is Role.SUM and adds(shard)
-                        else shard
-                    )
-                    env[around.results[slot.position]] = LocalValue(scaled, self.specs[slot], sizes)
+                case Role.SUM | Role.JOINED | Role.COLLECTED:
+                    if slot.role is Role.SUM:
+                        shard = finished(self._stage.reduction(slot), self._program.microbatches, shard)
+                    env[around.results[slot.position]] = LocalValue(shard, self.specs[slot], sizes)
                 case Role.SYNCHRONISED:
                     parts.setdefault(slot.position, []).append(shard)
                 case Role.BUNDLE:
@@ -179,6 +214,8 @@ class UpdateProgram:
 
     @property
     def _scale(self) -> float:
+        if self._stage.asynchronous:  # a microbatch is a batch of its own
+            return 1.0
         return 1.0 / self._program.microbatches if self._program.reduction == "mean" else 1.0
 
     def _evaluate(self, wanted: Sequence[Any], env: dict[Any, LocalValue]) -> list[LocalValue]:
@@ -201,7 +238,7 @@ class UpdateProgram:
         around = self._around
         if not is_literal(atom) and atom in around.rows:
             return around.rows[atom]
-        places = [i for i in self.wanted.outputs if around.outvars[i] is atom and i < self._program.state_inputs]
+        places = [i for i in self.wanted.outputs if around.outvars[i] is atom and i < self.state_inputs]
         return next((around.rows[around.invars[i]] for i in places if around.invars[i] in around.rows), None)
 
     # Rounds of the update
@@ -228,7 +265,7 @@ class UpdateProgram:
         around, me = self._around, self._stage.number
         last = number == self.wanted.rounds - 1
         sent = self.bundles(me, number)
-        outputs = self.wanted.outputs if last else []
+        outputs = [i for i in self.wanted.outputs if i not in self.reported] if last else []
         small = [var for bundle in sent.values() for var in bundle]
         wanted = [*small, *(around.outvars[i] for i in outputs)]
         first_and_more = number == 0 and not last
@@ -253,7 +290,7 @@ class UpdateProgram:
             return (mine if first_and_more else []), bundled, made[len(made) - len(outputs) :]
 
         for slot in output_slots:
-            if slot.position < self._program.state_inputs:
+            if slot.position < self.state_inputs:
                 self.specs[slot] = self._state_spec(slot.position)
         self._probe([slot for slot in output_slots if slot not in self.specs], inputs, evaluate, outputs)
 
@@ -262,6 +299,35 @@ class UpdateProgram:
             return [*mine, *bundled, *(v.read(self.specs[s]) for v, s in zip(made, output_slots, strict=True))]
 
         return Round(run=run, inputs=inputs, outputs=(*synchronised, *sent, *output_slots))
+
+    # What all microbatches gave
+
+    @cached_property
+    def reported(self) -> frozenset[int]:
+        """Where each microbatch has an update, the outputs of the step that wait for the last: those that read neither
+        gradients nor state. The others are those of the last update."""
+        if not self._stage.asynchronous:
+            return frozenset()
+        return frozenset(i for i in self.wanted.outputs if self._around.is_report(i))
+
+    def _report(self) -> Round:
+        around, outputs = self._around, sorted(self.reported)
+        wanted = [around.outvars[i] for i in outputs]
+        read = around.reads(wanted)
+        inputs = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
+        joined = [Slot(Role.JOINED, s.position) for s in self._stage.collected if around.results[s.position] in read]
+        slots, found = (*inputs, *joined), tuple(Slot(Role.OUTPUT, i) for i in outputs)
+
+        def evaluate(*shards: Any) -> tuple[list[Any], list[Any], list[LocalValue]]:
+            return [], [], self._evaluate(wanted, self._environment(slots, shards))
+
+        self._probe(found, slots, evaluate, outputs)
+
+        def run(*shards: Any) -> list[Any]:
+            *_, made = evaluate(*shards)
+            return [v.read(self.specs[s]) for v, s in zip(made, found, strict=True)]
+
+        return Round(run=run, inputs=slots, outputs=found)
 
     def _state_spec(self, index: int) -> Spec:
         """State leaves as it came."""
@@ -286,7 +352,8 @@ class UpdateProgram:
         found = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
         for slot in (*self._stage.sums, *self._stage.collected):
             if around.results[slot.position] in read:
-                found.append(slot if slot.role is Role.SUM else Slot(Role.JOINED, slot.position))
+                joined = slot.role is Role.COLLECTED and not self._stage.asynchronous
+                found.append(Slot(Role.JOINED, slot.position) if joined else slot)
         if number == 0:
             found += self._stage.gradients
         else:
@@ -304,8 +371,9 @@ class UpdateProgram:
             conversion = convert(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage)
             assert conversion is not None
             conversions.append(conversion)
-        scaled = [given[s] * jnp.asarray(self._scale, given[s].dtype) for s in self._stage.gradients]
-        return run_together(scaled, conversions, self._stage.sizes)
+        synchronised = run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
+        # Scaled afterwards: before, it would take a second buffer.
+        return [x * jnp.asarray(self._scale, x.dtype) for x in synchronised]
 
     def _probe(
         self, slots: Sequence[Slot], inputs: Sequence[Slot], evaluate: Callable[..., Any], outputs: Sequence[int]
@@ -335,6 +403,8 @@ class UpdateProgram:
             case Role.ARGUMENT:
                 var = around.invars[slot.position]
                 return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
+            case Role.COLLECTED:
+                return self._stage.global_shape(slot)
             case Role.SUM | Role.JOINED:
                 aval = around.results[slot.position].aval
             case Role.SYNCHRONISED:
@@ -343,7 +413,7 @@ class UpdateProgram:
             case Role.BUNDLE:
                 size = sum(v.aval.size for v in self.bundles(slot.source, slot.position)[slot])
                 return jax.ShapeDtypeStruct((size,), jnp.dtype(slot.dtype))
-            case _ if slot.position < self._program.state_inputs:
+            case _ if slot.position < self.state_inputs:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
             case _:
                 aval = open_jaxpr(self._program.outer).outvars[slot.position].aval
@@ -356,17 +426,3 @@ class UpdateProgram:
         whole = self.global_shape(slot)
         spec = self.specs[slot] if slot in self.specs else Spec(((),))
         return jax.ShapeDtypeStruct(spec.local_shape(whole.shape, self._stage.sizes), whole.dtype)
-
-
-def _fitting(dims: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Any) -> Spec:
-    """A spec with the splits among `dims` that divide `shape`, each axis used once."""
-    used: set[str] = set()
-    kept: list[tuple[str, ...]] = []
-    for extent, axes in zip(shape, dims, strict=True):
-        blocks = 1
-        for axis in axes:
-            blocks *= sizes[axis]
-        good = extent % blocks == 0 and used.isdisjoint(axes)
-        kept.append(tuple(axes) if good else ())
-        used.update(axes if good else ())
-    return Spec(tuple(kept))

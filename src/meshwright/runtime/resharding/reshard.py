@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from ..._jax.random import is_key
-from ...launch import exchange_texts
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
+from ..agree import exchange_texts
 from ..pipeline.placing import check_not_donated, put
 from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of

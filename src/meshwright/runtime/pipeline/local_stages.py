@@ -1,0 +1,160 @@
+"""A plan of several stages applied to a program: what each stage runs, without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from jax.sharding import Mesh
+
+from ...errors import PlanError
+from ...plan import Memory, Plan
+from ...program.staged import StagedProgram, staged_program
+from ...program.trace import Program
+from ...schedule import Mode, Schedule
+from ...simulate import Timeline, Timing, plan_schedule, plan_timing, simulate
+from ..microbatches import grown_dims
+from .asynchronous import check_asynchronous
+from .stage_memory import StageMemory, stage_memory
+from .stage_program import StageProgram
+from .surroundings import Surroundings
+from .update_program import UpdateProgram
+
+
+class LocalStages:
+    """The stages of a step, as programs of one device each.
+
+    Args:
+      program: the traced step.
+      plan: for this program.
+      meshes: of the stages; None for meshes without devices.
+
+    Attributes:
+      schedule: the plan's.
+      stages: what they compute of the core.
+      around: what surrounds it, shared out.
+      updates: what they compute around it.
+
+    Raises:
+      PlanError: if the plan is for another program, or asks for what the runtime cannot do.
+    """
+
+    def __init__(self, program: Program, plan: Plan, meshes: Sequence[Mesh] | None = None) -> None:
+        _check(program, plan)
+        self.program = program
+        self.plan = plan
+        staged = _staged(program, plan)
+        self.schedule: Schedule = plan_schedule(plan)
+        numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
+        asynchronous = self.schedule.mode is Mode.ASYNCHRONOUS
+        self.stages = [StageProgram(staged, plan, n, mesh, asynchronous=asynchronous) for n, mesh in numbered]
+        self.around = Surroundings(staged, [stage.cut for stage in self.stages])
+        if asynchronous:
+            check_asynchronous(self.around, program.state_inputs, grown_dims(program))
+        self.updates = [UpdateProgram(staged, stage, self.around) for stage in self.stages]
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
+        splits = self.schedule.splits_backward
+        return tuple(
+            stage_memory(stage, update, splits_backward=splits)
+            for stage, update in zip(self.stages, self.updates, strict=True)
+        )
+
+    def timing(self) -> Timing:
+        """The plan's seconds, with the bytes of the traced programs.
+
+        Raises:
+          PlanError: nobody has priced the plan.
+        """
+        planned, memory = plan_timing(self.plan), self.memory
+        stages = tuple(
+            replace(
+                stage,
+                constant_bytes=found.constant_bytes,
+                version_bytes=found.parameter_bytes,
+                in_flight_bytes=found.in_flight_bytes,
+                delayed_bytes=found.delayed_bytes,
+                handed_bytes=found.handed_bytes,
+                workspace_bytes=found.workspace_bytes,
+                update_workspace_bytes=found.update_workspace_bytes,
+            )
+            for stage, found in zip(planned.stages, memory, strict=True)
+        )
+        edges = tuple(
+            replace(
+                one,
+                source_bytes=memory[one.edge.source].sent_bytes[one.edge.target],
+                target_bytes=memory[one.edge.target].received_bytes[one.edge.source],
+            )
+            for one in planned.edges
+        )
+        return replace(planned, stages=stages, edges=edges)
+
+    def timeline(self) -> Timeline:
+        """The predicted step, with the memory of the traced programs.
+
+        Raises:
+          PlanError: nobody has priced the plan.
+        """
+        return simulate(self.schedule, self.timing())
+
+    def plan_with_memory(self) -> Plan:
+        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step.
+
+        Raises:
+          PlanError: nobody has priced the plan.
+        """
+        peaks = self.timeline().peak_bytes
+        ranks = self.schedule.stage_ranks
+        activations = [m.in_flight_bytes * n for m, n in zip(self.memory, self.schedule.in_flight, strict=True)]
+        named = [
+            m.parameter_bytes + m.gradient_bytes + m.state_bytes + kept
+            for m, kept in zip(self.memory, activations, strict=True)
+        ]
+        stages = []
+        for number, (stage, found) in enumerate(zip(self.plan.stages, self.memory, strict=True)):
+            others = [n for n, rank in enumerate(ranks) if rank == ranks[number]]
+            # What stages of one rank need besides, they need for all of them together.
+            rest = (peaks[ranks[number]] - sum(named[n] for n in others)) / len(others)
+            memory = Memory(
+                parameters=found.parameter_bytes,
+                gradients=found.gradient_bytes,
+                optimizer=found.state_bytes,
+                activations=activations[number],
+                workspace=max(rest, 0.0),
+            )
+            stages.append(replace(stage, memory=memory, in_flight=self.schedule.in_flight[number]))
+        return replace(self.plan, stages=tuple(stages))
+
+
+def _staged(program: Program, plan: Plan) -> StagedProgram:
+    """The program with its scans split as the plan says."""
+    return staged_program(program, scan_splits=dict(plan.scan_splits))
+
+
+def _check(program: Program, plan: Plan) -> None:
+    if plan.program != program.fingerprint:
+        raise PlanError(
+            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
+            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
+            try_="planning again: a step's code, shapes and microbatches are part of its plan",
+        )  # fmt: skip
+    if not program.marked:
+        raise PlanError(
+            refused="a pipeline", got="a step without meshwright.value_and_grad", needed="exactly one call of it",
+            where="the step", try_="meshwright.value_and_grad in place of jax.value_and_grad, one stage, or for a step "
+            "without gradients a program of trace_inference",
+        )  # fmt: skip
+    if any(stage.equations is None for stage in plan.stages):
+        raise PlanError(
+            refused="the plan", got="a stage without a range of equations", needed="one for each stage",
+            where="plan=", try_="planning again",
+        )  # fmt: skip
+    if plan.schedule == "inference" and program.parameter_inputs:
+        raise PlanError(
+            refused="the schedule inference", got="a step with gradients", needed="one that goes forward only",
+            where="plan=", try_="one_f_one_b, or the forward step alone (program.inference.trace_inference)",
+        )  # fmt: skip
