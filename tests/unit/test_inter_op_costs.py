@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshwright import zoo
 from meshwright._jax.jaxpr import eliminate_dead_code, inline, open_jaxpr
 from meshwright.cluster import Cluster, Device, Host, Link, load_cluster
 from meshwright.errors import PlanError
@@ -21,8 +22,10 @@ from meshwright.search.intra_op import IntraOpProblem
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.stage_costs import StageCosts
+from meshwright.search.stage_estimates import in_parts
 from meshwright.search.stage_problem import StageProblem
 from meshwright.search.submeshes import Submesh, Submeshes
+from meshwright.solve import Problem, solve
 from meshwright.zoo import registry
 
 UNLIMITED = float("inf")
@@ -142,7 +145,7 @@ def test_memory_counts_what_is_in_flight() -> None:
         problem.in_flight = count
         held = seconds.constant_bytes + count * seconds.in_flight_bytes
         assert problem.problem(UNLIMITED).memory_of(free.solution.choices) == pytest.approx(held)
-    constant, kept, received = problem.least_bytes()
+    constant, kept, received = problem.least_bytes
     assert constant <= seconds.constant_bytes
     assert 0 < received <= kept <= seconds.in_flight_bytes
     assert program.marked
@@ -178,12 +181,63 @@ def test_equal_ranges_are_solved_once() -> None:
     program, staged = program_of("mlp-tiny")
     costs = costs_of("mlp-tiny")
     assert len(staged.layers) == 6
+    solves = []
     for layer in range(1, 5):
         costs.solve(layer, layer + 1, Submesh(0, 1), 1)
-    assert costs.solver.solves == 1
+        solves.append(costs.solves)
+    # The first layer, one of the four in the middle, the last.
+    assert solves == [3] * 4
     # Elsewhere, on an equal submesh, it is solved already.
     assert costs.is_solved(2, 3, Submesh(5, 6), 1)
     assert program.microbatches == 4
+
+
+def test_a_layer_of_equal_blocks_is_estimated_from_one() -> None:
+    target = zoo.mlp(width=32, layers=24, batch=32)
+    program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=2)
+    staged = staged_program(program, layers=8)
+    parts = in_parts(staged)
+    assert [b - a for a, b in staged.layers] == [12] * 7 + [15]
+    assert [b - a for a, b in parts.layers] == [4] * 23 + [7]
+    costs = StageCosts(
+        staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat="none"
+    )
+    numbers = [costs.estimates.solver.number(part, part + 1) for part in range(24)]
+    assert max(numbers.count(number) for number in numbers) == 22
+    (estimate,) = costs.options(1, 4, Submesh(0, 1), 1)
+    (solved,) = costs.solve(1, 4, Submesh(0, 1), 1)
+    assert estimate.seconds == pytest.approx(solved.seconds, rel=0.01)
+    # What has no equal blocks stays as it is.
+    _, tiny = program_of("gpt-tiny")
+    assert in_parts(tiny) is tiny
+
+
+def test_prices_of_memory_trade_it_for_seconds() -> None:
+    program, staged = program_of("gpt-tiny")
+    cluster = load_cluster("cpu")
+    cut = staged.cutter.cut(*staged.layers[3])
+    problem = StageProblem(
+        cut, cut.graph, cluster.logical_mesh((8,)), cluster.device,
+        parameters=costs_of("gpt-tiny").solver.parameters_of(cut), microbatches=4, pins=Pins(),
+        split_dims=staged.split_dims,
+    )  # fmt: skip
+    problem.in_flight = 3
+    numbers = problem.problem(UNLIMITED)
+    before = (0.0, float("inf"))
+    for price in (0.0, 1e-12, 1e-9, 1e-6, 1.0):
+        choices = problem.priced(price, 3, gap=0.0, time_limit_seconds=60.0)
+        assert numbers.memory is not None
+        costs = tuple(seconds + price * size for seconds, size in zip(numbers.costs, numbers.memory, strict=True))
+        best = solve(Problem(costs=costs, edges=numbers.edges))
+        here = numbers.objective(choices), numbers.memory_of(choices)
+        assert here[0] + price * here[1] == pytest.approx(best.objective, rel=1e-9)
+        assert before[0] <= here[0] * (1 + 1e-12)
+        assert here[1] <= before[1] * (1 + 1e-12)
+        before = here
+        chosen = problem.chosen(choices)
+        assert chosen.solution.memory == pytest.approx(here[1])
+        assert problem.seconds(chosen).weight_seconds <= problem.seconds(chosen).backward_seconds
+    assert program.marked
 
 
 def test_what_layers_share() -> None:

@@ -25,6 +25,7 @@ from .factors import Composer, Rule
 from .flops import equation_flops
 from .graph import Graph, Operator, Path, Value
 from .local import COMBINE
+from .origins import with_origins
 from .rules import Rules, is_call
 
 
@@ -255,7 +256,7 @@ class _Builder:
             outputs=tuple(outputs),
             parameters=parameters,
         )
-        return graph, rules
+        return with_origins(graph), rules
 
     def _depends(self, inputs: Sequence[int]) -> list[bool]:
         """Which values depend on any input."""

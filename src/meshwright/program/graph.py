@@ -17,6 +17,7 @@ from functools import cached_property
 from math import prod
 
 from .factors import Rule
+from .origins import Origin
 
 Path = tuple[int, ...]
 
@@ -70,6 +71,7 @@ class Operator:
       matmul: whether the FLOPs are those of a matrix product or convolution.
       differentiated: whether a cotangent passes through it.
       source: the user's line, for reports.
+      origins: what each factor of its rule stands for in the program.
     """
 
     index: int
@@ -87,6 +89,7 @@ class Operator:
     matmul: bool
     differentiated: bool
     source: str
+    origins: tuple[Origin, ...] = ()
 
     @property
     def is_link(self) -> bool:

@@ -41,7 +41,12 @@ _MANY_EQUAL = 3
 
 
 def cluster_layers(
-    graph: Graph, equations: int, *, at_most: int = DEFAULT_LAYERS, cuts: Sequence[int] = ()
+    graph: Graph,
+    equations: int,
+    *,
+    at_most: int = DEFAULT_LAYERS,
+    cuts: Sequence[int] = (),
+    exactly: bool = False,
 ) -> tuple[tuple[int, int], ...]:
     """The layers of a program, in order, each the first and one past the last of its top-level equations.
 
@@ -51,9 +56,11 @@ def cluster_layers(
       at_most: how many layers there may be.
       cuts: positions of equations that begin a layer (`mw.layer_boundary`); if there are any, the layers are exactly
         those between them.
+      exactly: whether there have to be `at_most` layers, however unlike.
 
     Raises:
-      PlanError: no equation, fewer than one layer, or cuts that do not ascend within the program.
+      PlanError: no equation, fewer than one layer, cuts that do not ascend within the program, or a program that cannot
+        be cut into exactly so many layers.
     """
     if equations < 1:
         raise _refusal("a program of no equations", "at least one equation", "a step that computes something")
@@ -68,6 +75,14 @@ def cluster_layers(
     if isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1:
         raise _refusal(f"{at_most!r} layers", "a whole number of at least 1", f"layers={DEFAULT_LAYERS}")
     clusterings = _best_cuts(equation_flops(graph, equations), crossing_bytes(graph, equations), at_most)
+    if exactly:
+        bounds = next((bounds for bounds in clusterings if len(bounds) == at_most + 1), None)
+        if bounds is None:
+            most = len(clusterings[-1]) - 1
+            raise _refusal(
+                f"exactly {at_most} layers", f"at most {most}, or other bounds on their work", f"layers={most}"
+            )
+        return tuple(pairwise(bounds))
     signatures: list[list[tuple[str, float, int]]] = [[] for _ in range(equations)]
     for operator in graph.operators:
         signatures[operator.path[0]].append((operator.name, operator.flops, operator.repeats))

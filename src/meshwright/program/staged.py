@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .._jax.jaxpr import ClosedJaxpr, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, open_jaxpr, scan_parts
 from .build import build_graph
 from .cut import Cutter
 from .graph import Graph
@@ -71,6 +71,7 @@ def staged_program(
     program: Program,
     *,
     layers: int = DEFAULT_LAYERS,
+    exactly: bool = False,
     cuts: Sequence[int] = (),
     scan_splits: Mapping[int, Sequence[int]] | None = None,
 ) -> StagedProgram:
@@ -78,17 +79,20 @@ def staged_program(
 
     Args:
       program: traced at the size of one microbatch.
-      layers: the most layers there may be.
-      cuts: equations of the core, its scans split, that begin a layer (`mw.layer_boundary`).
-      scan_splits: the trips of the pieces of each scan; None to cut scans so that each piece is about a layer.
+      layers: the most layers there may be; where the user ended layers (`meshwright.layer_boundary`), these are taken.
+      exactly: whether there have to be so many, where the user ended none.
+      cuts: equations of the core, its scans split, that begin a layer, in place of the user's.
+      scan_splits: the trips of the pieces of each scan; None to cut scans so that each piece is about a layer, or where
+        the user ended layers.
 
     Raises:
       PlanError: for cuts or trips that are not of the program.
     """
     if scan_splits is None:
-        scan_splits = trips_for_layers(program.graph, layers)
+        scan_splits = _trips_of_scans(program, layers)
     core, starts, splits = _split(program, scan_splits)
-    return _staged(program, core, starts, splits, layers=layers, cuts=cuts)
+    cuts = cuts or _boundaries(program, core, starts, splits)
+    return _staged(program, core, starts, splits, layers=layers, cuts=cuts, exactly=exactly)
 
 
 def merge_scans(staged: StagedProgram, bounds: Sequence[int]) -> StagedProgram | None:
@@ -131,6 +135,33 @@ def merge_scans(staged: StagedProgram, bounds: Sequence[int]) -> StagedProgram |
     return _staged(staged.source, core, starts, splits, layers=1 if layers == 1 else layers, cuts=cuts)
 
 
+def _trips_of_scans(program: Program, layers: int) -> dict[int, tuple[int, ...]]:
+    """How to cut the scans: one trip a layer where the user ended layers in the body, else by work."""
+    marked = program.boundaries
+    if not marked.before and not marked.scans:
+        return trips_for_layers(program.graph, layers)
+    equations = open_jaxpr(program.core).eqns
+    return {position: (1,) * scan_parts(equations[position]).length for position in marked.scans}
+
+
+def _boundaries(
+    program: Program, core: ClosedJaxpr, starts: Starts, splits: Mapping[int, Sequence[int]]
+) -> tuple[int, ...]:
+    """The equations of `core` that begin a layer because the user said so."""
+    marked = program.boundaries
+    old, new = open_jaxpr(program.core).eqns, open_jaxpr(core).eqns
+    places = {id(equation): place for place, equation in enumerate(new)}
+    places = {number: places[id(equation)] for number, equation in enumerate(old) if id(equation) in places}
+    places |= {position: starts[position, 0] for position in splits}
+    # Conversions of operands of a split scan are gone: a layer that began with one begins with what is next.
+    cuts = {
+        min((place for number, place in places.items() if number >= cut), default=len(new))
+        for cut in (*marked.before, *marked.scans, *(position + 1 for position in marked.scans))
+    }
+    cuts |= {starts[position, n] for position in marked.scans for n in range(len(splits.get(position, ())))}
+    return tuple(cut for cut in sorted(cuts) if 0 < cut < len(new))
+
+
 Starts = Mapping[tuple[int, int], int]
 
 
@@ -152,6 +183,7 @@ def _staged(
     *,
     layers: int,
     cuts: Sequence[int],
+    exactly: bool = False,
 ) -> StagedProgram:
     graph, rules = program.graph, program.rules
     if splits:
@@ -160,5 +192,6 @@ def _staged(
         graph, rules = build_graph(core, parameters=graph.parameters, losses=losses, input_names=names)
     return StagedProgram(
         core=core, graph=graph, rules=rules, rows=stacked_rows(core), scan_splits=splits, source=program,
-        layers=cluster_layers(graph, len(open_jaxpr(core).eqns), at_most=layers, cuts=cuts), piece_starts=starts,
+        layers=cluster_layers(graph, len(open_jaxpr(core).eqns), at_most=layers, cuts=cuts, exactly=exactly),
+        piece_starts=starts,
     )  # fmt: skip

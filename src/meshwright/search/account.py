@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plan import Collective
 from ..sharding import Conversion, Spec, convert
-from .intra_op import IntraOpProblem, IntraOpSolution
+from .intra_op import IntraOpProblem, IntraOpSolution, central_messages
 from .products import product_passes
 
 
@@ -127,6 +127,7 @@ def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account)
 
 def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:
     graph = problem.graph
+    central: dict[tuple[tuple[str, ...], str], float] = {}
     for position, choice in zip(graph.parameters, chosen.parameters, strict=True):
         value = graph.values[graph.inputs[position]]
         gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
@@ -135,6 +136,12 @@ def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account
         assert fetch is not None
         for conversion in (gradient, fetch):
             for step in conversion:
-                if step.forward is not None and prod(value.shape) > 1:
-                    size = value.bytes * step.buffer_fraction(problem.sizes)
+                size = value.bytes * step.buffer_fraction(problem.sizes)
+                if step.forward == "all_reduce" and problem.gradient_exchange == "central":
+                    central[step.axes, value.dtype] = central.get((step.axes, value.dtype), 0.0) + size
+                elif step.forward is not None and prod(value.shape) > 1:
                     total.add(step.forward, size, problem.prices.collective(step.forward, size, step.axes), 1)
+    # What goes to the server goes in one buffer.
+    for (axes, _), size in sorted(central.items()):
+        seconds = problem.prices.collective("permute", size, axes)
+        total.add("permute", size, seconds, central_messages(axes, problem.sizes))

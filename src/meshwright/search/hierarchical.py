@@ -16,6 +16,7 @@ from ..solve import Infeasible
 from .account import account
 from .gathers import gathered_axes
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
+from .passes import pass_seconds
 from .pins import Pins
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
@@ -254,7 +255,7 @@ def _contradiction(request: SearchRequest) -> PlanError:
 
 def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
     problem, chosen, graph = best.problem, best.chosen, best.problem.graph
-    totals = account(problem, chosen)
+    totals, passes = account(problem, chosen), pass_seconds(problem, chosen)
     memory = _memory(problem, chosen)
     operators = tuple(
         OperatorPlan(
@@ -295,6 +296,12 @@ def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
         communication=totals.collectives,
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,
+        forward_seconds=passes.forward,
+        backward_seconds=passes.backward,
+        weight_seconds=passes.weight,
+        synchronise_seconds=passes.synchronise,
+        update_seconds=passes.update,
+        gradient_exchange=problem.gradient_exchange,
     )
     seconds = chosen.solution.objective
     model_flops = request.graph.flops * request.microbatches * (3 if graph.parameters else 1)

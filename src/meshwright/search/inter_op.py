@@ -9,9 +9,13 @@ microbatches, is Alpa's (OSDI '22) with what it leaves out:
 
 * C_i = seconds of the transfers between stages i and i+1, both ways.
 * P, the period, by schedule. 1F1B waits for its transfers: max_i (f_i + b_i + C_i). Eager 1F1B hides them: the largest
-  of all f_i + b_i and of the seconds of any one edge, one way. GPipe: max(f, c) + max(b, c').
+  of all f_i + b_i and of the seconds of any one edge, one way. GPipe: max(f, c) + max(b, c'). Zero bubble (ZB-H1) fills
+  the wait for transfers with weight gradients, w_i of b_i: max_i (f_i + b_i + max(0, C_i - w_i)); and of each stage but
+  the last only max(f_i, b_i - w_i, f_i + b_i - 2 w_i) stands in the first sum, since weight gradients fill the
+  pipeline's ends. As many microbatches are in flight on every stage as there are stages, whose number must be given.
 * S = max_i (s_i - sum_(k<i) (b_k + c'_k)): what of the gradient synchronisation and update is left after the last
   backward of the first stage; that of later stages is done while earlier ones still work. c' are cotangents' transfers.
+  In zero bubble all stages end together, and S is the largest s_i.
 
 and each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
@@ -40,8 +44,8 @@ from .submeshes import Submesh
 # How many plans beside the best are handed back.
 _OTHERS = 4
 
-Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe"]
-ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe")
+Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
+ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ class Option:
     Args:
       forward_seconds: of one microbatch.
       backward_seconds: of one microbatch.
+      weight_seconds: of that, the gradients of parameters, which a split backward puts off.
       once_seconds: gradient synchronisation and update.
       constant_bytes: on one device throughout.
       in_flight_bytes: on one device for each microbatch in flight.
@@ -62,12 +67,19 @@ class Option:
     once_seconds: float = 0.0
     constant_bytes: float = 0.0
     in_flight_bytes: float = 0.0
+    weight_seconds: float = 0.0
     tag: Any = None
 
     @property
     def seconds(self) -> float:
         """Of one microbatch, both passes."""
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def passage_seconds(self) -> float:
+        """What a stage adds to the ends of a pipeline in which weight gradients wait."""
+        cotangent = self.backward_seconds - self.weight_seconds
+        return max(self.forward_seconds, cotangent, self.forward_seconds + cotangent - self.weight_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +142,7 @@ class InterOpProblem:
       memory_limit_bytes: of a device.
       order: the schedule.
       max_stages: the most stages.
-      num_stages: how many stages there are to be; None for any number.
+      num_stages: how many stages there are to be; None for any number, except for zero bubble.
     """
 
     layers: int
@@ -149,6 +161,9 @@ class InterOpProblem:
         """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
         if self.order == "gpipe":
             return self.microbatches
+        if self.order == "zero_bubble":
+            assert self.num_stages is not None, "zero bubble keeps as many in flight as there are stages"
+            return min(self.microbatches, self.num_stages)
         return min(self.microbatches, from_end if self.order == "one_f_one_b" else 2 * from_end - 1)
 
     def fits(self, option: Option, from_end: int) -> bool:
@@ -239,7 +254,7 @@ class _Search:
         for last in range(1, problem.layers + 1):
             least[last] = min(
                 (
-                    least[first] + option.seconds
+                    least[first] + self._passage(option, 2)
                     for first in range(last)
                     for submesh in by_size.values()
                     for option in problem.options(first, last, submesh, 1)
@@ -294,13 +309,18 @@ class _Search:
                     if edges is None:
                         edges = self._edges(label, first, last, submesh)
                     forward, backward, widest, exchange = edges
-                    seconds = label.seconds + option.seconds + forward + backward
+                    seconds = label.seconds + self._passage(option, place) + forward + backward
                     periods = self._periods(label, option, forward, backward, widest)
-                    late = max(0.0, option.once_seconds + exchange, label.late - (option.backward_seconds + backward))
+                    done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
+                    late = max(0.0, option.once_seconds + exchange, label.late - done)
                     if seconds + self.least[first] + rest * (periods[0] + periods[1]) > self.bound:
                         continue
                     new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
+
+    def _passage(self, option: Option, place: int) -> float:
+        """What a stage at this place from the end adds to the first sum."""
+        return option.passage_seconds if self.problem.order == "zero_bubble" and place > 1 else option.seconds
 
     def _periods(
         self, label: _Label, option: Option, forward: float, backward: float, widest: float
@@ -312,6 +332,9 @@ class _Search:
                 return max(one, option.seconds + forward + backward, widest), two
             case "eager_one_f_one_b":
                 return max(one, option.seconds, widest), two
+            case "zero_bubble":
+                exposed = max(0.0, forward + backward - option.weight_seconds)
+                return max(one, option.seconds + exposed, widest), two
             case "gpipe":
                 return max(one, option.forward_seconds, forward), max(two, option.backward_seconds, backward)
 

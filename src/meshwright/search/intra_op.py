@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator
+from ..program.origins import dim_origins
 from ..program.residuals import kept_values, needed_again
 from ..sharding import Spec, convert
 from ..solve import Problem, Solution, solve
@@ -65,6 +67,11 @@ class IntraOpSolution:
     solution: Solution
 
 
+def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """How many messages the link of a server carries one after the other: one from each other device, one to each."""
+    return 2 * (prod(sizes[axis] for axis in axes) - 1)
+
+
 class IntraOpProblem:
     """Builds the problem of one stage on one mesh.
 
@@ -97,10 +104,11 @@ class IntraOpProblem:
         self.parameters = parameters
         self.microbatches = microbatches
         self.carried = carried
+        self.gradient_exchange = pins.gradient_exchange
         self._pins = pins
         self._again, self._read_again = needed_again(graph)
         self._kept = kept_values(graph)
-        self._of_parameters = values_of_parameters(graph)
+        self.of_parameters = values_of_parameters(graph)
         # Node tables: choices, seconds, bytes; and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []
         self._seconds: list[np.ndarray] = []
@@ -130,20 +138,29 @@ class IntraOpProblem:
             value = graph.values[index]
             if position in graph.parameters:
                 info = self.parameters[graph.parameters.index(position)]
-                choices = self._pins.parameter(info.name, parameter_choices(value.shape, self.sizes), self.sizes)
-                priced = [self._parameter_price(value.bytes, info, choice) for choice in choices]
+                choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
+                if self._pins.roles is not None and not self._is_pinned(info.name, value.shape):
+                    choices = self._pins.roles.parameter(dim_origins(graph, index), choices)
+                choices = self._pins.parameter(info.name, choices, self.sizes)
+                priced = [self.parameter_price(value.bytes, info, choice) for choice in choices]
                 node = self._node(choices, [seconds for seconds, _ in priced])
                 self._bytes[node] += [size for _, size in priced]
                 self._defines[index] = (node, tuple(choice.use for choice in choices))
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
-                specs = self._pins.input(value.name, specs or (Spec.replicated(len(value.shape)),), self.sizes)
+                specs = specs or (Spec.replicated(len(value.shape)),)
+                if self._pins.roles is not None and not self._is_pinned(value.name, value.shape):
+                    specs = self._pins.roles.input(graph, index, specs)
+                specs = self._pins.input(value.name, specs, self.sizes)
                 held = [value.bytes * self.microbatches / s.shards(self.sizes) for s in specs]
                 # Whatever a device is given has to be written to its memory.
                 node = self._node(specs, [elementwise_seconds(size, self.prices.device) for size in held])
                 self._bytes[node] += held
                 self._defines[index] = (node, tuple(specs))
             self.input_node[index] = node
+
+    def _is_pinned(self, name: str, shape: Sequence[int]) -> bool:
+        return self._pins.layout(name, len(shape), self.sizes) is not None
 
     def _agree_on_batch(self, split_dims: Sequence[int | None]) -> None:
         """Arrays that microbatches cut split their batch over the same axes, or the first few of them: else a
@@ -159,7 +176,7 @@ class IntraOpProblem:
                         table[i, j] = np.inf
             self._connect(u, v, table)
 
-    def _parameter_price(self, value_bytes: float, info: ParameterInfo, choice: ParameterChoice) -> tuple[float, float]:
+    def parameter_price(self, value_bytes: float, info: ParameterInfo, choice: ParameterChoice) -> tuple[float, float]:
         """Seconds a step for gradient synchronisation and update, and bytes on one device."""
         prices, sizes = self.prices, self.sizes
         use, storage = choice.use, choice.storage
@@ -173,10 +190,13 @@ class IntraOpProblem:
             if step.forward is None:
                 continue
             buffer = value_bytes * step.buffer_fraction(sizes)
-            seconds += prices.collective(step.forward, buffer, step.axes)
+            kind, count = step.forward, 1
+            if kind == "all_reduce" and self.gradient_exchange == "central":
+                kind, count = "permute", central_messages(step.axes, sizes)
+            seconds += count * prices.collective(kind, buffer, step.axes)
             if step.forward == "all_reduce":
                 # Plain sums of all gradients run as one collective: its fixed cost is shared.
-                fixed = prices.collective("all_reduce", 1.0, step.axes)
+                fixed = count * prices.collective(kind, 1.0, step.axes)
                 seconds -= fixed * (1 - 1 / max(len(self.parameters), 1))
         optimizer = info.optimizer_bytes / storage.shards(sizes)
         # The update reads and writes optimizer state and parameter once and reads the gradient.
@@ -204,6 +224,8 @@ class IntraOpProblem:
             if signature not in cache:
                 of_parameters = self._is_of_parameters(operator)
                 choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
+                if self._pins.roles is not None:
+                    choices = self._pins.roles.operator(operator, choices, of_parameters=of_parameters)
                 seconds = [
                     sum(self.prices.operator(graph, operator, c.algorithm, forward_runs=self.forward_runs(operator)))
                     for c in choices
@@ -220,7 +242,7 @@ class IntraOpProblem:
                 self._add_shared(value)
 
     def _is_of_parameters(self, operator: Operator) -> bool:
-        return all(v in self._of_parameters for v in operator.results if v is not None)
+        return all(v in self.of_parameters for v in operator.results if v is not None)
 
     def _signature(self, operator: Operator) -> tuple[Any, ...]:
         graph, values = self.graph, self.graph.values
@@ -234,6 +256,7 @@ class IntraOpProblem:
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
             operator.combine, self.forward_runs(operator), operator.differentiated,
             self._is_of_parameters(operator), self.prices.is_stored(graph, operator),
+            operator.origins if self._pins.roles is not None else (),
         )  # fmt: skip
 
     def _is_shared(self, value: int, users: Sequence[tuple[int, int]]) -> bool:

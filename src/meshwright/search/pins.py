@@ -1,4 +1,4 @@
-"""What the user has fixed: layouts of inputs and parameters by path, and the ZeRO stage."""
+"""What is fixed before the search: layouts of inputs and parameters by path, the ZeRO stage, and the roles of axes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from ..errors import PlanError
 from ..sharding import Spec
 from .choices import ParameterChoice
+from .roles import Roles
 
 Layout = tuple[tuple[str, ...], ...]
 
@@ -29,11 +30,15 @@ class Pins:
         over every axis it divides; 3 parameters split likewise.
       strict: whether ZeRO 1 and 2 also ask for parameters used whole with gradients summed over all axes, the
         data-parallel form that they divide; not every program allows it (a `cond` reads its parameters unsplit).
+      roles: what each mesh axis is for (a preset); None for anything. ZeRO then splits over the axes that may store.
+      gradient_exchange: as in `plan.Stage`.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     zero: int | None = None
     strict: bool = True
+    roles: Roles | None = None
+    gradient_exchange: str = "collective"
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
@@ -116,14 +121,23 @@ class Pins:
             return self._refuse(name, layout)
         if self.zero is None or layout is not None:
             return kept
+        storing = summing = frozenset(sizes)
+        if self.roles is not None:
+            storing, summing = storing & self.roles.storing, summing & self.roles.summing
+        if self.gradient_exchange == "central":
+            # A gradient that is summed inside the backward pass does not pass the server.
+            kept = tuple(c for c in kept if c.use.broadcast >= summing)
         if self.zero == 0:
             return tuple(c for c in kept if c.storage.dims == c.use.dims)
-        whole = kept
         if self.zero in (1, 2) and self.strict:
-            kept = tuple(c for c in kept if c.use.broadcast == frozenset(sizes)) or kept
-        most = max((len((c.use if self.zero == 3 else c.storage).sharded_axes) for c in kept), default=0)
-        best = tuple(c for c in kept if len((c.use if self.zero == 3 else c.storage).sharded_axes) == most)
-        return best or whole
+            kept = tuple(c for c in kept if c.use.broadcast >= summing) or kept
+
+        def stored(choice: ParameterChoice) -> int:
+            spec = choice.use if self.zero == 3 else choice.storage
+            return len(storing.intersection(spec.sharded_axes))
+
+        most = max(map(stored, kept), default=0)
+        return tuple(c for c in kept if stored(c) == most)
 
     def _refuse(self, name: str, layout: Layout | None) -> tuple[()]:
         raise PlanError(

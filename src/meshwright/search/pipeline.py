@@ -12,27 +12,23 @@ Nothing here needs a device: the cluster is a description, and programs are shap
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
-from ..cluster import Cluster
-from ..errors import MemoryExceeded, PlanError
+from ..errors import MemoryExceeded
 from ..plan import Plan
 from ..program.layers import equation_flops
 from ..program.staged import StagedProgram, merge_scans
 from .inter_op import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage, solve_inter_op
-from .intra_op import ParameterInfo
-from .pins import Pins
+from .interleaving import CHUNKS, interleaved
 from .stage_costs import StageCosts
+from .stage_request import INTERLEAVED, SIMULATED as SIMULATED, StageRequest as StageRequest, check_request
 from .staged_plan import assemble
-from .staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
+from .staged_timing import WORTH_SPLITTING, Scheduled, StagedTiming, best_schedule, staged_timing
 from .submeshes import Submesh, Submeshes
-
-# Schedules tried on the best plans, the preferred first where steps are equal.
-SIMULATED = ("one_f_one_b", "adaptive", "eager_one_f_one_b", "gpipe")
 
 # Plans whose objective is this much longer than the best may still be the best simulated.
 _WORTH_SIMULATING = 1.05
@@ -44,35 +40,6 @@ _ESTIMATE_SLACK = 1.5
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRequest:
-    """What to plan.
-
-    Args:
-      programs: the program in layers, one for each number of microbatches to be considered.
-      parameters: by position in the programs' `graph.parameters`.
-      cluster: where it runs; no device need be present.
-      pins: what is fixed.
-      remat: "none", "layer", or None to choose for each stage.
-      schedules: schedules to choose from, names of `SIMULATED`.
-      stages: how many stages there are to be; None to choose.
-      submeshes: how many devices each stage has, in order; None to choose.
-      mesh: logical meshes to consider on submeshes of so many devices, as (names, sizes); none for all.
-      time_limit_seconds: after it, the best plan found by then is taken.
-    """
-
-    programs: Sequence[StagedProgram]
-    parameters: Sequence[ParameterInfo]
-    cluster: Cluster
-    pins: Pins = field(default_factory=Pins)
-    remat: str | None = None
-    schedules: Sequence[str] = SIMULATED
-    stages: int | None = None
-    submeshes: Sequence[int] | None = None
-    mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]] = ()
-    time_limit_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +71,13 @@ class _Candidate:
     staged: StagedTiming
     scheduled: Scheduled
 
+    @property
+    def weight(self) -> float:
+        """Its seconds, with what a split backward or stages that share devices have to gain to be taken."""
+        schedule = self.scheduled.schedule
+        elaborate = schedule.splits_backward or schedule.name == INTERLEAVED
+        return self.seconds * (1 + (WORTH_SPLITTING if elaborate else 0.0))
+
 
 def search_stages(request: StageRequest) -> StageSearchResult:
     """The fastest staged plan that fits memory.
@@ -113,7 +87,7 @@ def search_stages(request: StageRequest) -> StageSearchResult:
         is none of the cluster, an unknown schedule.
       MemoryExceeded: if no plan fits.
     """
-    _check(request)
+    check_request(request)
     return _StageSearch(request).run()
 
 
@@ -130,9 +104,10 @@ class _StageSearch:
 
     def _costs(self, program: StagedProgram) -> StageCosts:
         request = self.request
+        own = dict(zip(self.places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
         return StageCosts(
             program, parameters=request.parameters, submeshes=self.submeshes, pins=request.pins, remat=request.remat,
-            meshes=request.mesh,
+            meshes=request.mesh, own_meshes=own,
         )  # fmt: skip
 
     @property
@@ -151,9 +126,7 @@ class _StageSearch:
         merged = self._merged(best)
         best = merged if merged is not None else best
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster)
-        solves = sum(costs.solver.solves for costs in self.costs) + (
-            merged.costs.solver.solves if merged is not None else 0
-        )
+        solves = sum(costs.solves for costs in self.costs) + (merged.costs.solves if merged is not None else 0)
         return StageSearchResult(
             plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
             considered=tuple(self.considered), scheduled=best.scheduled,
@@ -165,15 +138,34 @@ class _StageSearch:
             if not bounded:
                 costs.forget_estimates()
             for order in ORDERS:
-                if _is_asked(order, self.request.schedules) and not (self.late and self.finished):
-                    self._refine(number, costs, order, crossings, bounded=bounded)
+                if _is_asked(order, self.request.schedules):
+                    for problem in self._problems(number, costs, order, crossings):
+                        if not (self.late and self.finished):
+                            self._refine(number, costs, problem, bounded=bounded)
 
-    def _refine(
-        self, number: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing], *, bounded: bool
-    ) -> None:
-        """Search, solve what the best plan uses, and search again until it uses nothing else."""
+    def _problems(
+        self, number: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
+    ) -> list[InterOpProblem]:
+        """What to solve for one order: of zero bubble, one problem for each number of stages that may be worth it."""
         problem = self._problem(costs, order, crossings)
-        name = f"{costs.program.microbatches} microbatches, {order}"
+        if order != "zero_bubble" or problem.num_stages is not None:
+            return [problem]
+        most = min(problem.layers, problem.devices)
+        counts = set(_POWERS_OF_TWO)
+        if not self._only_splits:
+            # Smaller bubbles allow more stages than the best plan with a whole backward has.
+            worth = self.best_objective * _WORTH_SIMULATING
+            known = {len(stages) for (n, stages), s in self.finished.items() if n == number and s <= worth}
+            counts = {times * count for count in known for times in (1, 2)}
+        return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
+
+    @property
+    def _only_splits(self) -> bool:
+        return set(self.request.schedules) == {"zero_bubble"}
+
+    def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
+        """Search, solve what the best plan uses, and search again until it uses nothing else."""
+        name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self._bound(costs, problem)
         for _ in range(_MOST_ROUNDS):
@@ -185,25 +177,26 @@ class _StageSearch:
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
             if not left:
-                self.best_objective = min(self.best_objective, found.seconds)
+                self._learn(problem, found)
                 sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
                 self.considered.append(f"{name}: {found.seconds:.6g} s with layers x devices {sizes}")
                 return
-            if self.late:
+            if self.late and self.finished:
                 self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
                 return
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        if self.best_objective == float("inf") and costs.bound_seconds == float("inf"):
-            costs.only_easy = True
+        estimates = costs.estimates
+        if self.best_objective == float("inf") and estimates.bound_seconds == float("inf"):
+            estimates.only_easy = True
             easy = solve_inter_op(problem, beam=1)
-            costs.only_easy = False
+            estimates.only_easy = False
             plain = [easy] if easy is not None else [self._equal_stages(costs, problem, n) for n in _POWERS_OF_TWO]
             known = [found.seconds for found in plain if found is not None]
-            costs.bound_seconds = min([costs.bound_seconds, *(_ESTIMATE_SLACK * seconds for seconds in known)])
-        costs.bound_seconds = min(costs.bound_seconds, self.best_objective * _WORTH_SIMULATING)
+            estimates.bound_seconds = min([estimates.bound_seconds, *(_ESTIMATE_SLACK * seconds for seconds in known)])
+        estimates.bound_seconds = min(estimates.bound_seconds, self.best_objective * _WORTH_SIMULATING)
 
     def _equal_stages(self, costs: StageCosts, problem: InterOpProblem, count: int) -> Found | None:
         """The plan of `count` stages of like work on as many devices each, by estimates; None if there is none."""
@@ -222,7 +215,7 @@ class _StageSearch:
 
     def _problem(self, costs: StageCosts, order: Order, crossings: Sequence[Crossing]) -> InterOpProblem:
         request = self.request
-        return InterOpProblem(
+        problem = InterOpProblem(
             layers=len(costs.program.layers),
             devices=request.cluster.num_devices,
             submeshes=self.places,
@@ -232,8 +225,9 @@ class _StageSearch:
             microbatches=costs.program.microbatches,
             memory_limit_bytes=request.cluster.device.usable_memory_bytes,
             order=order,
-            num_stages=len(request.submeshes) if request.submeshes is not None else request.stages,
+            num_stages=request.stage_count,
         )
+        return problem if request.layers is None else _of_layers(problem, request.layers)
 
     def _solve(self, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> int:
         """Solve what is not; how many there were."""
@@ -256,8 +250,15 @@ class _StageSearch:
         fixed = _restricted(problem, chain, len(stages))
         found: Found | None = solve_inter_op(fixed, upper_bound=self.best_objective * _WORTH_SIMULATING)
         if found is not None:
+            self._learn(problem, found)
+            # Another order may have found the same stages, and thought them faster or slower.
+            key = number, found.stages
+            self.finished[key] = min(found.seconds, self.finished.get(key, float("inf")))
+
+    def _learn(self, problem: InterOpProblem, found: Found) -> None:
+        """What a plan takes bounds all others; but with a split backward by a guess at its halves."""
+        if problem.order != "zero_bubble" or self._only_splits:
             self.best_objective = min(self.best_objective, found.seconds)
-            self.finished[number, found.stages] = found.seconds
 
     def _simulate(self) -> _Candidate | None:
         """The best of the finished plans by simulation."""
@@ -266,14 +267,37 @@ class _StageSearch:
             if seconds > self.best_objective * _WORTH_SIMULATING:
                 break
             candidate = self._scheduled(self.costs[number], stages)
-            if candidate is not None and (best is None or candidate.seconds < best.seconds * (1 - 1e-9)):
+            if candidate is not None and (best is None or candidate.weight < best.weight * (1 - 1e-9)):
+                best = candidate
+        for candidate in self._interleaved():
+            if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate
         return best
 
-    def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...]) -> _Candidate | None:
+    def _interleaved(self) -> Iterator[_Candidate]:
+        """Plans of several stages a rank, for as many ranks as the plans so far have stages."""
+        request = self.request
+        if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
+            return
+        for number, costs in enumerate(self.costs):
+            known = {len(stages) for n, stages in self.finished if n == number}
+            if request.stages is not None or set(request.schedules) == {INTERLEAVED}:
+                known = set(range(2, request.cluster.num_devices + 1))
+            for ranks, chunks in product(sorted(known), CHUNKS):
+                if request.stages not in (None, ranks * chunks) or (self.late and self.finished):
+                    continue
+                stages = interleaved(costs, ranks, chunks)
+                candidate = self._scheduled(costs, stages, chunks=chunks) if stages is not None else None
+                if candidate is not None:
+                    shape = f"{candidate.seconds:.6g} s with {ranks} ranks of {chunks} stages"
+                    self.considered.append(f"{costs.program.microbatches} microbatches, interleaved: {shape}")
+                    yield candidate
+
+    def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> _Candidate | None:
         staged = staged_timing(costs.program, stages, self.submeshes)
-        orders = [name for name in SIMULATED if name in self.request.schedules]
-        scheduled = best_schedule(staged, costs.program.microbatches, orders if len(stages) > 1 else ["one_f_one_b"])
+        orders = [name for name in SIMULATED if name in self.request.schedules and name != INTERLEAVED]
+        orders = orders if len(stages) > 1 else ["one_f_one_b"]
+        scheduled = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
         if scheduled is None:
             return None
         return _Candidate(
@@ -289,13 +313,13 @@ class _StageSearch:
             return None
         costs = self._costs(whole)
         stages = []
+        chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
         for layer, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
-            options = costs.solve(layer, layer + 1, stage.submesh, in_flight)
-            if not options:
+            option = costs.solve_share(layer, layer + 1, stage.submesh, in_flight, chunks)
+            if option is None:
                 return None
-            option = min(options, key=lambda o: whole.microbatches * o.seconds + o.once_seconds)
             stages.append(PlacedStage(layer, layer + 1, stage.submesh, option))
-        return self._scheduled(costs, tuple(stages))
+        return self._scheduled(costs, tuple(stages), chunks=chunks)
 
     def _nothing_fits(self) -> MemoryExceeded:
         request = self.request
@@ -325,6 +349,14 @@ def _restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], c
     )
 
 
+def _of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
+    """The problem whose stages have so many layers each."""
+    inner, ranges = problem.options, set(pairwise(accumulate(layers, initial=0)))
+    return replace(
+        problem, options=lambda first, last, place, k: inner(first, last, place, k) if (first, last) in ranges else ()
+    )
+
+
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:
     return order in schedules or (order == "eager_one_f_one_b" and "adaptive" in schedules)
 
@@ -337,49 +369,3 @@ def _placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, .
     for submesh in found:
         submeshes.check(submesh)
     return found
-
-
-def _check(request: StageRequest) -> None:
-    where = "the request for stages"
-    if not request.programs:
-        raise PlanError(
-            refused="a stage search", got="no program", needed="one for each number of microbatches", where=where,
-            try_="microbatches=(4, 8, 16)",
-        )  # fmt: skip
-    for program in request.programs:
-        if program.microbatches < 1:
-            raise PlanError(
-                refused="the number of microbatches", got=str(program.microbatches), needed="at least 1", where=where,
-                try_="microbatches=1",
-            )  # fmt: skip
-    devices = request.cluster.num_devices
-    layers = max(len(program.layers) for program in request.programs)
-    stages = len(request.submeshes) if request.submeshes is not None else request.stages
-    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
-        raise PlanError(
-            refused="the number of stages", got=repr(stages), needed="a whole number of at least 1", where=where,
-            try_="stages=None",
-        )  # fmt: skip
-    if stages is not None and stages > min(layers, devices):
-        raise PlanError(
-            refused=f"{stages} stages", got=f"{layers} layers and {devices} devices",
-            needed="a layer and a device for each stage", where=where,
-            try_=f"stages={min(layers, devices)}, or more layers",
-        )  # fmt: skip
-    if request.submeshes is not None and sum(request.submeshes) != devices:
-        raise PlanError(
-            refused=f"stages on {', '.join(map(str, request.submeshes))} devices",
-            got=f"{sum(request.submeshes)} devices in all", needed=f"the {devices} of cluster {request.cluster.name}",
-            where=where, try_="submeshes=None",
-        )  # fmt: skip
-    if request.remat not in (None, "none", "layer"):
-        raise PlanError(
-            refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
-            try_="remat=None",
-        )  # fmt: skip
-    for name in request.schedules or ("",):
-        if name not in SIMULATED:
-            raise PlanError(
-                refused=f"the schedule {name!r}", got="a name that the stage search does not try",
-                needed=f"of {', '.join(SIMULATED)}", where=where, try_="schedules=SIMULATED",
-            )  # fmt: skip

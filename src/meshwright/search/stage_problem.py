@@ -2,17 +2,14 @@
 
 A stage differs from a whole program in its memory: what it keeps for the backward pass, and what it receives, it keeps
 for every microbatch *in flight*, while parameters, gradients, optimizer state and the batch's inputs are there once.
-And the stage search needs the two passes apart, since a pipeline's transfers and memory lie between them.
-
-The forward pass is priced by itself, from the same prices: each operator as if nothing were differentiated, and of each
-conversion its forward collectives. What remains of the problem's objective is the backward pass, rematerialisation
-included, once what happens once a step (gradient synchronisation, the optimizer's update) is taken off.
+And the stage search needs the two passes apart, since a pipeline's transfers and memory lie between them (`passes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -21,9 +18,12 @@ from ..cost.compute import elementwise_seconds
 from ..program.cut import Cut
 from ..program.graph import Graph
 from ..sharding import Spec, convert
-from ..solve import Problem
+from ..solve import Problem, Solution
+from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
+from .passes import pass_seconds
 from .pins import Pins
+from .priced import PricedProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class StageSeconds:
     Args:
       forward_seconds: of one microbatch.
       backward_seconds: of one microbatch.
+      weight_seconds: of that, the gradients of parameters, which nobody waits for.
       synchronise_seconds: of the gradients, once a step.
       update_seconds: of the optimizer, once a step.
       constant_bytes: on one device throughout.
@@ -41,6 +42,7 @@ class StageSeconds:
 
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float
     synchronise_seconds: float
     update_seconds: float
     constant_bytes: float
@@ -83,7 +85,6 @@ class StageProblem(IntraOpProblem):
             split_dims=dims,
         )  # fmt: skip
         self.in_flight = 1
-        self.price = 0.0
         self.workspace_bytes = workspace_bytes
         received = set(graph.inputs[len(cut.parameters) + len(cut.program_inputs) :])
         constant = {node for value, node in self.input_node.items() if value not in received}
@@ -96,15 +97,46 @@ class StageProblem(IntraOpProblem):
         self._kept_by_node = kept
 
     def problem(self, memory_limit_bytes: float) -> Problem:
-        """The problem as numbers, with `in_flight` microbatches kept. With a `price`, in seconds per byte, memory has
-        that cost in place of a limit: what it saves is traded for what it costs."""
+        """The problem as numbers, with `in_flight` microbatches kept."""
         memory = tuple(c + self.in_flight * k for c, k in zip(self._constant_bytes, self._kept_by_node, strict=True))
-        plain = super().problem(memory_limit_bytes - self.workspace_bytes)
-        if not self.price:
-            return replace(plain, memory=memory)
-        costs = tuple(seconds + self.price * size for seconds, size in zip(plain.costs, memory, strict=True))
-        return Problem(costs=costs, edges=plain.edges)
+        return replace(super().problem(memory_limit_bytes - self.workspace_bytes), memory=memory)
 
+    @cached_property
+    def _free(self) -> tuple[Problem, PricedProblem]:
+        """The problem without a limit, and made ready for prices."""
+        plain = Problem(costs=tuple(self._seconds), edges=dict(self._edges))
+        return plain, PricedProblem(plain, constant=self._constant_bytes, kept=self._kept_by_node)
+
+    def priced(self, price: float, in_flight: int, *, gap: float, time_limit_seconds: float) -> tuple[int, ...]:
+        """The best choice of each node where memory has no limit but a price, in seconds per byte.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+          solve.Unsolved: if the time ran out before there was any.
+        """
+        return self._free[1].choices(price, in_flight, gap=gap, time_limit_seconds=time_limit_seconds)
+
+    def chosen(self, choices: tuple[int, ...]) -> IntraOpSolution:
+        """These choices as a solution of the problem without a limit, without a proof."""
+        plain, _ = self._free
+        objective = plain.objective(choices)
+        held = zip(self._constant_bytes, self._kept_by_node, choices, strict=True)
+        solution = Solution(
+            choices=choices, objective=objective, lower_bound=objective, method="elimination", proven=True, seconds=0.0,
+            memory=sum(float(once[c] + self.in_flight * each[c]) for once, each, c in held),
+        )  # fmt: skip
+        graph, nodes = self.graph, self.operator_node
+        picked = [row[c] for row, c in zip(self.choices, choices, strict=True)]
+        inputs = [picked[self.input_node[value]] for value in graph.inputs]
+        return IntraOpSolution(
+            operators=tuple(picked[nodes[o.index]] if o.index in nodes else None for o in graph.operators),
+            settled={value: picked[node] for value, node in self.shared_node.items()},
+            parameters=tuple(inputs[position] for position in graph.parameters),
+            inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
+            solution=solution,
+        )
+
+    @cached_property
     def least_bytes(self) -> tuple[float, float, float]:
         """No choice needs less on a device: throughout, kept for each microbatch, and of that what is received."""
         constant = self.workspace_bytes + sum(float(row.min()) for row in self._constant_bytes)
@@ -114,25 +146,16 @@ class StageProblem(IntraOpProblem):
 
     def seconds(self, chosen: IntraOpSolution) -> StageSeconds:
         """What a solution of this problem takes."""
-        synchronise = update = 0.0
-        for info, position, choice in zip(self.parameters, self.graph.parameters, chosen.parameters, strict=True):
-            size = self.graph.values[self.graph.inputs[position]].bytes
-            both, _ = self._parameter_price(size, info, choice)
-            shards = choice.storage.shards(self.sizes)
-            mine = elementwise_seconds((2 * info.optimizer_bytes + 3 * size) / shards, self.prices.device)
-            synchronise += both - mine
-            update += mine
-        forward = self._forward_seconds(chosen)
-        once = synchronise + update
+        passes = pass_seconds(self, chosen)
         picked = chosen.solution.choices
         constant = float(sum(row[c] for row, c in zip(self._constant_bytes, picked, strict=True)))
         kept = float(sum(row[c] for row, c in zip(self._kept_by_node, picked, strict=True)))
-        objective = chosen.solution.objective - self.price * (constant + self.in_flight * kept)
         return StageSeconds(
-            forward_seconds=forward,
-            backward_seconds=max(0.0, (objective - once) / self.microbatches - forward),
-            synchronise_seconds=max(0.0, synchronise),
-            update_seconds=update,
+            forward_seconds=passes.forward,
+            backward_seconds=passes.backward,
+            weight_seconds=passes.weight,
+            synchronise_seconds=passes.synchronise,
+            update_seconds=passes.update,
             constant_bytes=constant + self.workspace_bytes,
             in_flight_bytes=kept,
         )
@@ -154,50 +177,3 @@ class StageProblem(IntraOpProblem):
                 if step.forward == "all_reduce":
                     fixed += self.prices.collective("all_reduce", 1.0, step.axes) / len(self.parameters)
         return received, fixed
-
-    def _forward_seconds(self, chosen: IntraOpSolution) -> float:
-        """Of one microbatch."""
-        graph, prices = self.graph, self.prices
-        total = 0.0
-        spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
-        for position, value in enumerate(graph.inputs):
-            if position not in graph.parameters:
-                total += elementwise_seconds(
-                    graph.values[value].bytes / spec_of[value].shards(self.sizes), prices.device
-                )
-        for operator, choice in zip(graph.operators, chosen.operators, strict=True):
-            if choice is None:
-                continue
-            plain = replace(operator, differentiated=False)
-            total += operator.repeats * sum(prices.operator(graph, plain, choice.algorithm, forward_runs=1))
-            spec_of.update({v: choice.algorithm.results[i] for i, v in enumerate(operator.results) if v is not None})
-        for value, target in chosen.settled.items():
-            maker = graph.operators[graph.producer[value][0]]
-            total += self.trips(maker, value) * self._moved_seconds(value, spec_of[value], target)
-            spec_of[value] = target
-        for operator, choice in zip(graph.operators, chosen.operators, strict=True):
-            if choice is None:
-                continue
-            for position, value in enumerate(operator.operands):
-                if value is not None and value in spec_of:
-                    seconds = self._moved_seconds(value, spec_of[value], choice.algorithm.operands[position])
-                    total += operator.operand_repeats[position] * seconds
-        for value in graph.outputs:
-            if value is not None and value in spec_of:
-                total += self._moved_seconds(value, spec_of[value], Spec(spec_of[value].dims))
-        return total
-
-    def _moved_seconds(self, value: int, source: Spec, target: Spec) -> float:
-        """Of the forward collectives of one conversion."""
-        array = self.graph.values[value]
-        if not array.differentiated:
-            source, target = source.without_broadcast(), target.without_broadcast()
-        if source == target:
-            return 0.0
-        steps = convert(source, target)
-        assert steps is not None, (source, target)
-        return sum(
-            self.prices.collective(step.forward, array.bytes * step.buffer_fraction(self.sizes), step.axes)
-            for step in steps
-            if step.forward is not None
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,6 +17,9 @@ from .pins import Pins
 from .stage_problem import StageProblem, StageSeconds
 from .stage_segments import stage_segments
 from .submeshes import Submesh, Submeshes
+
+# A logical mesh that is asked for: names and sizes of its axes.
+WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
 
 # Ranges are solved to this relative gap: more than the cost model knows.
 _GAP = 1e-2
@@ -43,6 +46,11 @@ class SolvedStage:
     segments: Segments
     seconds: StageSeconds
 
+    @property
+    def boundary(self) -> tuple[float, float]:
+        """What it saves as a part of a longer range (`StageProblem.boundary_seconds`)."""
+        return self.problem.boundary_seconds(self.chosen)
+
     def held_bytes(self, in_flight: int) -> float:
         """On one device, with so many microbatches in flight."""
         return self.seconds.constant_bytes + in_flight * self.seconds.in_flight_bytes
@@ -67,6 +75,7 @@ class StageSolver:
       submeshes: of the cluster.
       pins: what the user has fixed.
       meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
+      own_meshes: the same for submeshes that have their own.
     """
 
     def __init__(
@@ -76,7 +85,8 @@ class StageSolver:
         parameters: Sequence[ParameterInfo],
         submeshes: Submeshes,
         pins: Pins,
-        meshes: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
+        meshes: Sequence[WantedMesh],
+        own_meshes: Mapping[Submesh, Sequence[WantedMesh]],
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -86,31 +96,22 @@ class StageSolver:
         self.kind_of: dict[Submesh, int] = {}
         self.meshes: list[tuple[LogicalMesh, ...]] = []
         self._pins = pins
-        self._wanted = meshes
         kinds: dict[Any, int] = {}
         for submesh in submeshes.all:
-            kind = submeshes.kind(submesh)
+            wanted = own_meshes.get(submesh, meshes)
+            kind = submeshes.kind(submesh), tuple(wanted)
             if kind not in kinds:
                 kinds[kind] = len(kinds)
-                self.meshes.append(self._meshes_of(submeshes.part(submesh)))
+                self.meshes.append(_meshes_of(submeshes.part(submesh), wanted))
             self.kind_of[submesh] = kinds[kind]
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
-
-    def _meshes_of(self, part: Cluster) -> tuple[LogicalMesh, ...]:
-        """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans."""
-        wanted = [(names, sizes) for names, sizes in self._wanted if prod(sizes) == part.num_devices]
-        if self._wanted:
-            return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted)
-        found: dict[Any, LogicalMesh] = {}
-        for shape in part.logical_shapes(max_axes=2):
-            mesh = part.logical_mesh(shape)
-            key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
-            found.setdefault(key, mesh)
-        return tuple(found.values())
+        self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
+        # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
+        self._lenient: set[tuple[int, int, int]] = set()
 
     def cut(self, first: int, last: int) -> Cut:
         """The layers `first` to before `last` as a graph."""
@@ -133,20 +134,22 @@ class StageSolver:
 
     def number(self, first: int, last: int) -> int:
         """Equal for ranges that are the same program with the same optimizer state (and, where pins look at them, the
-        same names)."""
+        same names, and where axes have roles the same origins)."""
         if (first, last) not in self._identity:
             cut = self.cut(first, last)
             infos = self.parameters_of(cut)
             names = [info.name for info in infos] if self._pins.layouts else []
             inputs = [self.program.split_dims[i] for i in cut.program_inputs if i < len(self.program.split_dims)]
-            key = (cut.fingerprint, tuple(i.optimizer_bytes for i in infos), tuple(names), tuple(inputs))
+            origins = [op.origins for op in cut.graph.operators] if self._pins.roles is not None else []
+            sizes = [info.optimizer_bytes for info in infos]
+            key = (cut.fingerprint, *map(tuple, (sizes, names, inputs, origins)))
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
         return self._identity[first, last]
 
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:
         """The problem of a range, built once for all ranges that are the same program, with the cut it was built of;
         None where there is nothing to rematerialise."""
-        key = (self.number(place.first, place.last), place.kind, place.mesh, remat)
+        key = self._key(place, remat)
         if key not in self._problems:
             cut = self.cut(place.first, place.last)
             mesh = self.meshes[place.kind][place.mesh]
@@ -164,7 +167,7 @@ class StageSolver:
                 self.submeshes.cluster.device,
                 parameters=self.parameters_of(cut),
                 microbatches=self.program.microbatches,
-                pins=self._pins,
+                pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,
                 split_dims=self.program.split_dims,
                 # At best it is split over all devices.
                 workspace_bytes=again / mesh.num_devices,
@@ -172,41 +175,89 @@ class StageSolver:
             self._problems[key] = problem, segments, cut
         return self._problems[key]
 
+    def _key(self, place: Place, remat: str) -> tuple[int, int, int, str]:
+        return self.number(place.first, place.last), place.kind, place.mesh, remat
+
+    def _relax(self, place: Place) -> bool:
+        """Whether the ZeRO stage that a range contradicts can be asked for less strictly; from now on it is."""
+        key = self._key(place, "none")[:3]
+        if self._pins.zero not in (1, 2) or not self._pins.strict or key in self._lenient:
+            return False
+        self._lenient.add(key)
+        for remat in ("none", "layer"):
+            self._problems.pop((*key, remat), None)
+            self._free.pop((*key, remat), None)
+        return True
+
     def free(self, place: Place, remat: str) -> SolvedStage | None:
         """The best solution whatever its memory, or None if no layout exists."""
-        key = (self.number(place.first, place.last), place.kind, place.mesh, remat)
+        key = self._key(place, remat)
         if key not in self._free:
-            self._free[key] = self.chosen(place, remat, float("inf"))
+            self._free[key] = self.priced(place, remat, 0.0, 1)
         return self._free[key]
 
-    def within(self, place: Place, remat: str, in_flight: int) -> SolvedStage | None:
-        """The best solution that fits with so many microbatches in flight, or None."""
-        free = self.free(place, remat)
-        if free is None or free.held_bytes(in_flight) <= self.limit_bytes:
-            return free
-        constant, kept, _ = free.problem.least_bytes()
-        if constant + in_flight * kept > self.limit_bytes:
-            return None
-        return self.chosen(place, remat, self.limit_bytes, in_flight=in_flight)
-
-    def chosen(
-        self, place: Place, remat: str, limit_bytes: float, *, in_flight: int = 1, price: float = 0.0
-    ) -> SolvedStage | None:
-        """The best solution within a limit of memory, or with a price on it in seconds per byte; None if none is."""
+    def priced(self, place: Place, remat: str, price: float, in_flight: int) -> SolvedStage | None:
+        """The best solution where memory has no limit but a price, in seconds per byte; None if none is."""
         built = self.problem(place, remat)
         if built is None:
             return None
-        problem, segments, cut = built
+        problem = built[0]
         self.solves += 1
-        problem.in_flight, problem.price = in_flight, price
         try:
-            chosen = problem.solve(limit_bytes, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
-            seconds = problem.seconds(chosen)
+            choices = problem.priced(price, in_flight, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
+        except Unsolved:
+            return None
+        except Infeasible:
+            return self.priced(place, remat, price, in_flight) if self._relax(place) else None
+        # Many prices have the same answer.
+        key = (*self._key(place, remat), choices)
+        if key not in self._same:
+            self._same[key] = self._solved(place, built, problem.chosen(choices))
+        return self._same[key]
+
+    def within(
+        self, place: Place, remat: str, in_flight: int, *, limit_bytes: float | None = None
+    ) -> SolvedStage | None:
+        """The best solution that fits a device (or `limit_bytes`) with so many microbatches in flight, or None."""
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        free = self.free(place, remat)
+        if free is None or free.held_bytes(in_flight) <= limit:
+            return free
+        constant, kept, _ = free.problem.least_bytes
+        if constant + in_flight * kept > limit:
+            return None
+        return self._limited(place, remat, in_flight, limit)
+
+    def _limited(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:
+        built = self.problem(place, remat)
+        if built is None:
+            return None
+        problem = built[0]
+        self.solves += 1
+        problem.in_flight = in_flight
+        try:
+            chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
         except (Infeasible, Unsolved):
             return None
         finally:
-            problem.in_flight, problem.price = 1, 0.0
+            problem.in_flight = 1
+        return self._solved(place, built, chosen)
+
+    def _solved(self, place: Place, built: tuple[StageProblem, Segments, Cut], chosen: IntraOpSolution) -> SolvedStage:
+        problem, segments, cut = built
         return SolvedStage(
             cut=cut, problem=problem, chosen=chosen, mesh=self.meshes[place.kind][place.mesh],
-            segments=segments, seconds=seconds,
+            segments=segments, seconds=problem.seconds(chosen),
         )  # fmt: skip
+
+
+def _meshes_of(part: Cluster, wanted: Sequence[WantedMesh]) -> tuple[LogicalMesh, ...]:
+    """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans."""
+    if wanted:
+        return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted if prod(sizes) == part.num_devices)
+    found: dict[Any, LogicalMesh] = {}
+    for shape in part.logical_shapes(max_axes=2):
+        mesh = part.logical_mesh(shape)
+        key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
+        found.setdefault(key, mesh)
+    return tuple(found.values())

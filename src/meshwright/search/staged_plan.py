@@ -48,7 +48,7 @@ def assemble(
     if single:
         parts = [replace(parts[0], layers=(0, 1), equations=None)]
     seconds = scheduled.timeline.step_seconds
-    devices = sum(len(stage.devices) for stage in parts)
+    devices = len({device for stage in parts for device in stage.devices})
     executed = sum(
         account(solved.problem, solved.chosen).flops * len(part.devices)
         for part, solved in zip(parts, map(_solved, stages), strict=True)
@@ -144,6 +144,7 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
         equations=cut.equations,
         forward_seconds=seconds.forward_seconds,
         backward_seconds=seconds.backward_seconds,
+        weight_seconds=seconds.weight_seconds,
         synchronise_seconds=synchronise_seconds,
         update_seconds=seconds.update_seconds,
         in_flight=min(in_flight, count),

@@ -12,6 +12,9 @@ from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
 from .inter_op import PlacedStage
 from .submeshes import Submesh, Submeshes
 
+# Relative gain below which the backward is left whole.
+WORTH_SPLITTING = 0.02
+
 ScheduleOptions = tuple[tuple[str, int | tuple[int, ...]], ...]
 
 
@@ -53,9 +56,14 @@ class StagedTiming:
     limit_bytes: float
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether every stage can hold what the schedule keeps in flight."""
-        held = zip(self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, strict=True)
-        return all(fixed + count * size <= self.limit_bytes * (1 + 1e-12) for fixed, count, size in held)
+        """Whether every rank can hold what the schedule keeps in flight on its stages."""
+        held = [0.0] * len(schedule.ranks)
+        numbers = zip(
+            schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, strict=True
+        )
+        for rank, fixed, count, size in numbers:
+            held[rank] += fixed + count * size
+        return all(size <= self.limit_bytes * (1 + 1e-12) for size in held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +149,8 @@ def staged_timing(program: StagedProgram, stages: Sequence[PlacedStage], submesh
             StageTiming(
                 forward_seconds=seconds.forward_seconds,
                 backward_seconds=seconds.backward_seconds,
+                backward_input_seconds=seconds.backward_seconds - seconds.weight_seconds,
+                backward_weight_seconds=seconds.weight_seconds,
                 synchronise_seconds=seconds.synchronise_seconds + more,
                 update_seconds=seconds.update_seconds,
                 constant_bytes=seconds.constant_bytes,
@@ -162,23 +172,29 @@ def edge_bytes(sent: Sequence[Sent], source: int, target: int) -> tuple[float, f
     return sum(one.bytes for one in mine), sum(one.bytes for one in mine if one.differentiated)
 
 
-def best_schedule(staged: StagedTiming, microbatches: int, orders: Sequence[str]) -> Scheduled | None:
+def best_schedule(
+    staged: StagedTiming, microbatches: int, orders: Sequence[str], *, chunks: int = 1
+) -> Scheduled | None:
     """The schedule with the shortest simulated step among those that fit, the first of equals; None if none does.
 
     Args:
       staged: the stages.
       microbatches: in a step.
       orders: names of schedules to try, the preferred first.
+      chunks: stages on each rank; of more than one, the order can only be the interleaved one.
     """
     best: Scheduled | None = None
-    for name, options in _tries(staged, orders):
+    tries = _tries(staged, orders) if chunks == 1 else [("interleaved_one_f_one_b", (("chunks", chunks),))]
+    for name, options in tries:
         edges = tuple(edge.edge for edge in staged.timing.edges)
         schedule = make_schedule(name, len(staged.timing.stages), microbatches, edges=edges, **dict(options))
         if not staged.fits(schedule):
             continue
         timeline = simulate(schedule, staged.timing)
-        # A schedule that keeps more in flight has to be faster, and not by the last bits.
-        if best is None or timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-6):
+        # A schedule that keeps more in flight has to be faster, and not by the last bits; one that splits the backward
+        # is priced by a guess at its halves, and has to be worth it.
+        gain = WORTH_SPLITTING if schedule.splits_backward else 1e-6
+        if best is None or timeline.step_seconds < best.timeline.step_seconds * (1 - gain):
             best = Scheduled(name=name, options=options, schedule=schedule, timeline=timeline)
     return best
 

@@ -106,8 +106,8 @@ class Submeshes:
         return replace(self.cluster, hosts=self.kind(submesh))
 
     def transfer_seconds(self, source: Submesh, target: Submesh, size_bytes: float) -> float:
-        """Seconds to move a value of `size_bytes` from one submesh to another; none for no bytes."""
-        if size_bytes <= 0:
+        """Seconds to move a value of `size_bytes` from one submesh to another; none for no bytes, or for none to go."""
+        if size_bytes <= 0 or source == target:
             return 0.0
         launch, latency, bandwidth = self._path(source, target)
         return launch + latency + size_bytes / bandwidth

@@ -1,0 +1,60 @@
+"""A step with a memory of its traces, for whoever plans it in several ways."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .staged import StagedProgram, staged_program
+from .trace import Program, abstract, trace_program
+
+
+class Traces:
+    """A step, traced at most once for each way to cut its batch; called, it is the step.
+
+    >>> import jax.numpy as jnp
+    >>> traces = Traces(lambda x: 2 * x)
+    >>> args = (jnp.ones(4),)
+    >>> traces.program(args) is traces.program(args)
+    True
+
+    Args:
+      step: of the user.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, step, updated=())
+        self._step = step
+        self._programs: dict[Any, Program] = {}
+        self._staged: dict[int, StagedProgram] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """The step itself."""
+        return self._step(*args)
+
+    def program(
+        self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None
+    ) -> Program:
+        """As `trace_program`."""
+        leaves, tree = jax.tree.flatten(abstract(tuple(args)))
+        shapes = tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
+        key = (tree, shapes, microbatches, batch_axis, reduction)
+        if key not in self._programs:
+            self._programs[key] = trace_program(
+                self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction
+            )
+        return self._programs[key]
+
+    def staged(self, program: Program) -> StagedProgram:
+        """As `staged_program`, of a program that `program` gave."""
+        if id(program) not in self._staged:
+            self._staged[id(program)] = staged_program(program)
+        return self._staged[id(program)]
+
+
+def traces_of(step: Callable[..., Any]) -> Traces:
+    """The step with a memory, the one that it has already or a new one."""
+    return step if isinstance(step, Traces) else Traces(step)

@@ -1,0 +1,116 @@
+"""What the two passes of a solved problem take, apart: a pipeline's transfers and memory lie between them.
+
+The forward pass is priced by itself, from the same prices: each operator as if nothing were differentiated, and of each
+conversion its forward collectives. What remains of the problem's objective is the backward pass, rematerialisation
+included, once what happens once a step (gradient synchronisation, the optimizer's update) is taken off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..cost.compute import elementwise_seconds
+from ..sharding import Spec, convert
+from .intra_op import IntraOpProblem, IntraOpSolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSeconds:
+    """Where the seconds of a step go.
+
+    Args:
+      forward: of one microbatch.
+      backward: of one microbatch.
+      weight: of that, the gradients of parameters, which nobody waits for.
+      synchronise: of the gradients, once a step.
+      update: of the optimizer, once a step.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    synchronise: float
+    update: float
+
+
+def pass_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> PassSeconds:
+    """What a solution of a problem takes, pass by pass; all of it together is the objective."""
+    synchronise = update = 0.0
+    for info, position, choice in zip(problem.parameters, problem.graph.parameters, chosen.parameters, strict=True):
+        size = problem.graph.values[problem.graph.inputs[position]].bytes
+        both, _ = problem.parameter_price(size, info, choice)
+        shards = choice.storage.shards(problem.sizes)
+        mine = elementwise_seconds((2 * info.optimizer_bytes + 3 * size) / shards, problem.prices.device)
+        synchronise += both - mine
+        update += mine
+    forward = _forward_seconds(problem, chosen)
+    backward = max(0.0, (chosen.solution.objective - synchronise - update) / problem.microbatches - forward)
+    return PassSeconds(
+        forward=forward, backward=backward, weight=min(backward, _weight_seconds(problem, chosen)),
+        synchronise=max(0.0, synchronise), update=update,
+    )  # fmt: skip
+
+
+def _forward_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
+    """Of one microbatch."""
+    graph, prices = problem.graph, problem.prices
+    total = 0.0
+    spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
+    for position, value in enumerate(graph.inputs):
+        if position not in graph.parameters:
+            total += elementwise_seconds(
+                graph.values[value].bytes / spec_of[value].shards(problem.sizes), prices.device
+            )
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
+        plain = replace(operator, differentiated=False)
+        total += operator.repeats * sum(prices.operator(graph, plain, choice.algorithm, forward_runs=1))
+        spec_of.update({v: choice.algorithm.results[i] for i, v in enumerate(operator.results) if v is not None})
+    for value, target in chosen.settled.items():
+        maker = graph.operators[graph.producer[value][0]]
+        total += problem.trips(maker, value) * _moved_seconds(problem, value, spec_of[value], target)
+        spec_of[value] = target
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
+        for position, value in enumerate(operator.operands):
+            if value is not None and value in spec_of:
+                seconds = _moved_seconds(problem, value, spec_of[value], choice.algorithm.operands[position])
+                total += operator.operand_repeats[position] * seconds
+    for value in graph.outputs:
+        if value is not None and value in spec_of:
+            total += _moved_seconds(problem, value, spec_of[value], Spec(spec_of[value].dims))
+    return total
+
+
+def _weight_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
+    """Of the backward pass of one microbatch, what computes gradients of parameters: of each operator's the share
+    that its operands of parameters have in those that are differentiated."""
+    graph, prices = problem.graph, problem.prices
+    total = 0.0
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
+        mine = sum(v in problem.of_parameters for v in moving)
+        if choice is None or not operator.differentiated or not mine:
+            continue
+        forward, _ = prices.operator(graph, replace(operator, differentiated=False), choice.algorithm, forward_runs=1)
+        both, _ = prices.operator(graph, operator, choice.algorithm, forward_runs=1)
+        total += operator.repeats * (both - forward) * mine / len(moving)
+    return total
+
+
+def _moved_seconds(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> float:
+    """Of the forward collectives of one conversion."""
+    array = problem.graph.values[value]
+    if not array.differentiated:
+        source, target = source.without_broadcast(), target.without_broadcast()
+    if source == target:
+        return 0.0
+    steps = convert(source, target)
+    assert steps is not None, (source, target)
+    return sum(
+        problem.prices.collective(step.forward, array.bytes * step.buffer_fraction(problem.sizes), step.axes)
+        for step in steps
+        if step.forward is not None
+    )

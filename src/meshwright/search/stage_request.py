@@ -1,0 +1,152 @@
+"""What a stage search is asked for, and refusals of what makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ..cluster import Cluster
+from ..errors import PlanError
+from ..program.staged import StagedProgram
+from .intra_op import ParameterInfo
+from .pins import Pins
+from .stage_solver import WantedMesh
+
+# The schedule of stages that share their devices.
+INTERLEAVED = "interleaved_one_f_one_b"
+
+# Schedules tried on the best plans, the preferred first where steps are equal.
+SIMULATED = ("one_f_one_b", "adaptive", "eager_one_f_one_b", "gpipe", "zero_bubble", INTERLEAVED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """What to plan.
+
+    Args:
+      programs: the program in layers, one for each number of microbatches to be considered.
+      parameters: by position in the programs' `graph.parameters`.
+      cluster: where it runs; no device need be present.
+      pins: what is fixed.
+      remat: "none", "layer", or None to choose for each stage.
+      schedules: schedules to choose from, names of `SIMULATED`.
+      stages: how many stages there are to be; None to choose.
+      submeshes: how many devices each stage has, in order; None to choose.
+      layers: how many layers each stage has, in order; None to choose.
+      mesh: logical meshes to consider on submeshes of so many devices, as (names, sizes); none for all.
+      stage_meshes: the logical mesh of each stage, in order, as (names, sizes); None to choose. Needs `submeshes`.
+      time_limit_seconds: after it, the best plan found by then is taken.
+    """
+
+    programs: Sequence[StagedProgram]
+    parameters: Sequence[ParameterInfo]
+    cluster: Cluster
+    pins: Pins = field(default_factory=Pins)
+    remat: str | None = None
+    schedules: Sequence[str] = SIMULATED
+    stages: int | None = None
+    submeshes: Sequence[int] | None = None
+    layers: Sequence[int] | None = None
+    mesh: Sequence[WantedMesh] = ()
+    stage_meshes: Sequence[WantedMesh] | None = None
+    time_limit_seconds: float = 60.0
+
+    @property
+    def stage_count(self) -> int | None:
+        """How many stages there are to be, whichever way that is said; None if it is not."""
+        told = next((given for given in (self.submeshes, self.layers) if given is not None), None)
+        return self.stages if told is None else len(told)
+
+
+def check_request(request: StageRequest) -> None:
+    """Refuse a request that makes no sense.
+
+    Raises:
+      PlanError: saying what is wrong with it.
+    """
+    where = "the request for stages"
+    if not request.programs:
+        raise PlanError(
+            refused="a stage search", got="no program", needed="one for each number of microbatches", where=where,
+            try_="microbatches=(4, 8, 16)",
+        )  # fmt: skip
+    for program in request.programs:
+        if program.microbatches < 1:
+            raise PlanError(
+                refused="the number of microbatches", got=str(program.microbatches), needed="at least 1", where=where,
+                try_="microbatches=1",
+            )  # fmt: skip
+    devices = request.cluster.num_devices
+    layers = max(len(program.layers) for program in request.programs)
+    stages = request.stage_count
+    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
+        raise PlanError(
+            refused="the number of stages", got=repr(stages), needed="a whole number of at least 1", where=where,
+            try_="stages=None",
+        )  # fmt: skip
+    if stages is not None and stages > min(layers, devices):
+        raise PlanError(
+            refused=f"{stages} stages", got=f"{layers} layers and {devices} devices",
+            needed="a layer and a device for each stage", where=where,
+            try_=f"stages={min(layers, devices)}, or more layers",
+        )  # fmt: skip
+    _check_given(request)
+    if request.submeshes is not None and sum(request.submeshes) != devices:
+        raise PlanError(
+            refused=f"stages on {', '.join(map(str, request.submeshes))} devices",
+            got=f"{sum(request.submeshes)} devices in all", needed=f"the {devices} of cluster {request.cluster.name}",
+            where=where, try_="submeshes=None",
+        )  # fmt: skip
+    if request.remat not in (None, "none", "layer"):
+        raise PlanError(
+            refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
+            try_="remat=None",
+        )  # fmt: skip
+    for name in request.schedules or ("",):
+        if name not in SIMULATED:
+            raise PlanError(
+                refused=f"the schedule {name!r}", got="a name that the stage search does not try",
+                needed=f"of {', '.join(SIMULATED)}", where=where, try_="schedules=SIMULATED",
+            )  # fmt: skip
+
+
+def _check_given(request: StageRequest) -> None:
+    """What is given for each stage has to be of as many stages, and layers those of the program."""
+    where = "the request for stages"
+    given = {
+        "stages=": request.stages,
+        "submeshes=": None if request.submeshes is None else len(request.submeshes),
+        "layers=": None if request.layers is None else len(request.layers),
+        "stage_meshes=": None if request.stage_meshes is None else len(request.stage_meshes),
+    }
+    told = {name: count for name, count in given.items() if count is not None}
+    if len(set(told.values())) > 1:
+        raise PlanError(
+            refused="stages of which more than one thing is given",
+            got=" and ".join(f"{name} for {count} stages" for name, count in told.items()),
+            needed="the same number of stages in all of them", where=where, try_="one entry for each stage",
+        )  # fmt: skip
+    if set(request.schedules) == {INTERLEAVED} and (request.submeshes or request.layers):
+        raise PlanError(
+            refused=f"the schedule {INTERLEAVED} for given stages", got="submeshes= or layers=",
+            needed="nothing but their number: stages share equal submeshes", where=where, try_="stages= alone",
+        )  # fmt: skip
+    if request.layers is not None:
+        for program in request.programs:
+            count = len(program.layers)
+            if sum(request.layers) != count or min(request.layers, default=0) < 1:
+                raise PlanError(
+                    refused=f"stages of {', '.join(map(str, request.layers))} layers",
+                    got=f"{sum(request.layers)} layers in all", needed=f"at least one each, and the {count} there are",
+                    where=where,
+                    try_=f"staged_program(..., layers={sum(request.layers)}, exactly=True), or layers=None",
+                )  # fmt: skip
+    if request.stage_meshes is not None:
+        sizes = [prod(shape) for _, shape in request.stage_meshes]
+        if request.submeshes is None or sizes != list(request.submeshes):
+            raise PlanError(
+                refused="a logical mesh for each stage", got=f"meshes of {', '.join(map(str, sizes))} devices",
+                needed="submeshes of as many devices each", where=where,
+                try_=f"submeshes=({', '.join(map(str, sizes))},)",
+            )  # fmt: skip
