@@ -173,7 +173,7 @@ def child(job: dict[str, Any]) -> None:
     import meshwright as mw
 
     mw.initialize(timeout_seconds=300)
-    from meshwright.launch import exchange_texts
+    from meshwright.runtime.agree import exchange_texts
 
     everybody = list(range(jax.process_count()))
 

@@ -19,12 +19,12 @@ from ._jax.jaxpr import is_traced
 from .cluster import Cluster, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
-from .launch import agree
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
 from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract, trace_program
-from .runtime.executable import Executable, executable
+from .runtime.agree import agree
+from .runtime.executable import Executable, check_devices, executable
 
 log = logging.getLogger("meshwright")
 
@@ -148,6 +148,7 @@ class Parallelized:
     def _make(self, args: Sequence[Any]) -> Executable:
         if self._given is not None:
             program, plan = self._traced(args, self._given), self._given
+            check_devices(plan, jax.devices())
             _check_cluster(plan, jax.devices())
         else:
             _check_devices(self._options.get("cluster", "local"))

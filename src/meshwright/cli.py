@@ -125,6 +125,39 @@ def plan(
 
 
 @app.command()
+def compare(
+    target: _Target,
+    cluster: Annotated[
+        str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
+    ] = "local",
+    global_batch: _GlobalBatch = None,
+    microbatches: _Microbatches = None,
+    memory_per_device: _Memory = None,
+    reduction: _Reduction = None,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for all searches together.")] = 120.0,
+    as_json: _Json = False,
+) -> None:
+    """Price the best plan for TARGET beside data parallelism, ZeRO, Megatron, GPipe and the other presets."""
+    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+        options = _choices(microbatches, memory_per_device, None, None, None, reduction)
+        tell("starting")
+        provide_devices(_VIRTUAL_DEVICES)
+        from .compare import compare as compare_plans, comparison_document, comparison_text
+        from .targets import load_target
+
+        loaded = load_target(target, global_batch=global_batch)
+        compared = compare_plans(
+            loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
+            tell=lambda text: tell(f"{target} on {cluster}: {text}"),
+            **{name: value for name, value in options.items() if value is not None},
+        )  # fmt: skip
+    if as_json:
+        _print_json(comparison_document(target, compared))
+        return
+    print(comparison_text(compared))
+
+
+@app.command()
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan written by `meshwright plan --out`.")],
     trace: Annotated[Path | None, typer.Option(metavar="OUT.json", help="Write a trace for ui.perfetto.dev.")] = None,
@@ -194,13 +227,14 @@ def verify(
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="The devices are four stages.")] = False,
 ) -> None:
     """Train a small GPT on eight devices and on one, and compare the losses."""
     with _refusals():
         provide_devices(_VIRTUAL_DEVICES)
         from .demo import run_demo
 
-        agree = run_demo(steps=steps)
+        agree = run_demo(steps=steps, pipeline=pipeline)
     raise typer.Exit(0 if agree else 1)
 
 

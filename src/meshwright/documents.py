@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from math import isfinite, nan
 from typing import Any
 
+from .cluster import Cluster
 from .plan import Plan, Stage
 from .planning import Planning
 from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
@@ -46,7 +47,7 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "schedule_options": dict(plan.schedule_options),
-        "stages": [_stage(stage) for stage in plan.stages],
+        "stages": [_stage(stage, planning.cluster) for stage in plan.stages],
         "transfers": [
             {
                 "source": one.source, "target": one.target, "name": one.name, "bytes": one.bytes,
@@ -170,11 +171,12 @@ def _planning(planning: Planning) -> dict[str, float]:
     }
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _stage(stage: Stage, cluster: Cluster) -> dict[str, Any]:
     memory = stage.memory
     return {
         "layers": list(stage.layers),
         "devices": list(stage.devices),
+        "hosts": list(cluster.hosts_of(stage.devices)),
         "mesh": dict(stage.mesh),
         "memory_bytes": {
             "parameters": memory.parameters,
@@ -194,6 +196,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "seconds_synchronise": stage.synchronise_seconds,
         "seconds_update": stage.update_seconds,
         "in_flight": stage.in_flight,
+        "gradient_exchange": stage.gradient_exchange,
         "remat": "layer" if stage.rematerialised else "none",
         "rematerialised": bool(stage.rematerialised),
     }

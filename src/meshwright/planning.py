@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError, size_words
 from .plan import Memory, Plan
-from .program.trace import Program, abstract, is_batched, trace_program
+from .presets import Preset, check_free, parse_preset
+from .program.batch import batch_extents
+from .program.trace import Program
+from .program.traces import traces_of
 from .runtime.local_step import LocalStep
 from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult, mesh_argument
 from .search.parameters import parameter_infos
@@ -39,6 +40,7 @@ class Planning:
     Args:
       program: the traced step.
       plan: the plan.
+      cluster: it is for.
       seconds: in all.
       trace_seconds: for tracing and analysing the step.
       solve_seconds: for the search.
@@ -47,6 +49,7 @@ class Planning:
 
     program: Program
     plan: Plan
+    cluster: Cluster
     seconds: float
     trace_seconds: float
     solve_seconds: float
@@ -68,6 +71,7 @@ def plan_for(
     reduction: str | None = None,
     stages: int | None = 1,
     schedule: str | None = None,
+    preset: Preset | str | None = None,
     time_limit_seconds: float = 60.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:
@@ -88,6 +92,8 @@ def plan_for(
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
       stages: into how many parts, each on its own devices, the program is cut; None to choose.
       schedule: of the microbatches over several stages, a name of `search.pipeline.SIMULATED`; None to choose.
+      preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
+        stages and schedule, some also remat, which then cannot be given.
       time_limit_seconds: for the search; when it is over, every further problem gets a second.
       tell: called with a few words at each part of the work.
 
@@ -99,18 +105,25 @@ def plan_for(
     _check_types(where, pins)
     if memory_per_device is not None:
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
+    meshes, traces = mesh_argument(mesh), traces_of(step)
+    if preset is not None:
+        preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
+        check_free(preset, mesh=mesh, zero=zero, remat=remat, stages=None if stages == 1 else stages, schedule=schedule)
+        meshes, zero, remat = [preset.mesh], preset.zero, preset.remat or remat
+        stages, schedule = preset.stages, preset.schedule
     pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
     if stages != 1:
         staged = plan_stages(
-            step, args, cluster=where, stages=stages, schedule=schedule, microbatches=microbatches,
-            mesh=mesh_argument(mesh), pins=pinned, remat=remat, batch_axis=batch_axis, reduction=reduction,
+            traces, args, cluster=where, stages=stages, schedule=schedule, microbatches=microbatches, mesh=meshes,
+            pins=pinned, remat=remat, batch_axis=batch_axis, reduction=reduction, preset=preset,
             time_limit_seconds=time_limit_seconds, tell=tell,
         )  # fmt: skip
         return Planning(
-            program=staged.program, plan=staged.result.plan, seconds=time.perf_counter() - start,
-            trace_seconds=staged.trace_seconds, solve_seconds=staged.result.seconds,
-            considered=staged.result.considered,
+            program=staged.program, plan=_noted(staged.result.plan, preset), cluster=where,
+            seconds=time.perf_counter() - start, trace_seconds=staged.trace_seconds,
+            solve_seconds=staged.result.seconds, considered=staged.result.considered,
         )  # fmt: skip
+    blocks = preset.blocks if preset is not None else 1
     count = microbatches if microbatches is not None else 1
     trace_seconds = solve_seconds = 0.0
     short: MemoryExceeded | None = None
@@ -119,16 +132,19 @@ def plan_for(
         words = "" if count == 1 else f" with {count} microbatches"
         tell(f"tracing{words}")
         try:
-            program = trace_program(step, args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
+            program = traces.program(args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
         except PlanError as error:
             if short is None:
                 raise
             # More microbatches were our idea: the user asked for a plan that fits.
             raise short.but(f"more microbatches are out of the question: {error}") from error
         trace_seconds += time.perf_counter() - begun
+        if preset is not None:
+            roles = preset.roles_in(program, traces, args, batch_axis=batch_axis)
+            pinned = replace(pinned, roles=roles, gradient_exchange=preset.gradient_exchange)
         request = SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program), cluster=where,
-            microbatches=count, mesh=mesh_argument(mesh), pins=pinned, remat=remat,
+            microbatches=count, mesh=meshes, pins=pinned, remat=remat,
             carried=0 if program.marked else program.state_inputs,
             split_dims=program.split_dims,
             time_limit_seconds=max(time_limit_seconds - (time.perf_counter() - start), 0.0),
@@ -142,15 +158,15 @@ def plan_for(
             solve_seconds += time.perf_counter() - begun
             # No layout needs less than in proportion to the microbatch.
             least = max(2 * count, math.ceil(count * error.least_bytes / where.device.usable_memory_bytes))
-            more = _more_microbatches(program, args, least, batch_axis)
+            more = _more_microbatches(program, args, least, batch_axis, blocks)
             if microbatches is not None or more is None:
                 raise
             count = more
             continue
         solve_seconds += time.perf_counter() - begun
         return Planning(
-            program=program, plan=result.plan, seconds=time.perf_counter() - start, trace_seconds=trace_seconds,
-            solve_seconds=solve_seconds, considered=result.considered,
+            program=program, plan=_noted(result.plan, preset), cluster=where, seconds=time.perf_counter() - start,
+            trace_seconds=trace_seconds, solve_seconds=solve_seconds, considered=result.considered,
         )  # fmt: skip
 
 
@@ -246,13 +262,13 @@ def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     return tuple(layout)
 
 
-def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int) -> int | None:
-    """The next number of microbatches, at least so many, that divides the batch, or None."""
-    if not program.marked:
-        return None
-    shapes = abstract(tuple(args))
-    leaves = zip(jax.tree.leaves(shapes), is_batched(shapes, batch_axis), strict=True)
-    extents = {leaf.shape[batch_axis] for leaf, batched in leaves if batched}
+def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int, blocks: int) -> int | None:
+    """The next number of microbatches, at least so many, of which each can be cut into `blocks`, or None."""
+    extents = batch_extents(args, batch_axis) if program.marked else []
     if not extents:
         return None
-    return next((m for m in range(least, min(extents) + 1) if all(e % m == 0 for e in extents)), None)
+    return next((m for m in range(least, min(extents) + 1) if all(e % (m * blocks) == 0 for e in extents)), None)
+
+
+def _noted(plan: Plan, preset: Preset | None) -> Plan:
+    return plan if preset is None else replace(plan, notes=(*plan.notes, f"held to the preset {preset}"))

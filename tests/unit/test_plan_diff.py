@@ -177,9 +177,11 @@ STAGE_CHANGES = {
     "equations": (0, 9),
     "forward_seconds": 0.1,
     "backward_seconds": 0.2,
+    "weight_seconds": 0.1,
     "synchronise_seconds": 0.01,
     "update_seconds": 0.02,
     "in_flight": 2,
+    "gradient_exchange": "central",
 }
 SENT = Transfer(
     source=0, target=1, name="tanh", value=7, bytes=64.0, differentiated=True, forward_seconds=0.1, backward_seconds=0.1

@@ -16,6 +16,7 @@ from meshwright.plan import (
     Plan,
     Prediction,
     Stage,
+    Transfer,
 )
 from meshwright.report.explain import explain_plan
 from meshwright.report.strategy import AxisRole, axis_roles
@@ -225,13 +226,20 @@ def test_microbatches_and_considered_and_notes() -> None:
     assert text.endswith("Considered by the search\n  4 remat=none: 0.02 s\n\nNotes\n  by hand")
 
 
-def test_each_stage_has_its_own_part() -> None:
-    stage = stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_BATCH)
+def test_stages_are_rows_of_a_table_and_have_their_own_parts() -> None:
+    stage = replace(
+        stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_BATCH), forward_seconds=0.01, in_flight=2
+    )
     second = replace(stage, layers=(1, 3), devices=(4, 5, 6, 7), parameters=(parameter("v", BY_COLUMN),))
-    text = explain_plan(plan_of(stage, second, schedule="gpipe"))
+    sent = Transfer(
+        source=0, target=1, name="tanh", value=3, bytes=2048.0, differentiated=True, forward_seconds=2e-3,
+        backward_seconds=1e-3,
+    )  # fmt: skip
+    text = explain_plan(plan_of(stage, second, schedule="gpipe", transfers=(sent, replace(sent, value=4))))
     assert "stages: 2, schedule gpipe" in text
-    first, other = text.split("STAGE 2 of 2: layers 1 to 2, 4 devices, mesh x=4")
-    assert "STAGE 1 of 2: layers 0 to 0" in first
-    assert "x: data parallel" in first
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert any(row.startswith("2 1 to 2 4 to 7 x=4 10.0 ms") for row in rows)
+    assert "1 to 2 tanh and 1 more 4.0 KiB 4.0 ms 2.0 ms" in rows
+    first, other = text.split("STAGE 2 of 2")
+    assert "x: data parallel" in first.split("STAGE 1 of 2")[1]
     assert "tensor parallel (column)" in other
-    assert "compute 10.0 ms" in other

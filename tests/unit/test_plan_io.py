@@ -118,6 +118,7 @@ STAGES = st.builds(
     equations=st.tuples(st.integers(0, 3), st.integers(3, 9)),
     forward_seconds=SIZES,
     backward_seconds=SIZES,
+    weight_seconds=SIZES,
     synchronise_seconds=SIZES,
     update_seconds=SIZES,
     in_flight=st.integers(1, 9),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .errors import ClusterError, check_count, check_number, check_text, check_type
 from .hardware import Device, Host
@@ -56,6 +58,20 @@ class Cluster:
     def num_devices(self) -> int:
         """Devices in all hosts."""
         return sum(host.devices for host in self.hosts)
+
+    def hosts_of(self, devices: Iterable[int]) -> tuple[int, ...]:
+        """Positions of the hosts that hold some devices (positions in the cluster), ascending.
+
+        Raises ClusterError for a device that is not there.
+        """
+        ends = list(accumulate(host.devices for host in self.hosts))
+        wanted = sorted(set(devices))
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < ends[-1]:
+            raise ClusterError(
+                refused="a device", got=str(wanted[-1] if wanted[0] >= 0 else wanted[0]),
+                needed=f"0 to {ends[-1] - 1}", where=f"cluster {self.name}", try_="positions in the cluster",
+            )  # fmt: skip
+        return tuple(sorted({bisect_right(ends, device) for device in wanted}))
 
     @property
     def device(self) -> Device:

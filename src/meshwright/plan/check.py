@@ -38,6 +38,12 @@ def check_plan(plan: Plan, *, source: str = "the plan") -> None:
         _check_mesh(stage, source, place)
         _check_axes(stage, source, place)
         _check_shapes(stage, source, place)
+        if stage.gradient_exchange not in ("collective", "central"):
+            got = f"{stage.gradient_exchange!r}"
+            raise refusal(source, f"{place}.gradient_exchange", got, '"collective" or "central"')
+        if stage.gradient_exchange == "central" and len(plan.stages) > 1:
+            got = f'"central" in a plan of {len(plan.stages)} stages'
+            raise refusal(source, f"{place}.gradient_exchange", got, "one stage", '"collective"')
     _check_order(plan, source)
     _check_transfers(plan, source)
 

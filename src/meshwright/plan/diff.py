@@ -104,9 +104,11 @@ def _stage_lines(a: Stage, b: Stage) -> Iterator[str]:
     yield from _quantity("predicted communication", "s", a.communication_seconds, b.communication_seconds)
     yield from _quantity("predicted forward", "s", a.forward_seconds, b.forward_seconds)
     yield from _quantity("predicted backward", "s", a.backward_seconds, b.backward_seconds)
+    yield from _quantity("predicted weight gradients", "s", a.weight_seconds, b.weight_seconds)
     yield from _quantity("predicted synchronisation", "s", a.synchronise_seconds, b.synchronise_seconds)
     yield from _quantity("predicted update", "s", a.update_seconds, b.update_seconds)
     yield from _scalar("microbatches in flight", a.in_flight, b.in_flight)
+    yield from _scalar("gradient exchange", a.gradient_exchange, b.gradient_exchange)
 
 
 def _run(equations: tuple[int, int] | None) -> str:

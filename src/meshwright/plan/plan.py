@@ -123,9 +123,12 @@ class Stage:
         equations before it, the stage makes again for itself (`program.cut` lists these equations).
       forward_seconds: predicted, of one microbatch.
       backward_seconds: predicted, of one microbatch, rematerialisation included.
+      weight_seconds: predicted, of that the gradients of parameters, which a schedule may put off.
       synchronise_seconds: predicted, of the gradients' synchronisation, once a step.
       update_seconds: predicted, of the optimizer, once a step.
       in_flight: most microbatches whose activations it holds at once.
+      gradient_exchange: how gradients that all devices of an axis have a part of are summed: "collective" (all-reduce),
+        or "central": each device sends its part to the first, which sends the sums back (a parameter server).
     """
 
     layers: tuple[int, int]
@@ -144,9 +147,11 @@ class Stage:
     equations: tuple[int, int] | None = None
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    weight_seconds: float = 0.0
     synchronise_seconds: float = 0.0
     update_seconds: float = 0.0
     in_flight: int = 1
+    gradient_exchange: str = "collective"
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ from math import isfinite, prod
 from ..plan import ParameterPlan, Plan, Stage
 from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
 from ..sharding import Spec
+from .stages import stage_table, transfer_table
 from .strategy import AxisRole, axis_roles, side
 from .table import (
     format_bytes,
@@ -35,14 +36,18 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = ()) -> str:
       considered: the candidates that the search compared, a line each.
     """
     parts = ["\n".join(_header(plan))]
-    for number, stage in enumerate(plan.stages, start=1):
-        if len(plan.stages) > 1:
-            first, last = stage.layers
-            parts.append(
-                f"STAGE {number} of {len(plan.stages)}: layers {first} to {last - 1}, {len(stage.devices)} devices, "
-                f"mesh {mesh_words(stage.mesh)}"
+    if len(plan.stages) == 1:
+        parts += _stage(plan, plan.stages[0])
+    else:
+        parts.append(
+            _section(
+                "Stages: seconds of one microbatch and once a step, memory of a device", stage_table(plan).split("\n")
             )
-        parts += _stage(plan, stage)
+        )
+        if plan.transfers:
+            parts.append(_section("Between stages, for one microbatch", transfer_table(plan).split("\n")))
+        for number, stage in enumerate(plan.stages, start=1):
+            parts.append(_section(f"STAGE {number} of {len(plan.stages)}", [*_staged(plan, stage)]))
     if considered:
         parts.append(_section("Considered by the search", considered))
     if plan.notes:
@@ -89,17 +94,18 @@ def _where_it_goes(plan: Plan, step_seconds: float) -> str:
     return f" = {' + '.join(said)}" if rest > -1e-3 * step_seconds else ""
 
 
+def _staged(plan: Plan, stage: Stage) -> Iterator[str]:
+    """One stage of several: what its axes are for, and why; parameter by parameter is in the saved plan."""
+    roles = axis_roles(stage)
+    yield from (f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names)
+    yield from _reasons(plan, stage, roles)
+
+
 def _stage(plan: Plan, stage: Stage) -> Iterator[str]:
     roles = axis_roles(stage)
     named = [f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names]
     if named:
         yield _section("Strategy", named)
-    if len(plan.stages) > 1:
-        seconds = (
-            f"compute {format_seconds(stage.compute_seconds)}",
-            f"communication {format_seconds(stage.communication_seconds)}",
-        )
-        yield _section("Predicted time of a step", seconds)
     yield _section("Predicted memory of a device", _memory(stage).split("\n"))
     if stage.communication:
         rows = [(c.kind, format_count(c.count), format_bytes(c.bytes)) for c in stage.communication]
@@ -170,7 +176,8 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _reasons(plan: Plan, stage: Stage, roles: Sequence[AxisRole]) -> Iterator[str]:
     for role in roles:
         if role.summed:
-            yield f"gradients of {_parameters_of(role.summed)} summed over {role.axis}: {_cause(role)}"
+            by = " by one device, a parameter server" if role.central else ""
+            yield f"gradients of {_parameters_of(role.summed)} summed over {role.axis}{by}: {_cause(role)}"
     if plan.microbatches > 1 and any(role.summed for role in roles):
         yield f"gradients of the {plan.microbatches} microbatches are added up first: one sum over devices a step"
     yield from _storage(stage, [role.axis for role in roles if role.stored])

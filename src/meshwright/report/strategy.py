@@ -27,6 +27,7 @@ class AxisRole:
       split: parameters that it splits.
       stored: parameters whose optimizer state it splits further than the parameter (ZeRO-1 and 2).
       exchanges: whether neighbours in the stage exchange borders.
+      central: whether one device sums the gradients for all.
     """
 
     axis: str
@@ -36,6 +37,7 @@ class AxisRole:
     split: tuple[ParameterPlan, ...]
     stored: tuple[ParameterPlan, ...]
     exchanges: bool
+    central: bool = False
 
     @property
     def gathered(self) -> tuple[ParameterPlan, ...]:
@@ -61,7 +63,7 @@ class AxisRole:
         """What the axis is called; empty where nothing certain can be said."""
         found = []
         if self.over_batch or self.gathered:
-            found.append("data parallel")
+            found.append("data parallel (parameter server)" if self.central else "data parallel")
         if self.exchanges and self.summed and any(self.input_dims) and not self.over_batch:
             found.append("spatial (borders exchanged)")
         if self.stored:
@@ -107,5 +109,6 @@ def _role(axis: str, stage: Stage) -> AxisRole:
         summed=summed,
         split=tuple(p for p in parameters if axis in p.use.sharded_axes),
         stored=tuple(p for p in parameters if axis in p.stored_axes),
-        exchanges=any(c.kind == "permute" for c in stage.communication),
+        exchanges=any(c.kind == "permute" for c in stage.communication) and stage.gradient_exchange == "collective",
+        central=stage.gradient_exchange == "central",
     )

@@ -1,0 +1,277 @@
+"""The search beside the parallelisms of the literature: one table, every plan priced by the same cost model.
+
+Each preset is the same search under restrictions (`presets`), so all of its plans are in the space of the search alone.
+That search stops at a gap, prefers simpler meshes and runs against a clock; should a preset's plan be faster all the
+same, it is a better answer to the search's question and is given as such, with a note.
+
+Which presets: for each family every shape that makes sense for the devices (sizes in powers of two, tensor axes inside
+a host, no more stages than `_MOST_STAGES`); of what is feasible the fastest few of each family are kept. What does not
+apply is kept with the reason. All share one time limit, and once it is over only families of which nothing was tried
+are, for half as long; a step is traced once for each number of microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import presets
+from .cluster import Cluster, load_cluster
+from .errors import PlanError
+from .plan import Plan
+from .planning import Planning, plan_for
+from .presets import Preset
+from .program.traces import Traces, traces_of
+from .report.table import format_bytes, format_flops_rate, format_seconds, format_table
+
+# Of a family this many feasible plans are shown.
+_SHOWN = 3
+
+# More stages are not tried.
+_MOST_STAGES = 8
+
+# What every plan is given at least.
+_LEAST_SECONDS = 2.0
+
+# The search alone may use this share of the time.
+_AUTO_SHARE = 0.4
+
+# Families of which nothing was tried may go on for this share of the time limit after it.
+_GRACE = 0.5
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One plan of a comparison.
+
+    Args:
+      name: "auto" or the preset's.
+      planning: the plan and how it was found; None where there is none.
+      reason: why there is none, "" where there is one.
+    """
+
+    name: str
+    planning: Planning | None
+    reason: str = ""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, or None."""
+        return self.planning.plan if self.planning is not None else None
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted, of one step; infinite where there is no plan."""
+        predicted = self.plan.predicted if self.plan is not None else None
+        return predicted.step_seconds if predicted is not None else float("inf")
+
+
+def compare(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    cluster: Cluster | str = "local",
+    candidates: Sequence[Preset] | None = None,
+    time_limit_seconds: float = 120.0,
+    tell: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> tuple[Compared, ...]:
+    """Price the best plan beside those of every preset that applies.
+
+    Args:
+      step: as of `plan_for`.
+      args: as of `plan_for`.
+      cluster: as of `plan_for`.
+      candidates: presets to try; None for `candidates_for` the cluster.
+      time_limit_seconds: for all searches together; each gets two seconds at least, and what has not begun half as
+        long again later is not tried.
+      tell: called with a few words at each part of the work.
+      options: of `plan_for`, for all plans alike: microbatches, memory_per_device, batch_axis, reduction.
+
+    Returns:
+      "auto" first, then the feasible ones by predicted step time, then the others.
+
+    Raises:
+      PlanError: for a wrong request, or if the search alone finds no plan that fits.
+    """
+    deadline = time.perf_counter() + time_limit_seconds
+    where = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    traces = traces_of(step)
+    auto = _auto(traces, args, where, _AUTO_SHARE * time_limit_seconds, tell, options)
+    tried = candidates_for(where) if candidates is None else candidates
+    found: dict[Preset, Compared] = {}
+    for number, preset in enumerate(tried):
+        late = time.perf_counter() - deadline
+        if late > 0 and candidates is None and any(one.family == preset.family for one in found):
+            continue
+        if late > _GRACE * time_limit_seconds:
+            found[preset] = Compared(name=str(preset), planning=None, reason="not tried: the time limit was over")
+            continue
+        tell(str(preset))
+        left = (deadline - time.perf_counter()) / (len(tried) - number)
+        found[preset] = _tried(traces, args, where, preset, max(left, _LEAST_SECONDS), options)
+    kept = _fastest_of_each(found) if candidates is None else list(found.values())
+    # PipeDream answers another question: its gradients are of older weights.
+    same = [one for one in kept if one.plan is not None and one.plan.schedule != "pipedream"]
+    best = min(same, key=lambda one: one.step_seconds, default=auto)
+    if best.planning is not None and best.step_seconds < auto.step_seconds:
+        auto = Compared(name=AUTO, planning=_adopted(best.planning, best.name))
+    return (auto, *sorted(kept, key=lambda one: one.step_seconds))
+
+
+def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
+    """Presets worth pricing on a cluster: the first shape of each family, then the second of each, and so on. Shapes
+    that split the model least come first, as is the custom: whoever has no time for all has tried these.
+
+    >>> [str(preset) for preset in candidates_for(load_cluster("rtx4090-4"))][:3]
+    ['data_parallel()', 'parameter_server()', 'zero(stage=1)']
+
+    Args:
+      cluster: where the plans are to run.
+    """
+    devices = cluster.num_devices
+    host = min(host.devices for host in cluster.hosts)
+    inside = [n for n in _powers(host) if devices % n == 0]
+    staged = [n for n in _powers(min(devices, _MOST_STAGES)) if devices % n == 0]
+    found = [presets.data_parallel(), presets.parameter_server(), *(presets.zero(stage=stage) for stage in (1, 2, 3))]
+    shapes = [(tp, pp) for pp in staged for tp in inside if tp * pp > 1 and devices % (tp * pp) == 0]
+    shapes.sort(key=lambda shape: shape[0] * shape[1])
+    found += [presets.megatron(tp=tp, pp=pp) for tp, pp in shapes]
+    found += [presets.megatron(tp=tp, sequence_parallel=True) for tp in inside if tp > 1]
+    found += [presets.deepspeed_3d(tp=tp, pp=pp) for tp, pp in shapes if devices // (tp * pp) > 1]
+    found += [presets.fsdp_tp(tp=tp) for tp in inside if 1 < tp < devices]
+    found += [family(n) for n in staged if n > 1 for family in (presets.gpipe, presets.pipedream)]
+    found += [presets.expert_parallel(ep=n, dp=None) for n in _powers(devices) if n > 1 and devices % n == 0]
+    ranks: Counter[str] = Counter()
+    ranked = []
+    for preset in found if devices > 1 else ():
+        ranked.append((ranks[preset.family], preset.on(devices)))
+        ranks[preset.family] += 1
+    return tuple(preset for _, preset in sorted(ranked, key=lambda one: one[0]))
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _auto(
+    traces: Traces, args: Sequence[Any], cluster: Cluster, seconds: float, tell: Callable[[str], None], options: Any
+) -> Compared:
+    """The best plan of one stage, or of any number of them."""
+    begun = time.perf_counter()
+    refused: PlanError | None = None
+    found: list[Planning] = []
+    for stages in (1, None) if cluster.num_devices > 1 else (1,):
+        left = max(seconds - (time.perf_counter() - begun), _LEAST_SECONDS)
+        tell("the best plan" if stages == 1 else "the best plan of several stages")
+        try:
+            found.append(
+                plan_for(traces, args, cluster=cluster, stages=stages, time_limit_seconds=left, tell=tell, **options)
+            )
+        except PlanError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return min((Compared(name=AUTO, planning=one) for one in found), key=lambda one: one.step_seconds)
+
+
+def _tried(
+    traces: Traces, args: Sequence[Any], cluster: Cluster, preset: Preset, seconds: float, options: Any
+) -> Compared:
+    try:
+        preset = preset.on(cluster.num_devices)
+        planning = plan_for(traces, args, cluster=cluster, preset=preset, time_limit_seconds=seconds, **options)
+    except PlanError as error:
+        return Compared(name=str(preset), planning=None, reason=str(error))
+    return Compared(name=str(preset), planning=planning)
+
+
+def _fastest_of_each(found: Mapping[Preset, Compared]) -> list[Compared]:
+    """Of every family the fastest few that are feasible; of one that is not at all, each shape with its reason."""
+    kept = []
+    for family in dict.fromkeys(preset.family for preset in found):
+        mine = [one for preset, one in found.items() if preset.family == family]
+        feasible = sorted((one for one in mine if one.planning is not None), key=lambda one: one.step_seconds)
+        kept += feasible[: len(mine) if family == "zero" else _SHOWN]
+        kept += [one for one in mine if one.planning is None]
+    return kept
+
+
+def _adopted(planning: Planning, name: str) -> Planning:
+    note = f"found under the preset {name}: the search alone stopped at a slower plan"
+    notes = (*planning.plan.notes, note)
+    return replace(planning, plan=replace(planning.plan, notes=notes))
+
+
+def comparison_document(target: str, compared: Sequence[Compared]) -> dict[str, Any]:
+    """What `meshwright compare --json` prints.
+
+    Args:
+      target: as the user named it.
+      compared: from `compare`.
+    """
+    return {"schema": 1, "target": target, "plans": [_document(one) for one in compared]}
+
+
+def _document(one: Compared) -> dict[str, Any]:
+    plan, predicted = one.plan, None
+    if plan is not None and plan.predicted is not None:
+        predicted = {
+            "step_seconds": plan.predicted.step_seconds,
+            "tflops_per_device": plan.predicted.tflops_per_device,
+            "flops_per_device": plan.predicted.flops_per_device,
+            "bubble_fraction": plan.predicted.bubble_fraction,
+            "memory_bytes": _peak(plan),
+        }
+    return {
+        "name": one.name,
+        "feasible": plan is not None,
+        "reason": one.reason or None,
+        "predicted": predicted,
+        "microbatches": plan.microbatches if plan is not None else None,
+        "schedule": plan.schedule if plan is not None else None,
+        "stages": [{"devices": len(s.devices), "mesh": s.sizes} for s in plan.stages] if plan is not None else None,
+        "planning_seconds": one.planning.seconds if one.planning is not None else None,
+        "notes": list(plan.notes) if plan is not None else [],
+    }
+
+
+def comparison_text(compared: Sequence[Compared]) -> str:
+    """A table of the feasible plans, the fastest first, and the reasons of the others."""
+    best = compared[0].step_seconds
+    rows, reasons = [], []
+    for one in compared:
+        plan = one.plan
+        if plan is None or plan.predicted is None:
+            reasons.append(f"{one.name}: {one.reason}")
+            continue
+        rows.append((
+            one.name, format_seconds(one.step_seconds), f"{one.step_seconds / best:.2f}",
+            format_flops_rate(1e12 * plan.predicted.tflops_per_device), format_bytes(_peak(plan)), _meshes(plan),
+            str(plan.microbatches),
+        ))  # fmt: skip
+    heads = ("plan", "predicted step", "of auto", "rate of a device", "memory", "stages", "microbatches")
+    table = format_table(heads, rows, left=1)
+    return "\n".join([table, *(["", "Not feasible:", *(f"  {reason}" for reason in reasons)] if reasons else [])])
+
+
+def _peak(plan: Plan) -> float:
+    return max(stage.memory.total for stage in plan.stages)
+
+
+def _meshes(plan: Plan) -> str:
+    """The mesh of each stage; equal neighbours share a word."""
+    words = ["x".join(str(size) for _, size in stage.mesh) for stage in plan.stages]
+    runs: list[list[str]] = []
+    for word in words:
+        if runs and runs[-1][0] == word:
+            runs[-1].append(word)
+        else:
+            runs.append([word])
+    return " ".join(f"{len(run)} of {run[0]}" if len(run) > 1 else run[0] for run in runs)
