@@ -206,7 +206,7 @@ def _check_devices(cluster: Any) -> None:
     if not isinstance(cluster, (str, Cluster)) or cluster == "local":
         return
     wanted, devices = load_cluster(cluster) if isinstance(cluster, str) else cluster, jax.devices()
-    if len(devices) < wanted.num_devices or _platform(wanted.device.kind) != devices[0].platform:
+    if len(devices) < wanted.num_devices or wanted.device.platform != devices[0].platform:
         raise PlanError(
             refused="to run on the cluster", got=f"{len(devices)} {devices[0].platform} devices",
             needed=f"{wanted.num_devices} x {wanted.device.kind}, as {wanted.name} has", where="cluster=",
@@ -223,21 +223,16 @@ def _check_cluster(plan: Plan, devices: Sequence[jax.Device]) -> None:
     if plan.cluster_fingerprint == here.fingerprint():
         return
     try:
-        planned_kind = load_cluster(plan.cluster).device.kind
+        planned = load_cluster(plan.cluster).device
     except ClusterError:
-        planned_kind = here.device.kind  # a cluster that is not described on this machine
-    if _platform(planned_kind) != devices[0].platform:
+        planned = here.device  # a cluster that is not described on this machine
+    if planned.platform != devices[0].platform:
         raise PlanError(
             refused="to run the plan", got=f"{len(devices)} {devices[0].platform} devices",
-            needed=f"the platform it was made for: {plan.num_devices} x {planned_kind} of {plan.cluster}",
+            needed=f"the platform it was made for: {plan.num_devices} x {planned.kind} of {plan.cluster}",
             where="plan=", try_="planning again for the devices at hand",
         )  # fmt: skip
     log.warning("the plan was made for cluster %s, whose devices differ: its predicted times do not hold", plan.cluster)
-
-
-def _platform(kind: str) -> str:
-    """JAX's platform of a kind of device."""
-    return "cpu" if kind == "cpu" else "tpu" if kind.upper().startswith("TPU") else "gpu"
 
 
 def parallelize(

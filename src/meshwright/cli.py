@@ -84,7 +84,7 @@ def plan(
     zero: _Zero = None,
     remat: _Remat = None,
     reduction: _Reduction = None,
-    stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = "1",
+    stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = "auto",
     schedule: Annotated[
         str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")
     ] = None,

@@ -102,7 +102,14 @@ def compare(
     deadline = time.perf_counter() + time_limit_seconds
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     traces = traces_of(step)
-    auto = _auto(traces, args, where, _AUTO_SHARE * time_limit_seconds, tell, options)
+    tell("the best plan")
+    auto = Compared(
+        name=AUTO,
+        planning=plan_for(
+            traces, args, cluster=where, stages=None, tell=tell, time_limit_seconds=_AUTO_SHARE * time_limit_seconds,
+            **options,
+        ),
+    )  # fmt: skip
     tried = candidates_for(where) if candidates is None else candidates
     found: dict[Preset, Compared] = {}
     for number, preset in enumerate(tried):
@@ -157,28 +164,6 @@ def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
 
 def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
-
-
-def _auto(
-    traces: Traces, args: Sequence[Any], cluster: Cluster, seconds: float, tell: Callable[[str], None], options: Any
-) -> Compared:
-    """The best plan of one stage, or of any number of them."""
-    begun = time.perf_counter()
-    refused: PlanError | None = None
-    found: list[Planning] = []
-    for stages in (1, None) if cluster.num_devices > 1 else (1,):
-        left = max(seconds - (time.perf_counter() - begun), _LEAST_SECONDS)
-        tell("the best plan" if stages == 1 else "the best plan of several stages")
-        try:
-            found.append(
-                plan_for(traces, args, cluster=cluster, stages=stages, time_limit_seconds=left, tell=tell, **options)
-            )
-        except PlanError as error:
-            refused = refused or error
-    if not found:
-        assert refused is not None
-        raise refused
-    return min((Compared(name=AUTO, planning=one) for one in found), key=lambda one: one.step_seconds)
 
 
 def _tried(

@@ -1,59 +1,28 @@
-"""From a step and a cluster to a plan whose memory is checked against the traced program.
-
-The solver's memory row is linear: what is kept, by the spec it is kept in. The peak of the step it would run is known
-only once the step is written out; so the found plan is traced (nothing is compiled) and its predicted peak compared
-with what a device has. A plan that exceeds it is refused and the search repeated under a tighter row.
-"""
+"""From a step and a cluster to the fastest plan that fits: one stage or several, whichever is asked for or faster."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from .cluster import Cluster, load_cluster
-from .errors import MemoryExceeded, PlanError, size_words
-from .plan import Memory, Plan
+from .errors import PlanError
+from .one_stage_planning import plan_one_stage
+from .plan_request import Planning as Planning, PlanRequest
 from .presets import Preset, check_free, parse_preset
-from .program.batch import batch_extents
-from .program.trace import Program
 from .program.traces import traces_of
-from .runtime.local_step import LocalStep
-from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult, mesh_argument
-from .search.parameters import parameter_infos
+from .search.hierarchical import mesh_argument
 from .search.pins import Pins
-from .stage_planning import plan_stages
+from .search.pipeline import NothingFaster
+from .stage_planning import check_stages, plan_stages
 
-# How often a plan whose traced peak is too high is searched again with less memory.
-_ATTEMPTS = 6
+# Several stages have to be faster by this much: one is simpler to run.
+_WORTH_STAGES = 0.02
 
-# The predicted peak is a few percent off at times: this much of a device stays free.
-_MARGIN = 1.04
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """A plan and what finding it took.
-
-    Args:
-      program: the traced step.
-      plan: the plan.
-      cluster: it is for.
-      seconds: in all.
-      trace_seconds: for tracing and analysing the step.
-      solve_seconds: for the search.
-      considered: the candidates, a line each.
-    """
-
-    program: Program
-    plan: Plan
-    cluster: Cluster
-    seconds: float
-    trace_seconds: float
-    solve_seconds: float
-    considered: tuple[str, ...]
+# One stage of a program of up to this many operators is planned first: it is soon done, and bounds the search for more.
+_SMALL_PROGRAM = 1200
 
 
 def plan_for(
@@ -91,7 +60,7 @@ def plan_for(
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
       stages: into how many parts, each on its own devices, the program is cut; None to choose.
-      schedule: of the microbatches over several stages, a name of `search.pipeline.SIMULATED`; None to choose.
+      schedule: of the microbatches over several stages (docs/schedules.md); None to choose.
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
         stages and schedule, some also remat, which then cannot be given.
       time_limit_seconds: for the search; when it is over, every further problem gets a second.
@@ -112,115 +81,46 @@ def plan_for(
         meshes, zero, remat = [preset.mesh], preset.zero, preset.remat or remat
         stages, schedule = preset.stages, preset.schedule
     pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
-    if stages != 1:
-        staged = plan_stages(
-            traces, args, cluster=where, stages=stages, schedule=schedule, microbatches=microbatches, mesh=meshes,
-            pins=pinned, remat=remat, batch_axis=batch_axis, reduction=reduction, preset=preset,
-            time_limit_seconds=time_limit_seconds, tell=tell,
-        )  # fmt: skip
-        return Planning(
-            program=staged.program, plan=_noted(staged.result.plan, preset), cluster=where,
-            seconds=time.perf_counter() - start, trace_seconds=staged.trace_seconds,
-            solve_seconds=staged.result.seconds, considered=staged.result.considered,
-        )  # fmt: skip
-    blocks = preset.blocks if preset is not None else 1
-    count = microbatches if microbatches is not None else 1
-    trace_seconds = solve_seconds = 0.0
-    short: MemoryExceeded | None = None
-    while True:
-        begun = time.perf_counter()
-        words = "" if count == 1 else f" with {count} microbatches"
-        tell(f"tracing{words}")
+    check_stages(stages, schedule)
+    asked = PlanRequest(
+        traces=traces, args=args, cluster=where, microbatches=microbatches, mesh=meshes, pins=pinned, remat=remat,
+        batch_axis=batch_axis, reduction=reduction, schedule=schedule, preset=preset, started=start,
+        time_limit_seconds=time_limit_seconds, tell=tell,
+    )  # fmt: skip
+    found = plan_one_stage(asked) if stages == 1 else plan_stages(asked, stages) if stages else _any_stages(asked)
+    notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    return replace(found, plan=replace(found.plan, notes=notes), seconds=time.perf_counter() - start)
+
+
+def _any_stages(asked: PlanRequest) -> Planning:
+    """The faster of the best plan of one stage and the best of several."""
+    count = asked.microbatches if asked.microbatches is not None else 1
+    if asked.cluster.num_devices == 1 or not asked.program(count).marked:
+        return plan_one_stage(asked)
+    if len(asked.program(count).graph.operators) > _SMALL_PROGRAM:
+        several = plan_stages(asked, None)
+        # Its plans of one stage are of two axes and by the solver's count of memory.
+        return several if len(several.plan.stages) > 1 else _or(several, lambda: plan_one_stage(asked))
+    try:
+        one = plan_one_stage(asked)
+    except PlanError as refused:
         try:
-            program = traces.program(args, microbatches=count, batch_axis=batch_axis, reduction=reduction)
-        except PlanError as error:
-            if short is None:
-                raise
-            # More microbatches were our idea: the user asked for a plan that fits.
-            raise short.but(f"more microbatches are out of the question: {error}") from error
-        trace_seconds += time.perf_counter() - begun
-        if preset is not None:
-            roles = preset.roles_in(program, traces, args, batch_axis=batch_axis)
-            pinned = replace(pinned, roles=roles, gradient_exchange=preset.gradient_exchange)
-        request = SearchRequest(
-            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program), cluster=where,
-            microbatches=count, mesh=meshes, pins=pinned, remat=remat,
-            carried=0 if program.marked else program.state_inputs,
-            split_dims=program.split_dims,
-            time_limit_seconds=max(time_limit_seconds - (time.perf_counter() - start), 0.0),
-        )  # fmt: skip
-        pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
-        begun = time.perf_counter()
-        try:
-            result = _search_within_memory(program, request, lambda text, words=words: tell(f"{text}{words}"))
-        except MemoryExceeded as error:
-            short = error
-            solve_seconds += time.perf_counter() - begun
-            # No layout needs less than in proportion to the microbatch.
-            least = max(2 * count, math.ceil(count * error.least_bytes / where.device.usable_memory_bytes))
-            more = _more_microbatches(program, args, least, batch_axis, blocks)
-            if microbatches is not None or more is None:
-                raise
-            count = more
-            continue
-        solve_seconds += time.perf_counter() - begun
-        return Planning(
-            program=program, plan=_noted(result.plan, preset), cluster=where, seconds=time.perf_counter() - start,
-            trace_seconds=trace_seconds, solve_seconds=solve_seconds, considered=result.considered,
-        )  # fmt: skip
+            return plan_stages(asked, None)
+        except PlanError:
+            raise refused from None
+    try:
+        several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH_STAGES))
+    except (NothingFaster, PlanError):
+        return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
+    return several if len(several.plan.stages) > 1 else min(one, several, key=lambda found: found.step_seconds)
 
 
-def _search_within_memory(program: Program, request: SearchRequest, tell: Callable[[str], None]) -> SearchResult:
-    """The best plan whose traced peak fits."""
-    usable = request.cluster.device.usable_memory_bytes
-    search = HierarchicalSearch(request, tell)
-    row = usable
-    peak = 0.0
-    for _ in range(_ATTEMPTS):
-        try:
-            result = search.plan(row)
-        except MemoryExceeded as error:
-            if peak:
-                raise _over(request, usable, peak) from error
-            raise
-        tell("predicting memory")
-        predicted = LocalStep(program, result.plan).predicted_memory()
-        peak = float(predicted.peak_bytes)
-        if peak * _MARGIN <= usable:
-            return replace(result, plan=_with_memory(result.plan, peak))
-        counted = result.plan.stages[0].memory.total
-        # What the row does not see stays about the same: leave room for it.
-        row = min(0.98 * counted, usable / _MARGIN - max(peak - counted, 0.0))
-        if row <= 0:
-            break
-    raise _over(request, usable, peak)
-
-
-def _over(request: SearchRequest, usable: float, peak: float) -> MemoryExceeded:
-    return MemoryExceeded(
-        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got=f"{size_words(usable)} usable on a device",
-        needed=f"about {size_words(_MARGIN * peak)} on a device, the predicted peak of the leanest plan found with "
-        f"{request.microbatches} microbatches",
-        where="stage 1 of 1",
-        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
-    )
-
-
-def _with_memory(plan: Plan, peak: float) -> Plan:
-    """The plan with its activations and workspace as traced."""
-    (stage,) = plan.stages
-    known = stage.memory.parameters + stage.memory.gradients + stage.memory.optimizer
-    held = max(peak - known, 0.0)
-    activations = min(stage.memory.activations, held)
-    memory = Memory(
-        parameters=stage.memory.parameters,
-        gradients=min(stage.memory.gradients, max(peak - stage.memory.parameters - stage.memory.optimizer, 0.0)),
-        optimizer=stage.memory.optimizer,
-        activations=activations,
-        workspace=held - activations,
-    )
-    return replace(plan, stages=(replace(stage, memory=memory),))
+def _or(found: Planning, other: Callable[[], Planning]) -> Planning:
+    """The faster of two, where there is a second."""
+    try:
+        return min(other(), found, key=lambda one: one.step_seconds)
+    except PlanError:
+        return found
 
 
 def _check_types(cluster: Any, pins: Any) -> None:
@@ -260,15 +160,3 @@ def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
                 where="pins=", try_='pins={"*kernel": (None, "model")}',
             )  # fmt: skip
     return tuple(layout)
-
-
-def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int, blocks: int) -> int | None:
-    """The next number of microbatches, at least so many, of which each can be cut into `blocks`, or None."""
-    extents = batch_extents(args, batch_axis) if program.marked else []
-    if not extents:
-        return None
-    return next((m for m in range(least, min(extents) + 1) if all(e % (m * blocks) == 0 for e in extents)), None)
-
-
-def _noted(plan: Plan, preset: Preset | None) -> Plan:
-    return plan if preset is None else replace(plan, notes=(*plan.notes, f"held to the preset {preset}"))

@@ -31,7 +31,7 @@ def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.A
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     args = ([jax.ShapeDtypeStruct((2048, 2048), "float32")] * 4, jax.ShapeDtypeStruct((8192, 2048), "float32"))
-    return plan_for(step, args, cluster="p3.16xlarge:1", stages=2, microbatches=4).plan
+    return plan_for(step, args, cluster="p3.16xlarge:1", stages=2, microbatches=4, schedule="one_f_one_b").plan
 
 
 @pytest.fixture
@@ -80,6 +80,13 @@ def test_every_microbatch_is_in_the_chart(plan: Plan) -> None:
     chart = timeline_text(simulate_plan(plan), width=200).splitlines()[:2]
     for row in chart:
         assert set("0123abcd") <= set(row)
+
+
+def test_a_plan_of_one_stage() -> None:
+    args = ([jax.ShapeDtypeStruct((2048, 2048), "float32")] * 4, jax.ShapeDtypeStruct((8192, 2048), "float32"))
+    plan = plan_for(step, args, cluster="p3.16xlarge:1", microbatches=4).plan
+    assert plan.predicted is not None
+    assert simulate_plan(plan).step_seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str], plan: Plan, saved: str, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_meshes_on_hosts_of_different_size_do_not_share_them():
 
 def test_the_example_of_the_page_runs():
     page = (Path(__file__).parents[2] / "docs" / "resharding.md").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
+    example = page.split("## Planning by itself")[1].split("```python\n")[1].split("```")[0]
     names: dict = {}
     exec(example, names)
     assert names["plan"].seconds == names["plan"].bound.seconds

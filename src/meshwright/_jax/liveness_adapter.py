@@ -40,11 +40,13 @@ _OWN_KERNEL = frozenset(
 )
 
 
-def dataflow_of(function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = ()) -> Program:
+def dataflow_of(
+    function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = (), platform: str = "cpu"
+) -> Program:
     """The memory model's program of ``jax.jit(function, donate_argnums=...)`` on these (abstract) arguments.
 
     `meshwright.cost.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all
-    bytes are those of one device.
+    bytes are those of one device. `platform`: as of `program_of`.
 
     Raises:
       ValueError: if a `jax.shard_map` stands beside other operations, which then have no size per device.
@@ -53,22 +55,25 @@ def dataflow_of(function: Callable[..., Any], *arguments: Any, donate_argnums: S
     donated: list[bool] = []
     for position, argument in enumerate(arguments):
         donated += [position in donate_argnums] * len(jax.tree.leaves(argument))
-    return program_of(closed, donated)
+    return program_of(closed, donated, platform=platform)
 
 
-def program_of(closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False) -> Program:
+def program_of(
+    closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False, platform: str = "cpu"
+) -> Program:
     """The memory model's program of a closed jaxpr.
 
     Args:
       closed: the traced program.
       donated: for each of its inputs, whether its buffer may be taken over; none by default.
       partitioned: whether it is the body of a `shard_map` already.
+      platform: whose compiler orders and fuses it: "cpu", "gpu" or "tpu".
 
     Raises:
       ValueError: see `dataflow_of`.
     """
     jaxpr, flags, partitioned = _unwrapped(open_jaxpr(closed), list(donated), partitioned)
-    reader = _Reader(partitioned=partitioned)
+    reader = _Reader(partitioned=partitioned, platform=platform)
     inputs = (*jaxpr.constvars, *jaxpr.invars)
     arguments = [reader.value(var.aval) for var in inputs]
     env = dict(zip(inputs, arguments, strict=True))
@@ -140,7 +145,10 @@ class _Reader(Builder):
         if name == "while":
             return self._while(equation, operands)
         if name == "cond":
-            bodies = tuple(program_of(branch, partitioned=self.partitioned) for branch in params["branches"])
+            bodies = tuple(
+                program_of(branch, partitioned=self.partitioned, platform=self.platform)
+                for branch in params["branches"]
+            )
             return self.emit(Kind.BRANCH, name, operands, avals, bodies=bodies)
         if (body := self._called(equation)) is not None:
             if params.get("differentiated") and params.get("prevent_cse"):
@@ -226,7 +234,7 @@ class _Reader(Builder):
     def _scan(self, equation: Any, reads: list[int]) -> tuple[int, ...]:
         parts = scan_parts(equation)
         body, consts, carries = open_jaxpr(parts.body), parts.num_consts, parts.num_carry
-        inner = _Reader(partitioned=self.partitioned)
+        inner = _Reader(partitioned=self.partitioned, platform=self.platform)
         outer_avals = [var.aval for var in equation.outvars]
         arguments = [inner.value(var.aval) for var in body.invars[: consts + carries]]
         stacked = [inner.array(*self.types[value]) for value in reads[consts + carries :]]
@@ -256,7 +264,7 @@ class _Reader(Builder):
         skipped, consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         carries = len(equation.outvars)
         kept = tuple((consts + rank, rank) for rank in range(carries))
-        body = program_of(equation.params["body_jaxpr"], partitioned=self.partitioned)
+        body = program_of(equation.params["body_jaxpr"], partitioned=self.partitioned, platform=self.platform)
         body = replace(body, kept=kept)
         avals = [var.aval for var in equation.outvars]
         return self.emit(Kind.LOOP, "while", reads[skipped:], avals, kept=kept, bodies=(body,))

@@ -42,10 +42,13 @@ class Builder:
 
     Args:
       partitioned: the program runs inside a `shard_map`, which sends it through XLA's partitioned pipeline.
+      platform: whose compiler it is for: "cpu", or another, which has none of the CPU's habits.
     """
 
-    def __init__(self, *, partitioned: bool) -> None:
+    def __init__(self, *, partitioned: bool, platform: str) -> None:
         self.partitioned = partitioned
+        self.platform = platform
+        self.barriers_hold = _BARRIERS_HOLD or platform != "cpu"
         self.values: list[Value] = []
         self.types: list[tuple[tuple[int, ...], Any]] = []
         self.operations: list[Operation] = []
@@ -66,7 +69,7 @@ class Builder:
             arguments=tuple(arguments),
             outputs=tuple(outputs),
             kept=kept,
-            alike=None if _BARRIERS_HOLD else tuple(self._alike),
+            alike=None if self.barriers_hold else tuple(self._alike),
         )
 
     def _scattered_onto(self, outputs: Sequence[int]) -> list[Operation]:
@@ -142,7 +145,7 @@ class Builder:
     def barrier(self, reads: Sequence[int]) -> list[int]:
         """The same values, but not equal to them, and not before all of them exist."""
         avals = [jax.ShapeDtypeStruct(*self.types[value]) for value in reads]
-        if _BARRIERS_HOLD:
+        if self.barriers_hold:
             return list(self.emit(Kind.BARRIER, "barrier", reads, avals))
         passed = [self.emit(Kind.VIEW, "barrier", [v], [aval])[0] for v, aval in zip(reads, avals, strict=True)]
         for value, source in zip(passed, reads, strict=True):
@@ -261,7 +264,8 @@ class Builder:
             result.append(math.prod(shape[dim] for dim in free))
         aval = equation.outvars[0].aval
         dtype = aval.dtype
-        if str(dtype) == "bfloat16" and (folded or not library or not _BFLOAT16_PRODUCTS):
+        widens = self.platform == "cpu" and (folded or not library or not _BFLOAT16_PRODUCTS)
+        if str(dtype) == "bfloat16" and widens:
             sides, dtype = [self.widened(value) for value in sides], np.dtype(np.float32)
         flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
         (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)

@@ -72,6 +72,11 @@ class Device:
         object.__setattr__(self, "peak_flops", {k: float(v) for k, v in sorted(self.peak_flops.items())})
 
     @property
+    def platform(self) -> str:
+        """What JAX calls the platform of such devices: "cpu", "gpu" or "tpu"."""
+        return "cpu" if self.kind == "cpu" else "tpu" if self.kind.upper().startswith("TPU") else "gpu"
+
+    @property
     def usable_memory_bytes(self) -> float:
         """Bytes of this device that a program may fill."""
         return self.memory_bytes * self.usable_memory_fraction

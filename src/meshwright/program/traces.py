@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .inference import trace_inference
 from .staged import StagedProgram, staged_program
 from .trace import Program, abstract, trace_program
 
@@ -39,14 +40,23 @@ class Traces:
         self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None
     ) -> Program:
         """As `trace_program`."""
-        leaves, tree = jax.tree.flatten(abstract(tuple(args)))
-        shapes = tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
-        key = (tree, shapes, microbatches, batch_axis, reduction)
+        key = (*self._key(args), microbatches, batch_axis, reduction)
         if key not in self._programs:
             self._programs[key] = trace_program(
                 self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction
             )
         return self._programs[key]
+
+    def inference(self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0) -> Program:
+        """As `trace_inference`."""
+        key = ("inference", *self._key(args), microbatches, batch_axis)
+        if key not in self._programs:
+            self._programs[key] = trace_inference(self._step, args, microbatches=microbatches, batch_axis=batch_axis)
+        return self._programs[key]
+
+    def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(abstract(tuple(args)))
+        return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
 
     def staged(self, program: Program) -> StagedProgram:
         """As `staged_program`, of a program that `program` gave."""

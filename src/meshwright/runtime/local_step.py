@@ -94,10 +94,15 @@ class LocalStep:
         names, sizes = zip(*self._stage.mesh, strict=True)
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
-    def predicted_memory(self) -> PredictedMemory:
-        """Peak memory of one device, from the traced step: nothing is compiled, no device is needed."""
+    def predicted_memory(self, platform: str = "cpu") -> PredictedMemory:
+        """Peak memory of one device, from the traced step: nothing is compiled, no device is needed.
+
+        Args:
+          platform: of the devices.
+        """
         step = jax.jit(self.on(self.abstract_mesh()))
-        return predict(dataflow_of(step, *self.avals(), donate_argnums=tuple(range(self.program.state_inputs))))
+        donated = tuple(range(self.program.state_inputs))
+        return predict(dataflow_of(step, *self.avals(), donate_argnums=donated, platform=platform))
 
     def _output_specs(self) -> list[Spec]:
         """State leaves as it came; the rest in whatever layout it has at the end."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from math import isfinite
 
 import numpy as np
 
@@ -79,6 +80,10 @@ class _Candidate:
         return self.seconds * (1 + (WORTH_SPLITTING if elaborate else 0.0))
 
 
+class NothingFaster(Exception):
+    """No staged plan is faster than the one that the request knows."""
+
+
 def search_stages(request: StageRequest) -> StageSearchResult:
     """The fastest staged plan that fits memory.
 
@@ -86,6 +91,7 @@ def search_stages(request: StageRequest) -> StageSearchResult:
       PlanError: for a request that makes no sense: more stages than layers or devices, no microbatches, a submesh that
         is none of the cluster, an unknown schedule.
       MemoryExceeded: if no plan fits.
+      NothingFaster: if none is faster than `request.faster_than_seconds`.
     """
     check_request(request)
     return _StageSearch(request).run()
@@ -98,7 +104,7 @@ class _StageSearch:
         self.submeshes = Submeshes(request.cluster)
         self.places = _placements(request, self.submeshes)
         self.costs = [self._costs(program) for program in request.programs]
-        self.best_objective = float("inf")
+        self.best_objective = request.faster_than_seconds
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self.considered: list[str] = []
 
@@ -115,8 +121,11 @@ class _StageSearch:
         return time.perf_counter() - self.start > self.request.time_limit_seconds
 
     def run(self) -> StageSearchResult:
+        known = self.request.faster_than_seconds
         self._search(bounded=True)
         best = self._simulate()
+        if isfinite(known) and (best is None or best.weight >= known):
+            raise NothingFaster
         if best is None:
             # What was thought possible was not: nothing is left out then.
             self._search(bounded=False)

@@ -37,6 +37,7 @@ class StageRequest:
       mesh: logical meshes to consider on submeshes of so many devices, as (names, sizes); none for all.
       stage_meshes: the logical mesh of each stage, in order, as (names, sizes); None to choose. Needs `submeshes`.
       time_limit_seconds: after it, the best plan found by then is taken.
+      faster_than_seconds: of the step of a plan that is known; others are not wanted.
     """
 
     programs: Sequence[StagedProgram]
@@ -51,6 +52,7 @@ class StageRequest:
     mesh: Sequence[WantedMesh] = ()
     stage_meshes: Sequence[WantedMesh] | None = None
     time_limit_seconds: float = 60.0
+    faster_than_seconds: float = float("inf")
 
     @property
     def stage_count(self) -> int | None:

@@ -29,6 +29,7 @@ class LocalStages:
       program: the traced step.
       plan: for this program.
       meshes: of the stages; None for meshes without devices.
+      platform: of the devices.
 
     Attributes:
       schedule: the plan's.
@@ -40,10 +41,13 @@ class LocalStages:
       PlanError: if the plan is for another program, or asks for what the runtime cannot do.
     """
 
-    def __init__(self, program: Program, plan: Plan, meshes: Sequence[Mesh] | None = None) -> None:
+    def __init__(
+        self, program: Program, plan: Plan, meshes: Sequence[Mesh] | None = None, platform: str = "cpu"
+    ) -> None:
         _check(program, plan)
         self.program = program
         self.plan = plan
+        self._platform = platform
         staged = _staged(program, plan)
         self.schedule: Schedule = plan_schedule(plan)
         numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
@@ -59,7 +63,7 @@ class LocalStages:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
         splits = self.schedule.splits_backward
         return tuple(
-            stage_memory(stage, update, splits_backward=splits)
+            stage_memory(stage, update, splits_backward=splits, platform=self._platform)
             for stage, update in zip(self.stages, self.updates, strict=True)
         )
 
@@ -110,9 +114,10 @@ class LocalStages:
         peaks = self.timeline().peak_bytes
         ranks = self.schedule.stage_ranks
         activations = [m.in_flight_bytes * n for m, n in zip(self.memory, self.schedule.in_flight, strict=True)]
+        parameters = [m.parameter_bytes * n for m, n in zip(self.memory, self.schedule.weight_versions, strict=True)]
         named = [
-            m.parameter_bytes + m.gradient_bytes + m.state_bytes + kept
-            for m, kept in zip(self.memory, activations, strict=True)
+            weights + m.gradient_bytes + m.state_bytes + kept
+            for weights, m, kept in zip(parameters, self.memory, activations, strict=True)
         ]
         stages = []
         for number, (stage, found) in enumerate(zip(self.plan.stages, self.memory, strict=True)):
@@ -120,7 +125,7 @@ class LocalStages:
             # What stages of one rank need besides, they need for all of them together.
             rest = (peaks[ranks[number]] - sum(named[n] for n in others)) / len(others)
             memory = Memory(
-                parameters=found.parameter_bytes,
+                parameters=parameters[number],
                 gradients=found.gradient_bytes,
                 optimizer=found.state_bytes,
                 activations=activations[number],

@@ -57,13 +57,16 @@ class StageMemory:
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.input_bytes
 
 
-def stage_memory(stage: StageProgram, update: UpdateProgram, *, splits_backward: bool) -> StageMemory:
+def stage_memory(
+    stage: StageProgram, update: UpdateProgram, *, splits_backward: bool, platform: str = "cpu"
+) -> StageMemory:
     """What a stage holds.
 
     Args:
       stage: of the core.
       update: around it.
       splits_backward: whether its schedule computes weight gradients apart.
+      platform: of its devices.
     """
     pieces = [stage.forward, *(stage.backward_halves if splits_backward else (stage.backward,))]
     own = {slot: update.direct(slot) for slot in (*stage.parameters, *stage.inputs)}
@@ -88,26 +91,26 @@ def stage_memory(stage: StageProgram, update: UpdateProgram, *, splits_backward:
         in_flight_bytes=stage.kept_bytes(),
         delayed_bytes=delayed,
         handed_bytes=handed,
-        workspace_bytes=max(_predicted(piece).temp_bytes for piece in pieces),
-        update_workspace_bytes=_update_workspace(update, collected),
+        workspace_bytes=max(_predicted(piece, platform).temp_bytes for piece in pieces),
+        update_workspace_bytes=_update_workspace(update, collected, platform),
         sent_bytes=_by_stage((target, stage.local_shape(Slot(Role.SENT, value))) for value, target in stage.sent),
         received_bytes=_by_stage((stage.source_of[s.position], stage.local_shape(s)) for s in stage.received),
     )
 
 
-def _predicted(piece: Piece) -> PredictedMemory:
+def _predicted(piece: Piece, platform: str) -> PredictedMemory:
     donated = [slot.role in (Role.SUM, Role.GRADIENT) and slot in piece.outputs for slot in piece.inputs]
-    return predict(program_of(piece.program, donated, partitioned=True))
+    return predict(program_of(piece.program, donated, partitioned=True, platform=platform))
 
 
-def _update_workspace(update: UpdateProgram, collected: int) -> int:
+def _update_workspace(update: UpdateProgram, collected: int, platform: str) -> int:
     """Of preparing operands and of each round, with what earlier rounds have left for later ones."""
     most = left = 0
     if update.prepare is not None:
-        most = _round(update, update.prepare, ()).temp_bytes
+        most = _round(update, update.prepare, (), platform).temp_bytes
     for program in update.rounds:
         donated = update.donated(program)
-        found = _round(update, program, donated)
+        found = _round(update, program, donated, platform)
         made = found.output_bytes - found.alias_bytes
         arrived = _total(
             update.local_shape(s) for s in program.inputs
@@ -119,11 +122,12 @@ def _update_workspace(update: UpdateProgram, collected: int) -> int:
     return most
 
 
-def _round(update: UpdateProgram, program: Round, donated: Iterable[Slot]) -> PredictedMemory:
+def _round(update: UpdateProgram, program: Round, donated: Iterable[Slot], platform: str) -> PredictedMemory:
     avals = [update.local_shape(slot) for slot in program.inputs]
     gone = set(donated)
     closed = trace_local(program.run, avals, update.mesh)
-    return predict(program_of(closed, [slot in gone for slot in program.inputs], partitioned=True))
+    donations = [slot in gone for slot in program.inputs]
+    return predict(program_of(closed, donations, partitioned=True, platform=platform))
 
 
 def _total(shapes: Iterable[Any]) -> int:

@@ -1,0 +1,144 @@
+"""Plans of one stage: the best layouts for the fewest microbatches that fit, checked against the traced program.
+
+The solver's memory row is linear: what is kept, by the spec it is kept in. The peak of the step it would run is known
+only once the step is written out; so the found plan is traced (nothing is compiled) and its predicted peak compared
+with what a device has. A plan that exceeds it is refused and the search repeated under a tighter row.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .errors import MemoryExceeded, PlanError, size_words
+from .plan import Memory, Plan
+from .plan_request import Planning, PlanRequest
+from .program.batch import batch_extents
+from .program.trace import Program
+from .runtime.local_step import LocalStep
+from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult
+from .search.parameters import parameter_infos
+
+# How often a plan whose traced peak is too high is searched again with less memory.
+_ATTEMPTS = 6
+
+# The predicted peak is a few percent off at times: this much of a device stays free.
+MARGIN = 1.04
+
+
+def plan_one_stage(asked: PlanRequest) -> Planning:
+    """The fastest plan of one stage.
+
+    Raises:
+      PlanError: if the request makes no sense, or nothing fits.
+    """
+    preset, pinned = asked.preset, asked.pins
+    blocks = preset.blocks if preset is not None else 1
+    count = asked.microbatches if asked.microbatches is not None else 1
+    trace_seconds = solve_seconds = 0.0
+    short: MemoryExceeded | None = None
+    while True:
+        begun = time.perf_counter()
+        words = "" if count == 1 else f" with {count} microbatches"
+        asked.tell(f"tracing{words}")
+        try:
+            program = asked.program(count)
+        except PlanError as error:
+            if short is None:
+                raise
+            # More microbatches were our idea: the user asked for a plan that fits.
+            raise short.but(f"more microbatches are out of the question: {error}") from error
+        trace_seconds += time.perf_counter() - begun
+        if preset is not None:
+            roles = preset.roles_in(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+            pinned = replace(pinned, roles=roles, gradient_exchange=preset.gradient_exchange)
+        request = SearchRequest(
+            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),
+            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, pins=pinned, remat=asked.remat,
+            carried=0 if program.marked else program.state_inputs,
+            split_dims=program.split_dims,
+            time_limit_seconds=max(asked.left_seconds, 0.0),
+        )  # fmt: skip
+        pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+        begun = time.perf_counter()
+        try:
+            result = _search_within_memory(program, request, lambda text, words=words: asked.tell(f"{text}{words}"))
+        except MemoryExceeded as error:
+            short = error
+            solve_seconds += time.perf_counter() - begun
+            # No layout needs less than in proportion to the microbatch.
+            least = max(2 * count, math.ceil(count * error.least_bytes / asked.cluster.device.usable_memory_bytes))
+            more = _more_microbatches(program, asked.args, least, asked.batch_axis, blocks)
+            if asked.microbatches is not None or more is None:
+                raise
+            count = more
+            continue
+        solve_seconds += time.perf_counter() - begun
+        return Planning(
+            program=program, plan=result.plan, cluster=asked.cluster, seconds=time.perf_counter() - asked.started,
+            trace_seconds=trace_seconds, solve_seconds=solve_seconds, considered=result.considered,
+        )  # fmt: skip
+
+
+def _search_within_memory(program: Program, request: SearchRequest, tell: Callable[[str], None]) -> SearchResult:
+    """The best plan whose traced peak fits."""
+    usable = request.cluster.device.usable_memory_bytes
+    search = HierarchicalSearch(request, tell)
+    row = usable
+    peak = 0.0
+    for _ in range(_ATTEMPTS):
+        try:
+            result = search.plan(row)
+        except MemoryExceeded as error:
+            if peak:
+                raise _over(request, usable, peak) from error
+            raise
+        tell("predicting memory")
+        predicted = LocalStep(program, result.plan).predicted_memory(request.cluster.device.platform)
+        peak = float(predicted.peak_bytes)
+        if peak * MARGIN <= usable:
+            return replace(result, plan=_with_memory(result.plan, peak))
+        counted = result.plan.stages[0].memory.total
+        # What the row does not see stays about the same: leave room for it.
+        row = min(0.98 * counted, usable / MARGIN - max(peak - counted, 0.0))
+        if row <= 0:
+            break
+    raise _over(request, usable, peak)
+
+
+def _over(request: SearchRequest, usable: float, peak: float) -> MemoryExceeded:
+    return MemoryExceeded(
+        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got=f"{size_words(usable)} usable on a device",
+        needed=f"about {size_words(MARGIN * peak)} on a device, the predicted peak of the leanest plan found with "
+        f"{request.microbatches} microbatches",
+        where="stage 1 of 1",
+        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
+    )
+
+
+def _with_memory(plan: Plan, peak: float) -> Plan:
+    """The plan with its activations and workspace as traced."""
+    (stage,) = plan.stages
+    known = stage.memory.parameters + stage.memory.gradients + stage.memory.optimizer
+    held = max(peak - known, 0.0)
+    activations = min(stage.memory.activations, held)
+    memory = Memory(
+        parameters=stage.memory.parameters,
+        gradients=min(stage.memory.gradients, max(peak - stage.memory.parameters - stage.memory.optimizer, 0.0)),
+        optimizer=stage.memory.optimizer,
+        activations=activations,
+        workspace=held - activations,
+    )
+    return replace(plan, stages=(replace(stage, memory=memory),))
+
+
+def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int, blocks: int) -> int | None:
+    """The next number of microbatches, at least so many, of which each can be cut into `blocks`, or None."""
+    extents = batch_extents(args, batch_axis) if program.marked else []
+    if not extents:
+        return None
+    return next((m for m in range(least, min(extents) + 1) if all(e % (m * blocks) == 0 for e in extents)), None)
