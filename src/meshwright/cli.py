@@ -88,6 +88,9 @@ def plan(
     schedule: Annotated[
         str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the search.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: _Json = False,
@@ -104,7 +107,7 @@ def plan(
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
-            stages=parse_stages(stages), schedule=schedule,
+            stages=parse_stages(stages), schedule=schedule, preset=preset,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip
         if out is not None:
