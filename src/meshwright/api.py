@@ -22,7 +22,8 @@ from .errors import PlanError
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
 from .planning import Planning as Planning, plan_for as plan_for
-from .program.trace import Program, abstract, trace_program
+from .program.trace import Program, abstract
+from .program.traces import traces_of
 from .runtime.agree import agree
 from .runtime.executable import Executable, check_devices, executable
 
@@ -157,10 +158,12 @@ class Parallelized:
 
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
         """The step as the plan has it."""
-        return trace_program(
-            self._function, args, microbatches=plan.microbatches,
-            batch_axis=self._options.get("batch_axis", 0), reduction=self._options.get("reduction"),
-        )  # fmt: skip
+        traces, batch_axis = traces_of(self._function), self._options.get("batch_axis", 0)
+        if plan.schedule == "inference":
+            return traces.inference(args, microbatches=plan.microbatches, batch_axis=batch_axis)
+        return traces.program(
+            args, microbatches=plan.microbatches, batch_axis=batch_axis, reduction=self._options.get("reduction")
+        )
 
     def _found(self, args: Sequence[Any]) -> tuple[Program, Plan]:
         """The plan that is searched for, the same in every process: process 0 searches."""

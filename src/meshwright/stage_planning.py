@@ -26,7 +26,7 @@ from .simulate import simulate_plan
 _MOST_MICROBATCHES = 64
 
 # How often a plan whose traced peak is too high is searched again with less memory.
-_ATTEMPTS = 3
+_ATTEMPTS = 5
 
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}
@@ -71,7 +71,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         solve_seconds += result.seconds
         plan = replace(result.plan, cluster_fingerprint=cluster.fingerprint())
         plan = replace(plan, stages=tuple(replace(stage, memory_limit_bytes=usable) for stage in plan.stages))
-        peak = max(stage.memory.total for stage in plan.stages)
+        counted = peak = max(stage.memory.total for stage in plan.stages)
         if len(plan.stages) > 1:
             if asked.schedule == "pipedream":
                 plan = _asynchronous(plan, programs[0].graph)
@@ -86,7 +86,10 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
                 seconds=time.perf_counter() - asked.started, trace_seconds=trace_seconds, solve_seconds=solve_seconds,
                 considered=result.considered,
             )  # fmt: skip
-        limit *= min(0.95, usable / (MARGIN * peak))
+        # What the search does not see stays about the same: leave room for it.
+        limit = min(0.98 * counted, usable / MARGIN - max(peak - counted, 0.0))
+        if limit <= 0:
+            break
     raise MemoryExceeded(
         refused=f"a plan of several stages for {cluster.num_devices} x {cluster.device.kind}",
         got=f"{size_words(usable)} usable on a device",

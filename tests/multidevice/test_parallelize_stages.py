@@ -1,0 +1,126 @@
+"""Pipelines through the front door: `parallelize` with stages, schedules, presets and saved plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pipelines import whole
+
+import meshwright as mw
+from meshwright import zoo
+from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.runtime.pipeline.step import PipelinedStep
+
+
+def losses(step: Any, state: Any, batch: Any, steps: int = 3) -> tuple[Any, list[float]]:
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return state, found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stages": 2, "microbatches": 4},
+        {"stages": 4, "schedule": "gpipe", "microbatches": 2},
+        {"preset": "pipedream(2)", "microbatches": 1},
+        {"stages": None},
+    ],
+    ids=str,
+)
+def test_a_step(options: dict[str, Any], tmp_path: Path) -> None:
+    """State created in place, three steps as on one device; the saved plan runs as well, on arrays from anywhere."""
+    target = zoo.mlp(width=64, layers=8, batch=64)
+    batch = jax.jit(target.make_batch)(jax.random.key(1))
+    expected, wanted = losses(jax.jit(target.step), target.init(jax.random.key(0)), batch)
+    step = mw.parallelize(target.step, **options)
+    state, found = losses(step, step.init(target.init, jax.random.key(0), batch=batch), batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    plan = step.plan(state, batch)
+    if options.get("stages") != 1 and "stages" in options and options["stages"] is not None:
+        assert len(plan.stages) == options["stages"]
+        assert isinstance(step.planned(state, batch), PipelinedStep)
+    plan.save(tmp_path / "plan.json")
+    again = mw.parallelize(target.step, plan=tmp_path / "plan.json")
+    other, found = losses(again, jax.tree.map(np.asarray, target.init(jax.random.key(0))), batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    for mine, theirs in ((state, expected), (other, expected)):
+        for a, b in zip(jax.tree.leaves(whole(mine)), jax.tree.leaves(whole(theirs)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max() + 1e-6)
+
+
+def infer(weights: list[Any], x: Any) -> Any:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def test_inference(tmp_path: Path) -> None:
+    weights = [jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i in range(4)]
+    x = jax.random.normal(jax.random.key(9), (32, 64))
+    step = mw.parallelize(infer, stages=2, schedule="inference", microbatches=4)
+    np.testing.assert_allclose(np.asarray(step(weights, x)), np.asarray(infer(weights, x)), atol=1e-5)
+    plan = step.plan(weights, x)
+    assert plan.schedule == "inference"
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds > 0
+    plan.save(tmp_path / "plan.json")
+    again = mw.parallelize(infer, plan=tmp_path / "plan.json")
+    np.testing.assert_allclose(np.asarray(again(weights, x)), np.asarray(infer(weights, x)), atol=1e-5)
+
+
+def test_a_donated_state_is_refused() -> None:
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    batch = jax.jit(target.make_batch)(jax.random.key(1))
+    step = mw.parallelize(target.step, stages=2, microbatches=2)
+    state = step.init(target.init, jax.random.key(0), batch=batch)
+    step(state, batch)
+    with pytest.raises(PlanError, match="already donated"):
+        step(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"stages": 64}, "more stages than|layers"),
+        ({"stages": 0}, "the number of stages"),
+        ({"stages": 2, "microbatches": 0}, "microbatches"),
+        ({"stages": 2, "microbatches": 3}, "microbatches"),
+        ({"stages": 2, "schedule": "gpip"}, "try gpipe"),
+        ({"schedule": "gpipe"}, "several stages to be scheduled"),
+        ({"stages": 2, "preset": "megatron(tp=2)"}, "the preset megatron"),
+        ({"preset": "megatron(tp=3)"}, "multiple of 3"),
+        ({"preset": "megatrn"}, "megatron"),
+    ],
+    ids=str,
+)
+def test_refusals(options: dict[str, Any], said: str) -> None:
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    args = (target.example_state, target.example_batch)
+    with pytest.raises(PlanError, match=said):
+        mw.plan_for(target.step, args, **options)
+
+
+def test_stages_that_do_not_fit() -> None:
+    target = zoo.mlp(width=64, layers=8, batch=64)
+    args = (target.example_state, target.example_batch)
+    with pytest.raises(MemoryExceeded, match="on a device"):
+        mw.plan_for(target.step, args, stages=2, memory_per_device=30e3)
+
+
+def test_a_tight_limit_is_kept_by_the_traced_programs() -> None:
+    """Less memory than the fastest plan of two stages takes: another plan, and its count obeys."""
+    target = zoo.mlp(width=256, layers=8, batch=512)
+    args = (target.example_state, target.example_batch)
+    free = mw.plan_for(target.step, args, stages=2)
+    most = max(stage.memory.total for stage in free.plan.stages)
+    tight = mw.plan_for(target.step, args, stages=2, memory_per_device=0.8 * most)
+    assert max(stage.memory.total for stage in tight.plan.stages) <= 0.8 * most
+    assert tight.step_seconds >= free.step_seconds * (1 - 1e-9)
