@@ -18,6 +18,7 @@ from meshwright.program.cut import Cutter, HeldParameter
 from meshwright.program.graph import Graph
 from meshwright.program.layers import cluster_layers, crossing_bytes, equation_flops
 from meshwright.program.scan_split import split_scans, stacked_rows, trips_for_layers
+from meshwright.program.segments import layer_segments
 from meshwright.program.trace import trace_program
 from meshwright.zoo import registry
 
@@ -288,3 +289,22 @@ def test_inputs_that_nothing_reads_belong_to_the_first_range() -> None:
     assert [h.parameter for h in cutter.cut(0, 1).parameters] == [0, 1]
     assert cutter.cut(1, count).parameters == ()
     assert len(cutter.cut(0, count).graph.inputs) == 3
+
+
+def test_segments_of_a_range_are_those_of_the_same_range_at_the_beginning() -> None:
+    """Where a range begins says nothing about where it is best cut for rematerialisation."""
+
+    def deep(x: Any, *weights: Any) -> Any:
+        for w in weights:
+            x = x + jnp.tanh(jnp.exp(jnp.sin(x @ w)) @ w.T)
+        return jnp.mean(x)
+
+    weights = [jnp.ones((8, 32))] * 64
+    graph, count, _ = graph_of(deep, jnp.ones((64, 8)), *weights, parameters=tuple(range(1, 65)))
+    layers = cluster_layers(graph, count, at_most=64)
+    start, end = layers[-7][0], layers[-1][0]
+    assert start > 200
+    found = layer_segments(Cutter(graph, {}).cut(start, end).graph)
+    assert found
+    assert all(start <= a < b <= end for a, b in found[()])
+    assert len(found[()]) >= 3

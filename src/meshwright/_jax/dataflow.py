@@ -80,6 +80,7 @@ class Program:
         it was donated or is carried by a loop.
       alike: a number for each value; values of one number are equal once barriers are forgotten. Kernels that compute
         such values from such values are merged. None where barriers hold, and equal operations are one already.
+      ordered_for_memory: whether the compiler picks the order that needs the least memory, or runs breadth-first.
     """
 
     values: tuple[Value, ...]
@@ -88,3 +89,4 @@ class Program:
     outputs: tuple[int, ...]
     kept: tuple[tuple[int, int], ...] = ()
     alike: tuple[int, ...] | None = None
+    ordered_for_memory: bool = False

@@ -70,6 +70,7 @@ class Builder:
             outputs=tuple(outputs),
             kept=kept,
             alike=None if self.barriers_hold else tuple(self._alike),
+            ordered_for_memory=self.platform != "cpu",
         )
 
     def _scattered_onto(self, outputs: Sequence[int]) -> list[Operation]:

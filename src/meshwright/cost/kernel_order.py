@@ -1,14 +1,17 @@
 """The order in which kernels run, and what must be copied because of it.
 
-XLA's CPU backend runs kernels breadth-first: each as soon as its operands exist, in the order they became ready (for
-parallelism, not for memory; so recomputation and updates run as early as they can). A donated argument that is still
-to be read by a kernel not ordered before the output that takes over its buffer is copied when the program starts.
+XLA's GPU and TPU backends try several orders and take the one that needs the least memory: here the order in which the
+program is written, and the depth-first one. XLA's CPU backend runs kernels breadth-first: each as soon as its operands
+exist, in the order they became ready (for parallelism, not for memory; so recomputation and updates run as early as
+they can). A donated argument that is still to be read by a kernel not ordered before the output that takes over its
+buffer is copied when the program starts.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 from meshwright._jax.dataflow import Kind, Operation, Program, Use
 from meshwright.cost.fusion import Kernel, joined
@@ -133,6 +136,50 @@ def _post_order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
             needed = (*kernel.uses, *kernel.after)
             stack.extend((producer[value], False) for value in reversed(needed) if value in producer)
     return left
+
+
+def written(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
+    """Copied arguments, then kernels as the program has them, each once its operands exist; but those that need no more
+    memory than they free as soon as that (a gradient is added to its sum where it is made, not at the end)."""
+    return [*sorted(copied), *_ascending(program, kernels)]
+
+
+def depth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
+    """Copied arguments, then kernels as a depth-first walk from the outputs leaves them."""
+    return [*sorted(copied), *_post_order(program, kernels)]
+
+
+def _ascending(program: Program, kernels: list[Kernel]) -> list[Kernel]:
+    """By position, as far as operands allow, those that free memory first."""
+    readers = Counter(value for kernel in kernels for value in kernel.uses)
+    in_place = {program.outputs[output] for _, output in program.kept}
+    inner = {kernel.position for kernel in kernels if kernel.operation.bodies}
+
+    def priority(kernel: Kernel) -> tuple[bool, int]:
+        taken = sum(program.values[v].size_bytes for v in kernel.writes if v not in in_place)
+        freed = sum(program.values[v].size_bytes for v in kernel.uses if readers[v] == 1 and v in producer)
+        return kernel.position in inner or taken >= freed, kernel.position
+
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    by_position = {kernel.position: kernel for kernel in kernels}
+    users: dict[int, list[int]] = {}
+    waiting: dict[int, int] = {}
+    for kernel in kernels:
+        needed = {producer[v].position for v in (*kernel.uses, *kernel.after) if v in producer}
+        waiting[kernel.position] = len(needed)
+        for position in needed:
+            users.setdefault(position, []).append(kernel.position)
+    ready = [priority(kernel) for kernel in kernels if not waiting[kernel.position]]
+    heapify(ready)
+    order = []
+    while ready:
+        _, position = heappop(ready)
+        order.append(by_position[position])
+        for user in users.get(position, ()):
+            waiting[user] -= 1
+            if not waiting[user]:
+                heappush(ready, priority(by_position[user]))
+    return order
 
 
 def breadth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:

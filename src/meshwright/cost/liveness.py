@@ -3,8 +3,8 @@
 The compiler's own steps are modelled one by one, with no constant fitted to a program:
 
 * `fusion` decides which values exist.
-* Kernels run breadth-first: each as soon as its operands exist, in the order they became ready. That is how XLA's CPU
-  backend orders them (for parallelism, not for memory).
+* Kernels run in the order of the backend they are for (`kernel_order`): on the CPU each as soon as its operands exist,
+  elsewhere so that little memory is needed.
 * A donated argument, or a loop's carry, hands its buffer to its output. If some kernel that reads the old value is not
   forced to run before the output is written, the old value is copied first.
 * A result takes over the buffer of an operand that dies there, if both are equally large and the kernel reads it at the
@@ -26,10 +26,12 @@ from meshwright.cost.fusion import Fusion, Kernel
 from meshwright.cost.kernel_order import (
     breadth_first,
     copied_arguments,
+    depth_first,
     may_overwrite,
     without_dead_code,
     without_equals,
     without_views,
+    written,
 )
 
 
@@ -111,7 +113,14 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     program = without_dead_code(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
     copied = copied_arguments(program, kernels)
-    order = breadth_first(program, kernels, copied)
+    if not program.ordered_for_memory:
+        return _peak(program, breadth_first(program, kernels, copied))
+    orders = (written(program, kernels, copied), depth_first(program, kernels, copied))
+    return min((_peak(program, order) for order in orders), key=lambda found: found[0])
+
+
+def _peak(program: Program, order: list[Kernel | int]) -> tuple[int, tuple[LiveBuffer, ...]]:
+    """The same for one order."""
     end = len(order)
     last: dict[int, int] = {}
     for moment, step in enumerate(order):

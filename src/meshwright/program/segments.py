@@ -37,6 +37,7 @@ def layer_segments(graph: Graph) -> dict[Path, tuple[tuple[int, int], ...]]:
 
 def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
     kept = kept_values(graph)
+    first = min((op.path[0] for op in graph.operators), default=0)
     last = max((op.path[0] for op in graph.operators), default=-1)
     born: dict[int, int] = {}
     dies: dict[int, int] = {}
@@ -58,8 +59,8 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
     total = sum(inside)
     if not total:
         return ()
-    starts = sorted(range(1, last + 1), key=lambda p: (crossing[p], p))[:_MAX_BORDERS]
-    borders = [0, *sorted(starts), last + 1]
+    starts = sorted(range(first + 1, last + 1), key=lambda p: (crossing[p], p))[:_MAX_BORDERS]
+    borders = [first, *sorted(starts), last + 1]
     prefix = [0.0]
     for size in inside:
         prefix.append(prefix[-1] + size)
