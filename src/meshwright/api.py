@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -24,7 +25,7 @@ from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
 from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of
-from .runtime.agree import agree
+from .runtime.agree import agree, exchange_texts
 from .runtime.executable import Executable, check_devices, executable
 
 log = logging.getLogger("meshwright")
@@ -154,6 +155,7 @@ class Parallelized:
         else:
             _check_devices(self._options.get("cluster", "local"))
             program, plan = self._found(args)
+        _check_agreed(program, plan)
         return executable(program, plan, jax.devices())
 
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
@@ -175,10 +177,22 @@ class Parallelized:
 
         limit = self._options.get("time_limit_seconds", _SEARCH_SECONDS) + _TRACE_SECONDS
         text = agree(search, about="the plan", timeout_seconds=limit)
-        if found:
-            return found[0].program, found[0].plan
         plan = plan_from_dict(json.loads(text), source="the plan of process 0")
-        return self._traced(args, plan), plan
+        return (found[0].program if found else self._traced(args, plan)), plan
+
+
+def _check_agreed(program: Program, plan: Plan) -> None:
+    """Refuse, in every process, programs or plans that are not the same in all: they would wait for each other."""
+    text = hashlib.sha256(json.dumps([program.fingerprint, plan_to_dict(plan)]).encode()).hexdigest()[:16]
+    among = range(jax.process_count())
+    said = exchange_texts(text, among=among, about="the plan", timeout_seconds=_TRACE_SECONDS)
+    others = [process for process in among if said[process] != text]
+    if others:
+        raise PlanError(
+            refused="to run the plan", got=f"another step or plan in processes {', '.join(map(str, others))}",
+            needed="the same in all processes", where=f"process {jax.process_index()}",
+            try_="the same script, arguments of the same shapes, and the same plan= everywhere",
+        )  # fmt: skip
 
 
 def _check_options(options: Mapping[str, Any], plan: Any) -> None:

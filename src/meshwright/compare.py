@@ -20,7 +20,7 @@ from typing import Any
 
 from . import presets
 from .cluster import Cluster, load_cluster
-from .errors import PlanError
+from .errors import MemoryExceeded, PlanError
 from .plan import Plan
 from .planning import Planning, plan_for
 from .presets import Preset
@@ -97,19 +97,20 @@ def compare(
       "auto" first, then the feasible ones by predicted step time, then the others.
 
     Raises:
-      PlanError: for a wrong request, or if the search alone finds no plan that fits.
+      PlanError: for a wrong request.
     """
     deadline = time.perf_counter() + time_limit_seconds
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     traces = traces_of(step)
     tell("the best plan")
-    auto = Compared(
-        name=AUTO,
-        planning=plan_for(
+    try:
+        planning = plan_for(
             traces, args, cluster=where, stages=None, tell=tell, time_limit_seconds=_AUTO_SHARE * time_limit_seconds,
             **options,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+        auto = Compared(name=AUTO, planning=planning)
+    except MemoryExceeded as error:
+        auto = Compared(name=AUTO, planning=None, reason=str(error))
     tried = candidates_for(where) if candidates is None else candidates
     found: dict[Preset, Compared] = {}
     for number, preset in enumerate(tried):
@@ -243,7 +244,10 @@ def comparison_text(compared: Sequence[Compared]) -> str:
         ))  # fmt: skip
     heads = ("plan", "predicted step", "of auto", "rate of a device", "memory", "stages", "microbatches")
     table = format_table(heads, rows, left=1)
-    return "\n".join([table, *(["", "Not feasible:", *(f"  {reason}" for reason in reasons)] if reasons else [])])
+    notes = [note for one in compared[:1] if one.plan is not None for note in one.plan.notes]
+    return "\n".join(
+        [table, *notes, *(["", "Not feasible:", *(f"  {reason}" for reason in reasons)] if reasons else [])]
+    )
 
 
 def _peak(plan: Plan) -> float:

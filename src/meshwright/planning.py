@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .cluster import Cluster, load_cluster
-from .errors import PlanError
+from .errors import MemoryExceeded, PlanError
 from .one_stage_planning import plan_one_stage
 from .plan_request import Planning as Planning, PlanRequest
 from .presets import Preset, check_free, parse_preset
@@ -99,8 +99,13 @@ def _any_stages(asked: PlanRequest) -> Planning:
         return plan_one_stage(asked)
     if len(asked.program(count).graph.operators) > _SMALL_PROGRAM:
         several = plan_stages(asked, None)
-        # Its plans of one stage are of two axes and by the solver's count of memory.
-        return several if len(several.plan.stages) > 1 else _or(several, lambda: plan_one_stage(asked))
+        if len(several.plan.stages) > 1:
+            return several
+        # Its plans of one stage are of two axes, and by the solver's count of memory alone.
+        try:
+            return plan_one_stage(asked)
+        except PlanError:
+            return several
     try:
         one = plan_one_stage(asked)
     except PlanError as refused:
@@ -110,17 +115,11 @@ def _any_stages(asked: PlanRequest) -> Planning:
             raise refused from None
     try:
         several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH_STAGES))
-    except (NothingFaster, PlanError):
+    except (NothingFaster, MemoryExceeded):
         return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
-    return several if len(several.plan.stages) > 1 else min(one, several, key=lambda found: found.step_seconds)
-
-
-def _or(found: Planning, other: Callable[[], Planning]) -> Planning:
-    """The faster of two, where there is a second."""
-    try:
-        return min(other(), found, key=lambda one: one.step_seconds)
-    except PlanError:
-        return found
+    except PlanError as error:
+        return replace(one, considered=(*one.considered, f"several stages: {error}"))
+    return several if len(several.plan.stages) > 1 else one
 
 
 def _check_types(cluster: Any, pins: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import prod
@@ -16,9 +16,11 @@ from .plan_request import Planning, PlanRequest
 from .program.batch import batch_extents
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
+from .program.trace import Program
 from .runtime.pipeline.local_stages import LocalStages
 from .search.parameters import parameter_infos
-from .search.pipeline import SIMULATED, StageRequest, search_stages
+from .search.pipeline import SIMULATED, StageRequest, StageSearchResult, search_stages
+from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 
@@ -27,6 +29,9 @@ _MOST_MICROBATCHES = 64
 
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 5
+
+# What every attempt after the first is given at least.
+_LEAST_SECONDS = 10.0
 
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}
@@ -49,7 +54,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     """
     cluster, preset, pins = asked.cluster, asked.preset, asked.pins
     begun = time.perf_counter()
-    programs = _programs(asked, stages)
+    programs = _programs(asked, stages, _counts(asked))
     trace_seconds = time.perf_counter() - begun
     source = programs[0].source
     pins.check(source.input_names, [programs[0].graph.values[v].name for v in programs[0].graph.inputs])
@@ -58,55 +63,92 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         roles = preset.roles_in(source, asked.traces, asked.args, batch_axis=asked.batch_axis)
         pins, submeshes = replace(pins, roles=roles), (cluster.num_devices // preset.stages,) * preset.stages
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
+    _check_mesh(asked, stages)
     usable = limit = cluster.device.usable_memory_bytes
-    solve_seconds = peak = 0.0
+    solve_seconds = unseen = 0.0
     for _ in range(_ATTEMPTS):
         asked.tell("searching stages")
-        result = search_stages(StageRequest(
+        request = StageRequest(
             programs=programs, parameters=parameter_infos(source), cluster=cluster.with_memory_limit(limit), pins=pins,
-            remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh,
-            schedules=schedules,
-            time_limit_seconds=max(asked.left_seconds, 1.0), faster_than_seconds=faster_than_seconds,
-        ))  # fmt: skip
+            remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
+            time_limit_seconds=max(asked.left_seconds, _LEAST_SECONDS), faster_than_seconds=faster_than_seconds,
+        )  # fmt: skip
+        try:
+            result = search_stages(request)
+        except MemoryExceeded as error:
+            # What the search misses is mostly a microbatch's: half of it in half a microbatch.
+            finer, unseen = _finer(asked, programs[-1].microbatches), unseen / 2
+            if not finer:
+                raise _over(asked) if limit < usable else error from None
+            programs, limit = _programs(asked, stages, finer), usable / MARGIN - unseen if unseen else usable
+            continue
         solve_seconds += result.seconds
         plan = replace(result.plan, cluster_fingerprint=cluster.fingerprint())
         plan = replace(plan, stages=tuple(replace(stage, memory_limit_bytes=usable) for stage in plan.stages))
-        counted = peak = max(stage.memory.total for stage in plan.stages)
-        if len(plan.stages) > 1:
-            if asked.schedule == "pipedream":
-                plan = _asynchronous(plan, programs[0].graph)
-            elif asked.schedule == "inference":
-                plan = _forward_only(plan)
-            asked.tell("predicting memory")
-            plan = LocalStages(result.program.source, plan, platform=cluster.device.platform).plan_with_memory()
-            peak = max(stage.memory.total for stage in plan.stages)
-        if peak * (MARGIN if len(plan.stages) > 1 else 1.0) <= usable:
-            return Planning(
-                program=result.program.source, plan=plan, cluster=cluster,
-                seconds=time.perf_counter() - asked.started, trace_seconds=trace_seconds, solve_seconds=solve_seconds,
-                considered=result.considered,
-            )  # fmt: skip
-        # What the search does not see stays about the same: leave room for it.
-        limit = min(0.98 * counted, usable / MARGIN - max(peak - counted, 0.0))
-        if limit <= 0:
-            break
-    raise MemoryExceeded(
-        refused=f"a plan of several stages for {cluster.num_devices} x {cluster.device.kind}",
-        got=f"{size_words(usable)} usable on a device",
-        needed=f"about {size_words(MARGIN * peak)} on a device, the predicted peak of the leanest plan found",
+        if len(plan.stages) == 1:
+            return _planning(asked, result, plan, trace_seconds, solve_seconds)
+        counted = max(stage.memory.total for stage in plan.stages)
+        if asked.schedule == "pipedream":
+            plan = _asynchronous(plan, programs[0].graph)
+        elif asked.schedule == "inference":
+            plan = _timed(replace(plan, schedule="inference", schedule_options=()))
+        asked.tell("predicting memory")
+        plan = LocalStages(result.program.source, plan, platform=cluster.device.platform).plan_with_memory()
+        peak = max(stage.memory.total for stage in plan.stages)
+        if peak * MARGIN <= usable:
+            return _planning(asked, result, plan, trace_seconds, solve_seconds)
+        unseen = max(peak - counted, 0.0)
+        limit = max(min(0.98 * counted, usable / MARGIN - unseen), 1.0)
+    raise _over(asked)
+
+
+def _over(asked: PlanRequest) -> MemoryExceeded:
+    device = asked.cluster.device
+    return MemoryExceeded(
+        refused=f"a plan of several stages for {asked.cluster.num_devices} x {device.kind}",
+        got=f"{size_words(device.usable_memory_bytes)} usable on a device",
+        needed="more than that on some device: the predicted peaks of all plans found, as traced",
         where="the stage search", try_="more devices, a smaller batch, more microbatches",
     )  # fmt: skip
 
 
-def _programs(asked: PlanRequest, stages: int | None) -> list[StagedProgram]:
+def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
+    """Refuse logical meshes that no stage can have.
+
+    Raises:
+      PlanError: saying how many devices a stage can have.
+    """
+    most = asked.cluster.num_devices - ((stages or 1) - 1)
+    if asked.mesh and all(prod(sizes) > most for _, sizes in asked.mesh):
+        raise PlanError(
+            refused="the logical mesh", got=" or ".join("x".join(map(str, sizes)) for _, sizes in asked.mesh),
+            needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}",
+            where="mesh=", try_="the mesh of one stage, or stages=1",
+        )  # fmt: skip
+
+
+def _planning(
+    asked: PlanRequest, result: StageSearchResult, plan: Plan, trace_seconds: float, solve_seconds: float
+) -> Planning:
+    return Planning(
+        program=result.program.source, plan=plan, cluster=asked.cluster,
+        seconds=time.perf_counter() - asked.started, trace_seconds=trace_seconds, solve_seconds=solve_seconds,
+        considered=result.considered,
+    )  # fmt: skip
+
+
+def _programs(asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> list[StagedProgram]:
     """The step for every number of microbatches to be considered, in layers."""
-    found = []
-    for count in [asked.microbatches] if asked.microbatches is not None else _counts(asked):
+    found: list[StagedProgram] = []
+    refused: PlanError | None = None
+    for count in counts:
         asked.tell(f"tracing {count} microbatches")
-        if asked.schedule == "inference":
-            program = asked.traces.inference(asked.args, microbatches=count, batch_axis=asked.batch_axis)
-        else:
-            program = asked.program(count)
+        try:
+            program = _traced(asked, count)
+        except PlanError as error:
+            # Some steps cannot be cut so finely: these numbers were our idea.
+            refused = refused or error
+            continue
         if not program.marked:
             raise PlanError(
                 refused=f"a plan of {stages or 'several'} stages", got="a step without meshwright.value_and_grad",
@@ -116,7 +158,27 @@ def _programs(asked: PlanRequest, stages: int | None) -> list[StagedProgram]:
                 "a step that computes no gradients",
             )  # fmt: skip
         found.append(asked.traces.staged(program))
+    if refused is not None and not found:
+        raise refused
     return found
+
+
+def _traced(asked: PlanRequest, count: int) -> Program:
+    """The step in so many microbatches; without gradients where it is to run forwards only.
+
+    Raises:
+      PlanError: if it cannot be cut so, or is to run forwards only and computes gradients.
+    """
+    if asked.schedule != "inference":
+        return asked.program(count)
+    whole = asked.program(1)
+    if whole.marked or whole.state_inputs:
+        raise PlanError(
+            refused="the schedule inference", got="a step that computes gradients or returns its state",
+            needed="one of forwards only: (weights, batch) -> results", where="schedule=",
+            try_="one_f_one_b for training, or the forward function alone",
+        )  # fmt: skip
+    return asked.traces.inference(asked.args, microbatches=count, batch_axis=asked.batch_axis)
 
 
 def check_stages(stages: Any, schedule: Any) -> None:
@@ -137,6 +199,11 @@ def check_stages(stages: Any, schedule: Any) -> None:
             refused="the schedule", got=repr(schedule), needed=f"one of {', '.join(known)}, or None",
             where="schedule=", try_=" or ".join(near) or "schedule=None, for the best of them",
         )  # fmt: skip
+    if schedule == INTERLEAVED and stages is not None and (stages < 4 or stages % 2):
+        raise PlanError(
+            refused="the schedule", got=f"{INTERLEAVED} of {stages} stages", needed="2 or 4 stages for each of several "
+            "ranks", where="stages=", try_="stages=4, or another schedule",
+        )  # fmt: skip
     if schedule is not None and stages == 1:
         raise PlanError(
             refused="the schedule", got=f"{schedule!r} for one stage", needed="several stages to be scheduled",
@@ -144,51 +211,23 @@ def check_stages(stages: Any, schedule: Any) -> None:
         )  # fmt: skip
 
 
-def _forward_only(plan: Plan) -> Plan:
-    """The stages of a plan without gradients under the schedule for forwards alone."""
-    if plan.predicted is None:
-        return plan
-    found = replace(plan, schedule="inference", schedule_options=())
-    timeline = simulate_plan(found)
+def _timed(plan: Plan) -> Plan:
+    """The plan with the seconds that simulating it gives."""
+    assert plan.predicted is not None  # the search prices what it finds
+    timeline, before = simulate_plan(plan), plan.predicted
     predicted = replace(
-        plan.predicted, step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
-        tflops_per_device=plan.predicted.tflops_per_device * plan.predicted.step_seconds / timeline.step_seconds,
+        before, step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
+        tflops_per_device=before.tflops_per_device * before.step_seconds / timeline.step_seconds,
     )  # fmt: skip
-    return replace(found, predicted=predicted)
+    return replace(plan, predicted=predicted)
 
 
 def _asynchronous(plan: Plan, graph: Graph) -> Plan:
-    """The stages of a plan under 1F1B, never drained: an update for each microbatch, as many weights as microbatches
-    in flight, and a step that takes what a step more of them takes in the steady state.
-
-    Raises:
-      MemoryExceeded: if the weights do not fit.
-    """
-    if len(plan.stages) == 1 or plan.predicted is None:
-        return plan
+    """The stages of a plan under PipeDream: an update for each microbatch, the pipeline drained after the last."""
     values = {graph.values[v].name: graph.values[v] for v in graph.inputs}
-    stages = []
-    for number, stage in enumerate(plan.stages, start=1):
-        held = stage.memory.parameters
-        memory = replace(stage.memory, parameters=held * stage.in_flight)
-        if memory.total > stage.memory_limit_bytes:
-            raise MemoryExceeded(
-                refused="the schedule pipedream", got=f"{size_words(stage.memory_limit_bytes)} usable on a device",
-                needed=f"{size_words(memory.total)}, with {stage.in_flight} versions of the weights",
-                where=f"stage {number} of {len(plan.stages)}", try_="one_f_one_b, or more devices for each stage",
-            )  # fmt: skip
-        stages.append(replace(stage, memory=memory, communication=_each_microbatch(stage, plan, values)))
-    found = replace(plan, schedule="pipedream", schedule_options=(), stages=tuple(stages))
-    once, twice = (
-        simulate_plan(replace(found, microbatches=times * plan.microbatches)).step_seconds for times in (1, 2)
-    )
-    seconds = twice - once
-    predicted = replace(
-        plan.predicted, step_seconds=seconds, bubble_fraction=0.0,
-        tflops_per_device=plan.predicted.tflops_per_device * plan.predicted.step_seconds / seconds,
-    )  # fmt: skip
+    stages = tuple(replace(stage, communication=_each_microbatch(stage, plan, values)) for stage in plan.stages)
     note = "asynchronous: gradients are of weights some updates old, so numbers differ from those of one device"
-    return replace(found, predicted=predicted, notes=(*plan.notes, note))
+    return _timed(replace(plan, schedule="pipedream", schedule_options=(), stages=stages, notes=(*plan.notes, note)))
 
 
 def _each_microbatch(stage: Stage, plan: Plan, values: Mapping[str, Value]) -> tuple[Collective, ...]:
@@ -211,9 +250,23 @@ def _each_microbatch(stage: Stage, plan: Plan, values: Mapping[str, Value]) -> t
 
 
 def _counts(asked: PlanRequest) -> list[int]:
-    """Powers of two that divide the batch; with a preset, enough for its stages, and each to be cut into its blocks."""
-    preset, extents = asked.preset, batch_extents(asked.args, asked.batch_axis)
-    powers = [2**i for i in range(_MOST_MICROBATCHES.bit_length()) if 2**i <= _MOST_MICROBATCHES]
-    blocks = preset.blocks if preset is not None else 1
-    found = [m for m in powers if all(extent % (m * blocks) == 0 for extent in extents)] or [1]
+    """The number asked for; or powers of two that divide the batch, with a preset enough for its stages, and each to be
+    cut into its blocks."""
+    if asked.microbatches is not None:
+        return [asked.microbatches]
+    preset = asked.preset
+    found = _dividing(asked, [2**i for i in range(_MOST_MICROBATCHES.bit_length()) if 2**i <= _MOST_MICROBATCHES])
+    found = found or [1]
     return [m for m in found if preset is None or m >= preset.stages] or found[-1:]
+
+
+def _finer(asked: PlanRequest, count: int) -> list[int]:
+    """Twice and four times as many microbatches, as far as the batch can be cut so and nobody has said how many."""
+    return _dividing(asked, [2 * count, 4 * count]) if asked.microbatches is None else []
+
+
+def _dividing(asked: PlanRequest, counts: Sequence[int]) -> list[int]:
+    """Of these numbers of microbatches those into which the batch can be cut."""
+    blocks = asked.preset.blocks if asked.preset is not None else 1
+    extents = batch_extents(asked.args, asked.batch_axis)
+    return [m for m in counts if all(extent % (m * blocks) == 0 for extent in extents)]

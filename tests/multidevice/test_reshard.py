@@ -162,7 +162,7 @@ def test_a_sharding_for_a_whole_branch() -> None:
     ("tree", "shardings", "said"),
     [
         ({"w": np.zeros(4)}, {"v": None}, "a tree that does not fit"),
-        ({"w": np.zeros(4)}, {"w": None}, "NoneType None"),
+        ({"w": np.zeros(4)}, {"w": None}, "None for a leaf|does not fit"),
         ({"w": 3.5}, "here", "str 'here'"),
         ({"w": np.zeros(5)}, on((0, 1), (2,), ("x",)), "axes that divide"),
         ({"w": np.zeros(4)}, on((0, 1), (2,), (None, "x")), "at most one entry for each dim"),
@@ -179,3 +179,31 @@ def test_a_device_that_the_network_does_not_have() -> None:
     network = uniform_network([(0, 1)], nic_rate=1e9)
     with pytest.raises(ReshardError, match="device 3, which does not exist"):
         mw.reshard(x, on((3,), (1,), ()), network=network)
+
+
+def test_what_is_in_place_already_is_copied_unless_donated() -> None:
+    """A trainer goes on and donates its weights; what was handed out before stays."""
+    x = jax.device_put(np.arange(8, dtype=np.float32), on(range(2), (2,), ("x",)))
+    kept = mw.reshard(x, x.sharding)
+    same = mw.reshard(x, x.sharding, donate=True)
+    assert same is x
+    jax.jit(lambda v: v + 1, donate_argnums=0)(x)
+    assert bits(kept) == np.arange(8, dtype=np.float32).tobytes()
+
+
+def test_nothing_moves_when_the_request_is_wrong() -> None:
+    x = jax.device_put(np.arange(8, dtype=np.float32), on(range(2), (2,), ("x",)))
+    target = on((4, 5), (2,), ("x",))
+    for options, said in (({"dtype": "banana"}, "one that NumPy or JAX knows"), ({"chunk_bytes": 0}, "chunk_bytes")):
+        with pytest.raises(ReshardError, match=said):
+            mw.reshard(x, target, donate=True, **options)
+        assert not x.is_deleted()
+    with pytest.raises(ReshardError, match=r"outside jax\.jit"):
+        jax.jit(lambda v: mw.reshard(v, target))(x)
+
+
+def test_the_plan_of_keys_host_arrays_and_shapes() -> None:
+    target = on((4, 5), (2,), ("x",))
+    key = jax.device_put(jax.random.split(jax.random.key(0), 4), on((0,), (1,), ()))
+    tree = [key, np.zeros(4), jax.ShapeDtypeStruct((8,), "float32", sharding=on(range(2), (2,), ("x",)))]
+    assert mw.reshard_plan(tree, target, network=hosts(2)).bytes_between_domains == 4 * 8 + 8 * 4

@@ -63,3 +63,20 @@ except mw.PlanError as error:
     )
     assert all("refused:" in output and "usable on a device" in output for output in found), found
     assert "from process 0" in found[1]
+
+
+def test_plans_that_differ_between_processes_are_refused_before_a_step(tmp_path: Path) -> None:
+    found = outputs(
+        tmp_path,
+        """
+from meshwright.cluster import load_cluster
+args = (target.example_state, target.example_batch)
+plan = mw.plan_for(target.step, args, cluster=load_cluster("local"), stages=2, microbatches=2 + 2 * (place == 3)).plan
+try:
+    mw.parallelize(target.step, plan=plan)(target.init(jax.random.key(0)), batch)
+except mw.PlanError as error:
+    print("refused:", error)
+""",
+    )
+    assert all("refused: refused to run the plan" in output for output in found), found
+    assert "in processes 3" in found[0]

@@ -11,7 +11,6 @@ from meshwright import presets, zoo
 from meshwright.cli import main
 from meshwright.cluster import load_cluster
 from meshwright.compare import Compared, candidates_for, compare, comparison_document, comparison_text
-from meshwright.errors import PlanError
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +74,16 @@ def test_when_the_time_is_over_what_is_left_is_not_tried() -> None:
     assert alone.reason == "not tried: the time limit was over"
 
 
-def test_a_search_that_finds_nothing_is_refused() -> None:
+def test_where_nothing_fits_every_plan_says_why() -> None:
     target = zoo.mlp(width=64, layers=2, batch=16)
-    with pytest.raises(PlanError, match="usable on a device"):
-        compare(
-            target.step, (target.example_state, target.example_batch), cluster="local", candidates=(),
-            memory_per_device=100.0,
-        )  # fmt: skip
+    compared = compare(
+        target.step, (target.example_state, target.example_batch), cluster="local",
+        candidates=(presets.data_parallel(),), memory_per_device=100.0,
+    )  # fmt: skip
+    plans = comparison_document("mlp", compared)["plans"]
+    assert [one["name"] for one in plans] == ["auto", "data_parallel()"]
+    assert all(not one["feasible"] and "usable on a device" in one["reason"] for one in plans)
+    assert "Not feasible" in comparison_text(compared)
 
 
 def test_the_command_prints_one_json_object(capsys: Any) -> None:

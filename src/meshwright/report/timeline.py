@@ -32,7 +32,12 @@ def timeline_text(timeline: Timeline, *, width: int = 96) -> str:
     lines = [f"{f'rank {rank + 1}':{head}}  {row}" for rank, row in enumerate(_rows(timeline, width))]
     lines.append("forwards by the last digit of their microbatch, backwards a to j, w weight gradients,")
     lines.append("s synchronise, u update, . idle")
-    return "\n".join([*lines, "", _table(timeline)])
+    parts = [
+        f"step {format_seconds(timeline.step_seconds)}",
+        f"bubbles {format_percent(timeline.bubble_fraction)}",
+        f"exposed communication {format_seconds(timeline.exposed_communication_seconds)}",
+    ]
+    return "\n".join([*lines, "", f"predicted: {', '.join(parts)}", "", _table(timeline)])
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:

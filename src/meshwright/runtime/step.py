@@ -14,6 +14,11 @@ from ..plan import Plan
 from ..program.trace import Program
 from .local_step import LocalStep, partition
 from .pipeline.placing import check_not_donated, put
+from .watch import watch
+
+
+def _about() -> str:
+    return "a step of all processes together"
 
 
 class PlannedStep:
@@ -54,7 +59,13 @@ class PlannedStep:
     def __call__(self, *args: Any) -> Any:
         """Run one step on the step's own arguments; state buffers are donated."""
         flat = self.place(jax.tree.leaves(args))
-        return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
+        if jax.process_count() == 1:
+            return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
+        with watch.over(_about):
+            made = self.jitted(*flat)
+        if len(made) > self.program.state_inputs:
+            watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
+        return jax.tree.unflatten(self.program.out_tree, made)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""

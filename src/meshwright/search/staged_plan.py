@@ -66,7 +66,8 @@ def assemble(
             step_seconds=seconds,
             tflops_per_device=model_flops / max(seconds, 1e-30) / devices / 1e12,
             flops_per_device=executed / devices,
-            optimality_gap=max(_solved(stage).chosen.solution.gap for stage in stages),
+            # Which stages are best is not proven: ranges are estimated before they are solved.
+            optimality_gap=_solved(stages[0]).chosen.solution.gap if single else float("inf"),
             bubble_fraction=0.0 if single else scheduled.timeline.bubble_fraction,
         ),
         schedule_options=() if single else scheduled.options,

@@ -61,6 +61,16 @@ class StagedArray:
         return self._any.ndim
 
     @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole array, once."""
+        return self.size * self.dtype.itemsize
+
+    @property
     def shardings(self) -> dict[int, jax.sharding.Sharding]:
         """For each stage, how the array lies on its mesh."""
         return {stage: part.sharding for stage, part in self.parts.items()}
@@ -70,6 +80,15 @@ class StagedArray:
         for part in self.parts.values():
             part.block_until_ready()
         return self
+
+    def __jax_array__(self) -> jax.Array:
+        return self._any if self.rows is None else jax.numpy.asarray(np.asarray(self))
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if self.rows is not None:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
@@ -57,7 +58,7 @@ def reshard(
     Args:
       tree: arrays of JAX or NumPy (these the same in every process), typed keys included.
       shardings: a sharding for each leaf, or for all leaves under a node of the tree.
-      donate: whether the tree's buffers may be reused; they are gone afterwards.
+      donate: whether the tree's buffers may be taken over; do not use it afterwards.
       dtype: that floating-point arrays are converted to when they have arrived; None to leave them.
       network: the machines, by device id; None for each process as one machine, all alike.
       chunk_bytes: the most that one device sends another in one go: bounds the buffers.
@@ -70,6 +71,7 @@ def reshard(
       ReshardError: shardings that do not fit the tree or divide its arrays, deleted arrays, or processes that do not
         agree; nothing has moved then.
     """
+    dtype = _checked(dtype, chunk_bytes)
     leaves, treedef = jax.tree.flatten(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
@@ -82,7 +84,7 @@ def reshard(
         if not isinstance(leaf, jax.Array):
             found[i] = put(np.asarray(leaf), target)
         elif leaf.sharding.is_equivalent_to(target, leaf.ndim):
-            found[i] = leaf
+            found[i] = leaf if donate else _copied(leaf)
         else:
             moving.append(i)
     if moving:
@@ -114,10 +116,18 @@ def reshard_plan(
     leaves = jax.tree.leaves(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
-    parts = tuple(
-        (name, x.shape, x.dtype, x.sharding, target) for name, x, target in zip(names, leaves, targets, strict=True)
-    )
-    return _planned(parts, network, chunk_bytes)
+    _checked(None, chunk_bytes)
+    parts = []
+    for name, leaf, target in zip(names, leaves, targets, strict=True):
+        x = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
+        if getattr(x, "sharding", None) is None:
+            continue  # an array of the host, which every process has: nothing is sent
+        shape, dtype = x.shape, x.dtype
+        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+            shape, dtype = words.shape, words.dtype
+        parts.append((name, shape, dtype, x.sharding, target))
+    return _planned(tuple(parts), network, chunk_bytes)
 
 
 _Part = tuple[str, tuple[int, ...], Any, Sharding, Sharding]
@@ -143,6 +153,28 @@ def _mover(parts: tuple[_Part, ...], network: Network | None, chunk_bytes: int) 
     plan = _planned(parts, network, chunk_bytes)
     arrays = [jax.ShapeDtypeStruct(part[1], part[2]) for part in parts]
     return Mover(plan, arrays, [part[3] for part in parts], [part[4] for part in parts])
+
+
+def _checked(dtype: Any, chunk_bytes: int) -> Any:
+    """The dtype as NumPy's, before anything has moved."""
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ReshardError(
+            refused="chunk_bytes", got=repr(chunk_bytes), needed="a whole number of bytes >= 1", where="chunk_bytes=",
+            try_=f"chunk_bytes={CHUNK_BYTES}",
+        )  # fmt: skip
+    try:
+        return None if dtype is None else np.dtype(dtype)
+    except TypeError as error:
+        raise ReshardError(
+            refused="the dtype", got=repr(dtype), needed="one that NumPy or JAX knows", where="dtype=",
+            try_="dtype=jax.numpy.bfloat16",
+        ) from error  # fmt: skip
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    """The same array in buffers of its own, block by block."""
+    blocks = [jax.numpy.copy(shard.data) for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks, dtype=x.dtype)
 
 
 def _agree(plan: ReshardPlan, parts: Sequence[_Part]) -> None:
@@ -172,8 +204,12 @@ def _targets(tree: Any, shardings: Any, names: Sequence[str]) -> list[Sharding]:
             "one for each leaf, or for a node above it",
             "shardings",
         ) from error
-    leaves, found = jax.tree.leaves(tree), jax.tree.leaves(spread, is_leaf=lambda x: x is None)
+    leaves, found = jax.tree.leaves(tree), jax.tree.leaves(spread)
+    if len(found) != len(leaves):
+        raise _refusal("the shardings", "None for a leaf", "a jax.sharding.Sharding for each", "shardings")
     for leaf, sharding, name in zip(leaves, found, names, strict=True):
+        if is_traced(leaf):
+            raise _refusal("to reshard", "an array that jax.jit is tracing", "arrays: call it outside jax.jit", name)
         if not isinstance(sharding, Sharding):
             raise _refusal("a sharding", f"{type(sharding).__name__} {sharding!r:.60}", "a jax.sharding.Sharding", name)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
