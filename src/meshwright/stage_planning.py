@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from .errors import MemoryExceeded, PlanError, size_words
@@ -66,6 +66,8 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     _check_mesh(asked, stages)
     usable = limit = cluster.device.usable_memory_bytes
     solve_seconds = unseen = 0.0
+    leanest = float("inf")
+    nothing: MemoryExceeded | None = None
     for _ in range(_ATTEMPTS):
         asked.tell("searching stages")
         request = StageRequest(
@@ -77,9 +79,9 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
             result = search_stages(request)
         except MemoryExceeded as error:
             # What the search misses is mostly a microbatch's: half of it in half a microbatch.
-            finer, unseen = _finer(asked, programs[-1].microbatches), unseen / 2
+            finer, unseen, nothing = _finer(asked, programs[-1].microbatches), unseen / 2, nothing or error
             if not finer:
-                raise _over(asked) if limit < usable else error from None
+                break
             programs, limit = _programs(asked, stages, finer), usable / MARGIN - unseen if unseen else usable
             continue
         solve_seconds += result.seconds
@@ -87,27 +89,28 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         plan = replace(plan, stages=tuple(replace(stage, memory_limit_bytes=usable) for stage in plan.stages))
         if len(plan.stages) == 1:
             return _planning(asked, result, plan, trace_seconds, solve_seconds)
-        counted = max(stage.memory.total for stage in plan.stages)
+        counted = [stage.memory.total for stage in plan.stages]
         if asked.schedule == "pipedream":
             plan = _asynchronous(plan, programs[0].graph)
         elif asked.schedule == "inference":
             plan = _timed(replace(plan, schedule="inference", schedule_options=()))
         asked.tell("predicting memory")
         plan = LocalStages(result.program.source, plan, platform=cluster.device.platform).plan_with_memory()
-        peak = max(stage.memory.total for stage in plan.stages)
-        if peak * MARGIN <= usable:
+        peaks = [stage.memory.total for stage in plan.stages]
+        leanest = min(leanest, MARGIN * max(peaks))
+        if MARGIN * max(peaks) <= usable:
             return _planning(asked, result, plan, trace_seconds, solve_seconds)
-        unseen = max(peak - counted, 0.0)
-        limit = max(min(0.98 * counted, usable / MARGIN - unseen), 1.0)
-    raise _over(asked)
+        unseen = max(0.0, *(peak - seen for peak, seen in zip(peaks, counted, strict=True)))
+        limit = max(min(0.98 * max(counted), usable / MARGIN - unseen), 1.0)
+    raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
 
 
-def _over(asked: PlanRequest) -> MemoryExceeded:
+def _over(asked: PlanRequest, leanest: float) -> MemoryExceeded:
     device = asked.cluster.device
     return MemoryExceeded(
         refused=f"a plan of several stages for {asked.cluster.num_devices} x {device.kind}",
         got=f"{size_words(device.usable_memory_bytes)} usable on a device",
-        needed="more than that on some device: the predicted peaks of all plans found, as traced",
+        needed=f"about {size_words(leanest)} on a device, the predicted peak of the leanest plan found",
         where="the stage search", try_="more devices, a smaller batch, more microbatches",
     )  # fmt: skip
 
