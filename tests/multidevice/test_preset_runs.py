@@ -62,7 +62,7 @@ def test_data_parallelism_sums_all_gradients_and_nothing_else() -> None:
     assert_as_on_one_device(target, planning)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=SLOW), 2, 3])
 def test_zero_scatters_gradients_and_gathers_parameters(stage: int) -> None:
     target = zoo.mlp(width=64, layers=3, batch=32)
     planning = planned(target, presets.zero(stage=stage))
@@ -152,7 +152,7 @@ def test_experts_compute_what_one_device_does(preset: str) -> None:
 @pytest.mark.parametrize(
     "preset",
     [
-        "megatron(tp=2, sequence_parallel=True)",
+        pytest.param("megatron(tp=2, sequence_parallel=True)", marks=SLOW),
         "fsdp_tp(tp=4)",
         pytest.param("megatron(tp=4)", marks=SLOW),
         pytest.param("deepspeed_3d(tp=2, zero=2)", marks=SLOW),

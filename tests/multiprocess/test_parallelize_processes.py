@@ -30,7 +30,9 @@ def outputs(folder: Path, text: str) -> list[str]:
     return [process.output() for process in result.processes]
 
 
-@pytest.mark.parametrize("options", ["stages=2, microbatches=4", "stages=1, microbatches=2"])
+@pytest.mark.parametrize(
+    "options", ["stages=2, microbatches=4", pytest.param("stages=1, microbatches=2", marks=pytest.mark.slow)]
+)
 def test_a_step_in_four_processes(tmp_path: Path, options: str) -> None:
     """Losses as on one device, in every process, from the plan of process 0."""
     found = outputs(

@@ -63,6 +63,7 @@ def assert_runs(folder: Path, text: str, timeout_seconds: float = 300) -> None:
         assert "compared" in process.output(), process.output()
 
 
+@pytest.mark.slow
 def test_a_perceptron_in_four_processes(tmp_path: Path) -> None:
     """Two stages of two processes each, and three of which two share nothing but neighbours."""
     assert_runs(
