@@ -254,7 +254,7 @@ def result_avals(equation: Equation, operands: Sequence[jax.ShapeDtypeStruct]) -
     """Shapes an equation gives on operands of other shapes, or None where it refuses them."""
     try:
         return jax.eval_shape(lambda *xs: list(bind(equation, *xs)), *operands)
-    except (TypeError, ValueError, AssertionError, NotImplementedError, IndexError):
+    except (TypeError, ValueError, AssertionError, NotImplementedError, IndexError):  # each primitive has its own
         return None
 
 

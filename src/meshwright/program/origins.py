@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from .dependence import values_of_data
+
 if TYPE_CHECKING:
     from .graph import Graph, Operator, Value
 
@@ -138,7 +140,7 @@ def _origins(graph: Graph, indices: _Indices) -> Mapping[int, Origin]:
                 stored.add(index)
             else:
                 inputs.setdefault(index, set()).add((graph.values[value].name, dim))
-    of_data = _of_data(graph)
+    of_data = values_of_data(graph)
     read, stacked = _read_by_products(graph, indices, of_data)
     weights = read | stacked | (stored - inputs.keys())
     looked_up = {
@@ -165,20 +167,6 @@ def _origins(graph: Graph, indices: _Indices) -> Mapping[int, Origin]:
 
     every = {indices.of(op.index, f) for op in graph.operators for f in range(len(op.rule.factors))}
     return {index: Origin(frozenset(inputs.get(index, ())), kind(index)) for index in every}
-
-
-def _of_data(graph: Graph) -> set[int]:
-    """Values that depend on an input that is no parameter."""
-    data = {v for i, v in enumerate(graph.inputs) if i not in graph.parameters}
-    changed = True
-    while changed:  # loop-carried values can make earlier ones depend on later ones
-        changed = False
-        for op in graph.operators:
-            if any(v in data for v in op.operands):
-                fresh = {v for v in op.results if v is not None} - data
-                data |= fresh
-                changed |= bool(fresh)
-    return data
 
 
 def _read_by_products(graph: Graph, indices: _Indices, of_data: set[int]) -> tuple[set[int], set[int]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 
+from ..program.dependence import values_of_data
 from ..program.graph import Graph, Operator
 from ..sharding import Algorithm, Spec, algorithms, shared_algorithms
 
@@ -44,17 +45,7 @@ def operator_choices(
 
 def values_of_parameters(graph: Graph) -> set[int]:
     """Values that depend on parameters and on no other input."""
-    others = {v for i, v in enumerate(graph.inputs) if i not in graph.parameters}
-    data = set(others)
-    changed = True
-    while changed:  # loop-carried values can make earlier ones depend on later ones
-        changed = False
-        for operator in graph.operators:
-            if any(v in data for v in operator.operands):
-                fresh = {v for v in operator.results if v is not None} - data
-                data |= fresh
-                changed |= bool(fresh)
-    return {v.index for v in graph.values if not v.constant} - data
+    return {v.index for v in graph.values if not v.constant} - values_of_data(graph)
 
 
 def spec_choices(

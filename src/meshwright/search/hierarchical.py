@@ -9,15 +9,15 @@ from math import isfinite, prod
 
 from ..cluster import Cluster, LogicalMesh
 from ..errors import MemoryExceeded, PlanError, size_words
-from ..plan import InputPlan, Memory, OperatorPlan, ParameterPlan, Plan, Prediction, Stage
+from ..plan import Plan, Prediction, Stage
 from ..program.graph import Graph
 from ..program.segments import Segments, layer_segments, rematerialise
 from ..solve import Infeasible
 from .account import account
-from .gathers import gathered_axes
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
+from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
 _SMALL_PROGRAM = 150
@@ -256,42 +256,18 @@ def _contradiction(request: SearchRequest) -> PlanError:
 def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
     problem, chosen, graph = best.problem, best.chosen, best.problem.graph
     totals, passes = account(problem, chosen), pass_seconds(problem, chosen)
-    memory = _memory(problem, chosen)
-    operators = tuple(
-        OperatorPlan(
-            path=operator.path,
-            name=operator.name,
-            axes=choice.algorithm.axes if choice is not None else ((),) * len(operator.rule.factors),
-            broadcast=choice.broadcast if choice is not None else frozenset(),
-        )
-        for operator, choice in zip(graph.operators, chosen.operators, strict=True)
-    )
-    parameters = tuple(
-        ParameterPlan(
-            name=info.name, shape=graph.values[graph.inputs[p]].shape, use=choice.use, storage=choice.storage,
-            gathered=gathered,
-        )
-        for info, p, choice, gathered in zip(
-            request.parameters, graph.parameters, chosen.parameters,
-            gathered_axes(graph, chosen, problem.sizes), strict=True,
-        )
-    )  # fmt: skip
-    inputs = tuple(
-        InputPlan(name=graph.values[v].name, shape=graph.values[v].shape, spec=chosen.inputs[i])
-        for i, v in enumerate(graph.inputs)
-        if i not in graph.parameters
-    )
+    infos = request.parameters
     num_devices = prod(problem.sizes.values())
     stage = Stage(
         layers=(0, 1),
         devices=tuple(range(num_devices)),
         mesh=tuple(problem.sizes.items()),
-        operators=operators,
+        operators=operator_plans(graph, chosen),
         settled=tuple(sorted(chosen.settled.items())),
-        parameters=parameters,
-        inputs=inputs,
+        parameters=parameter_plans(graph, chosen, infos, [None] * len(infos), problem),
+        inputs=input_plans(graph, chosen),
         rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in best.segments.items())),
-        memory=memory,
+        memory=counted_memory(graph, chosen, infos, problem, chosen.solution.memory),
         memory_limit_bytes=request.cluster.device.usable_memory_bytes,
         communication=totals.collectives,
         compute_seconds=totals.compute_seconds,
@@ -318,20 +294,6 @@ def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
             flops_per_device=totals.flops,
             optimality_gap=gap,
         ),
-    )
-
-
-def _memory(problem: IntraOpProblem, chosen: IntraOpSolution) -> Memory:
-    graph, sizes = problem.graph, problem.sizes
-    parameters = gradients = optimizer = 0.0
-    for info, position, choice in zip(problem.parameters, graph.parameters, chosen.parameters, strict=True):
-        size = graph.values[graph.inputs[position]].bytes
-        parameters += size / choice.use.shards(sizes)
-        gradients += size / choice.use.shards(sizes)
-        optimizer += info.optimizer_bytes / choice.storage.shards(sizes)
-    rest = chosen.solution.memory - parameters - gradients - optimizer
-    return Memory(
-        parameters=parameters, gradients=gradients, optimizer=optimizer, activations=max(rest, 0.0), workspace=0.0
     )
 
 

@@ -7,10 +7,6 @@ from dataclasses import replace
 
 from ..cluster import Cluster
 from ..plan import (
-    InputPlan,
-    Memory,
-    OperatorPlan,
-    ParameterPlan,
     Plan,
     Prediction,
     Stage,
@@ -19,8 +15,8 @@ from ..plan import (
 from ..plan.check import check_plan
 from ..program.staged import StagedProgram
 from .account import account
-from .gathers import gathered_axes
 from .inter_op import PlacedStage
+from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
 from .stage_costs import StageCosts
 from .stage_segments import moved_segments
 from .stage_solver import SolvedStage
@@ -89,55 +85,20 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
     graph, chosen, sizes = cut.graph, solved.chosen, solved.problem.sizes
     infos = costs.solver.parameters_of(cut)
     totals = account(solved.problem, chosen)
-    operators = tuple(
-        OperatorPlan(
-            path=operator.path,
-            name=operator.name,
-            axes=choice.algorithm.axes if choice is not None else ((),) * len(operator.rule.factors),
-            broadcast=choice.broadcast if choice is not None else frozenset(),
-        )
-        for operator, choice in zip(graph.operators, chosen.operators, strict=True)
-    )
-    values = [graph.values[v] for v in graph.inputs]
-    parameters = tuple(
-        ParameterPlan(
-            name=info.name, shape=value.shape, use=choice.use, storage=choice.storage, rows=held.rows, gathered=gathered
-        )
-        for info, value, choice, held, gathered in zip(
-            infos, values, chosen.parameters, cut.parameters, gathered_axes(graph, chosen, sizes), strict=False
-        )
-    )
-    first_other = len(cut.parameters)
-    inputs = tuple(
-        InputPlan(name=value.name, shape=value.shape, spec=spec)
-        for value, spec in zip(values[first_other:], chosen.inputs[first_other:], strict=True)
-    )
-    seconds = solved.seconds
-    count = program.microbatches
-    held = [value.bytes / choice.use.shards(sizes) for value, choice in zip(values, chosen.parameters, strict=False)]
-    optimizer = sum(
-        info.optimizer_bytes / choice.storage.shards(sizes)
-        for info, choice in zip(infos, chosen.parameters, strict=True)
-    )
-    activations = seconds.constant_bytes - 2 * sum(held) - optimizer + in_flight * seconds.in_flight_bytes
+    seconds, count = solved.seconds, program.microbatches
+    rows = [held.rows for held in cut.parameters]
     return Stage(
         layers=(placed.first, placed.last),
         devices=tuple(range(placed.submesh.first, placed.submesh.stop)),
         mesh=tuple(sizes.items()),
-        operators=operators,
+        operators=operator_plans(graph, chosen),
         settled=tuple(sorted((cut.values[value], spec) for value, spec in chosen.settled.items())),
-        parameters=parameters,
-        inputs=inputs,
+        parameters=parameter_plans(graph, chosen, infos, rows, solved.problem),
+        inputs=input_plans(graph, chosen),
         rematerialised=tuple(
             sorted(moved_segments(solved.segments, cut.equations[0] - solved.cut.equations[0]).items())
         ),
-        memory=Memory(
-            parameters=sum(held),
-            gradients=sum(held),
-            optimizer=optimizer,
-            activations=max(0.0, activations),
-            workspace=0.0,
-        ),
+        memory=counted_memory(graph, chosen, infos, solved.problem, solved.held_bytes(in_flight)),
         memory_limit_bytes=costs.submeshes.cluster.device.usable_memory_bytes,
         communication=totals.collectives,
         compute_seconds=totals.compute_seconds,
