@@ -119,7 +119,8 @@ def kept_values(graph: Graph) -> set[int]:
     stack = [v for operator in graph.operators if operator.region is None for v in read_by_backward(graph, operator)]
     for region in regions(graph).values():
         made = {v for operator in region for v in operator.results}
-        stack += [v for operator in region for v in operator.operands if v is not None and v not in made]
+        entering = {v for operator in region for v in operator.operands if v is not None and v not in made}
+        stack += [source for v in sorted(entering) for source in _outside_scan(graph, v)]
     inputs = set(graph.inputs)
     while stack:
         value = stack.pop()
@@ -135,6 +136,15 @@ def kept_values(graph: Graph) -> set[int]:
         else:
             kept.add(value)
     return kept
+
+
+def _outside_scan(graph: Graph, value: int) -> list[int]:
+    """What a rematerialised body of a scan keeps of a value that enters it: a slice is cut again from the whole array."""
+    made_by = graph.producer.get(value)
+    if made_by is None or graph.operators[made_by[0]].name not in ("scan_slice", "scan_const"):
+        return [value]
+    operands = [v for v in graph.operators[made_by[0]].operands if v is not None]
+    return [source for v in operands for source in _outside_scan(graph, v)]
 
 
 def regions(graph: Graph) -> dict[Path, list[Operator]]:

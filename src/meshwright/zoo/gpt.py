@@ -1,7 +1,8 @@
 """GPT-3: a pre-norm causal transformer with learned positions and a head tied to the token embedding.
 
 Shapes: Brown et al. 2020 (125M to 175B), the suite of Zheng et al. (Alpa, OSDI 2022) and the 1T model of Narayanan et
-al. (Megatron-LM, SC 2021). Layers are an unrolled Python loop, so that a planner may cut between any two.
+al. (Megatron-LM, SC 2021). Layers are an unrolled Python loop; from 39B on, one scan over stacked parameters, as models of
+so many layers are written, since an unrolled one takes minutes to compile. A planner may cut either between any two.
 Model FLOPs of a sample: 3 * (layers * (24 * s * m**2 + 4 * s**2 * m) + 2 * s * m * v) for sequence s, hidden m and
 vocabulary v: Megatron-LM's 96 * b * s * l * m**2 * (...) without its fourth, the rematerialised forward pass.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .layers import (
     attention_parameters,
@@ -25,13 +27,18 @@ from .layers import (
     self_attention,
     token_cross_entropy,
 )
-from .parameters import normal
+from .parameters import normal, stacked
 from .train import Batch, Model, Optimizer, Target, make_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Shape of a GPT; `dtype` is that of the activations, parameters stay float32."""
+    """Shape of a GPT; `dtype` is that of the activations, parameters stay float32; with `scan` layers are one scan.
+
+    Attributes:
+        fused_attention: attention as one operator (`layers.fused_attention`).
+        positions: whether positions are learned; without them (ALiBi) a longer sequence adds no parameters.
+    """
 
     name: str
     hidden: int
@@ -41,6 +48,9 @@ class GPTConfig:
     sequence: int = 1024
     global_batch: int = 1024
     dtype: str = "bfloat16"
+    scan: bool = False
+    fused_attention: bool = False
+    positions: bool = True
 
 
 CONFIGS: dict[str, GPTConfig] = {
@@ -53,10 +63,10 @@ CONFIGS: dict[str, GPTConfig] = {
         GPTConfig(name="gpt3-2.6b", hidden=2560, layers=32, heads=32),
         GPTConfig(name="gpt3-6.7b", hidden=4096, layers=32, heads=32),
         GPTConfig(name="gpt3-15b", hidden=5120, layers=48, heads=40),
-        GPTConfig(name="gpt3-39b", hidden=8192, layers=48, heads=64),
-        GPTConfig(name="gpt3-76b", hidden=10240, layers=60, heads=80),
-        GPTConfig(name="gpt3-175b", hidden=12288, layers=96, heads=96, sequence=2048, global_batch=1536),
-        GPTConfig(name="gpt3-1t", hidden=25600, layers=128, heads=160, sequence=2048, global_batch=3072),
+        GPTConfig(name="gpt3-39b", hidden=8192, layers=48, heads=64, scan=True),
+        GPTConfig(name="gpt3-76b", hidden=10240, layers=60, heads=80, scan=True),
+        GPTConfig(name="gpt3-175b", hidden=12288, layers=96, heads=96, sequence=2048, global_batch=1536, scan=True),
+        GPTConfig(name="gpt3-1t", hidden=25600, layers=128, heads=160, sequence=2048, global_batch=3072, scan=True),
         GPTConfig(
             name="gpt-tiny",
             hidden=64,
@@ -92,21 +102,31 @@ def build(config: GPTConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
         "feed_forward": feed_forward_parameters(hidden, 4 * hidden, out_deviation=out_deviation),
     }
     params = {
-        "embedding": {"tokens": normal(vocabulary, hidden), "positions": normal(sequence, hidden)},
-        "layers": [layer] * config.layers,
+        "embedding": {
+            "tokens": normal(vocabulary, hidden),
+            **({"positions": normal(sequence, hidden)} if config.positions else {}),
+        },
+        "layers": stacked(layer, config.layers) if config.scan else [layer] * config.layers,
         "final_norm": layer_norm_parameters(hidden),
     }
 
     def decoder_layer(params: dict[str, Any], x: jax.Array) -> jax.Array:
-        x = x + self_attention(params["attention"], layer_norm(params["attention_norm"], x), causal=True)
+        normalised = layer_norm(params["attention_norm"], x)
+        x = x + self_attention(params["attention"], normalised, causal=True, fused=config.fused_attention)
         return x + feed_forward(params["feed_forward"], layer_norm(params["feed_forward_norm"], x))
 
     def loss(params: dict[str, Any], batch: Batch) -> jax.Array:
-        apply = jax.checkpoint(decoder_layer) if remat else decoder_layer
+        # A scan already keeps each layer's recomputation apart from the forward pass: it needs no CSE barrier.
+        apply = jax.checkpoint(decoder_layer, prevent_cse=not config.scan) if remat else decoder_layer
         embedding = params["embedding"]
-        x = embed(embedding["tokens"], batch["tokens"], dtype) + embedding["positions"].astype(dtype)  # (b, s, m)
-        for layer_params in params["layers"]:
-            x = apply(layer_params, x)
+        x = embed(embedding["tokens"], batch["tokens"], dtype)  # (b, s, m)
+        if config.positions:
+            x = x + embedding["positions"].astype(dtype)
+        if config.scan:
+            x, _ = lax.scan(lambda x, layer_params: (apply(layer_params, x), None), x, params["layers"])
+        else:
+            for layer_params in params["layers"]:
+                x = apply(layer_params, x)
         x = layer_norm(params["final_norm"], x)
         head = embedding["tokens"].astype(dtype)
         logits = jnp.einsum("bsm,vm->bsv", x, head, preferred_element_type=jnp.float32)
