@@ -48,6 +48,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--schedule", default="eager_one_f_one_b")
+    parser.add_argument("--transport", choices=("planned", "naive"), default="planned")
     parser.add_argument("--least", type=float, default=LEAST_EFFICIENCY)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -81,6 +82,7 @@ def measure(args: argparse.Namespace) -> None:
     import numpy as np
 
     import meshwright as mw
+    from meshwright.runtime.pipeline.transport import ProcessTransport
 
     mw.initialize(timeout_seconds=120)
 
@@ -126,6 +128,9 @@ def measure(args: argparse.Namespace) -> None:
         runs["in a loop"] = _trained(
             jax.jit(in_a_loop, donate_argnums=0), weights, jax.device_put(x, jax.local_devices()[0])
         )
+    planned = pipeline.planned(weights, x)
+    if args.transport == "naive":
+        planned._executor._transport = ProcessTransport()
     for run in runs.values():
         for _ in range(_WARM_UP):
             run()
@@ -138,8 +143,7 @@ def measure(args: argparse.Namespace) -> None:
     for _ in range(args.rounds):
         for name, run in runs.items():
             seconds[name].append(min(run()[0] for _ in range(args.steps)))
-    planned = pipeline.planned(weights, x)
-    python = _python_seconds(planned, weights, x)
+    python = {**_python_seconds(planned, weights, x), "seconds_per_small_transfer": _transfer_seconds(planned)}
     if not first:
         return
     alone = [min(a, b) for a, b in zip(seconds["whole batch"], seconds["in a loop"], strict=True)]
@@ -211,10 +215,10 @@ def _python_seconds(planned: Any, weights: Any, x: Any) -> dict[str, Any]:
         def __init__(self, real: Any) -> None:
             self._real = real
 
-        def move(self, value: Any, target: Any, about: Any) -> Any:
-            key = (value.shape, value.dtype, target)
+        def move(self, values: Any, targets: Any, about: Any) -> Any:
+            key = (*((value.shape, value.dtype) for value in values), *targets)
             if key not in answers:
-                answers[key] = self._real.move(value, target, about)
+                answers[key] = self._real.move(values, targets, about)
             return answers[key]
 
     for stage, programs in enumerate(executor._programs):
@@ -235,6 +239,30 @@ def _python_seconds(planned: Any, weights: Any, x: Any) -> dict[str, Any]:
     count = len(executor._order)
     seconds = min(walk() for _ in range(5))
     return {"instructions": count, "python_seconds_per_instruction": round(seconds / count, 8)}
+
+
+def _transfer_seconds(planned: Any) -> dict[str, float]:
+    """Of four kilobytes from the first stage to the second, one after the other, by each transport."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from meshwright.runtime.pipeline.placing import ghost, put
+    from meshwright.runtime.pipeline.transport import PlannedTransport, ProcessTransport
+
+    source, target = (NamedSharding(stage.mesh, PartitionSpec()) for stage in planned.stages)
+    small = np.ones((32, 32), np.float32)
+    mine = planned.stages[0].is_mine
+    value = put(small, source) if mine else ghost(small.shape, small.dtype, source)
+    found: dict[str, list[float]] = {"planned": [], "naive": []}
+    transports = {"planned": PlannedTransport(), "naive": ProcessTransport()}
+    for _ in range(6):
+        for name, transport in transports.items():
+            begun = time.perf_counter()
+            for _ in range(200):
+                jax.block_until_ready(transport.move([value], [target]))
+            found[name].append((time.perf_counter() - begun) / 200)
+    return {name: round(min(seconds), 8) for name, seconds in found.items()}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 """Moves between hosts with limited NICs, measured: ours beside send/recv, local all-gather and the lower bound.
 
-    sudo python benchmarks/resharding_network.py [--cases FILE.json] [--mebibytes 16] [--mbit 200] [--repeat 3]
+    sudo python benchmarks/resharding_network.py [--only C03 pipeline] [--mebibytes 16] [--mbit 200] [--repeat 3]
+                                                 [--json FILE] [--markdown FILE]
 
 Every host is a process in a network namespace of its own, joined by a bridge; `tc tbf` limits what each sends and
-receives. The tensors of the cases keep their layouts and are scaled to the given size. Needs Linux, root, `ip`, `tc`
-and `unshare`; says so and ends with status 0 where they are missing. Prints one JSON object; status 1 if ours takes
-more than 1.25 times the bound, or more than another where the model says that it takes less.
+receives, and where a case says so the traffic of all of them together (through one `ifb` device). The tensors of the
+cases keep their layouts and are scaled to the given size. A last row, `pipeline`, is a train step of three stages on
+unequal neighbouring meshes, its values moved by our plans and by the naive transport. Needs Linux, root, `ip`, `tc` and
+`unshare`; says so and ends with status 0 where they are missing. Prints the table, or writes it and one JSON object to
+files; status 1 if ours takes more than 1.25 times the bound, or more than another where the model says that it takes
+less. Where data is relayed the tensor is four times as large.
 
-A move is timed from a barrier of all processes to the next, compiled and connected before. The limits are measured too,
-by one plain transfer between two hosts: seconds of the model are for that rate, not for the one asked for.
+A move is timed from a barrier of all processes to the next, compiled and connected before; the median is taken. The
+limits are measured too, by one plain transfer between two hosts: seconds of the model are for that rate, not for the
+one asked for. About ten minutes.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -25,6 +31,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +42,9 @@ _BURST_BYTES = 65536
 _PORT = 29555
 _LIMIT_SECONDS = 1500
 _WITHIN = 1.25
+_LATENCY_SECONDS = 1e-3
+# A tensor that takes longer over one NIC is moved once by the algorithms that ours is compared with.
+_LONG_SECONDS = 1.0
 # What measurements of one thing differ by.
 _NOISE = 1.05
 
@@ -60,15 +72,24 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int, mbit: float) -> Iterator[list[str]]:
-    """Namespaces with a NIC each, 10.77.0.1 and on; gone afterwards."""
-    names = [f"{_PREFIX}{i}" for i in range(count)]
+def hosts(rates: Sequence[float], core_rate: float | None = None) -> Iterator[list[str]]:
+    """Namespaces with a NIC each, 10.77.0.1 and on; gone afterwards.
+
+    Args:
+      rates: of the NICs, each way, in bytes/s.
+      core_rate: of all traffic together.
+    """
+    names = [f"{_PREFIX}{i}" for i in range(len(rates))]
     switch = f"{_PREFIX}sw"
     try:
         command("ip", "netns", "add", switch)
         command("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         command("ip", "-n", switch, "link", "set", "br0", "up")
-        for i, name in enumerate(names):
+        if core_rate is not None:
+            command("ip", "-n", switch, "link", "add", "core", "type", "ifb")
+            command("ip", "-n", switch, "link", "set", "core", "up")
+            command("tc", "-n", switch, "qdisc", "add", "dev", "core", "root", "tbf", *_limit(core_rate))
+        for i, (name, rate) in enumerate(zip(names, rates, strict=True)):
             command("ip", "netns", "add", name)
             command("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{i}", "netns", switch)
             command("ip", "-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
@@ -76,12 +97,20 @@ def hosts(count: int, mbit: float) -> Iterator[list[str]]:
             command("ip", "-n", name, "link", "set", "eth0", "up")
             command("ip", "-n", name, "link", "set", "lo", "up")
             for where, nic in ((name, "eth0"), (switch, f"p{i}")):
-                limit = ("rate", f"{mbit}mbit", "burst", str(_BURST_BYTES), "limit", "4000000")
-                command("tc", "-n", where, "qdisc", "add", "dev", nic, "root", "tbf", *limit)
+                command("tc", "-n", where, "qdisc", "add", "dev", nic, "root", "tbf", *_limit(rate))
+            if core_rate is not None:  # what a host sends passes the core before the bridge
+                port = ("tc", "-n", switch)
+                command(*port, "qdisc", "add", "dev", f"p{i}", "ingress")
+                through = ("u32", "match", "u32", "0", "0", "action", "mirred", "egress", "redirect", "dev", "core")
+                command(*port, "filter", "add", "dev", f"p{i}", "parent", "ffff:", "protocol", "all", *through)
         yield names
     finally:
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _limit(rate: float) -> tuple[str, ...]:
+    return ("rate", f"{round(rate * 8)}bit", "burst", str(_BURST_BYTES), "limit", "4000000")
 
 
 def start(names: Sequence[str], devices: int, job: Path) -> list[subprocess.Popen[str]]:
@@ -168,12 +197,11 @@ def devices_of(mesh: dict[str, Any]) -> list[int]:
 def child(job: dict[str, Any]) -> None:
     """Measure every case and algorithm; process 0 writes what it measured."""
     import jax
-    import numpy as np
 
     import meshwright as mw
 
     mw.initialize(timeout_seconds=300)
-    from meshwright.runtime.agree import exchange_texts
+    from meshwright.runtime.agree import agree, exchange_texts
 
     everybody = list(range(jax.process_count()))
 
@@ -181,105 +209,207 @@ def child(job: dict[str, Any]) -> None:
         exchange_texts("here", among=everybody, about="the benchmark", timeout_seconds=600)
         return time.perf_counter()
 
-    rate = _plain_rate(job, barrier)
-    results = []
-    for case in job["cases"]:
-        value, movers, plan = _prepared(case)
-        row: dict[str, Any] = {
-            "id": case["id"], "shape": case["shape"], "mebibytes": math.prod(case["shape"]) * case["item"] / 2**20,
-            "bound_seconds": float(plan.bound.seconds) * job["Bps"] / rate,
-            "planned_seconds": float(plan.seconds) * job["Bps"] / rate, "rounds": plan.rounds, "measured_seconds": {},
-        }  # fmt: skip
-        for name, mover in movers.items():
-            jax.block_until_ready(mover([value]))
-            seconds = []
-            for _ in range(job["repeat"]):
-                begun = barrier()
-                jax.block_until_ready(mover([value]))
-                seconds.append(barrier() - begun)
-            row["measured_seconds"][name] = statistics.median(seconds)
-        moved = movers["ours"]([value])[0]
-        expected = np.arange(math.prod(case["shape"]), dtype=np.int32).view(np.float32).reshape(case["shape"])
-        for shard in moved.addressable_shards:
-            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
-        results.append(row)
+    rate, latency = _plain(job, barrier)
+    latency = json.loads(agree(lambda: json.dumps(latency), about="the latency", timeout_seconds=600))
+    cases = [{**case, "latency_seconds": latency} for case in job["cases"]]
+    found: dict[str, Any] = {
+        "measured_Bps": rate, "measured_latency_seconds": latency,
+        "cases": [_measured(case, job, rate, barrier) for case in cases],
+    }  # fmt: skip
+    if job["pipeline"]:
+        found["pipeline"] = _pipeline(job, barrier)
     if jax.process_index() == 0:
-        Path(job["result"]).write_text(json.dumps({"measured_Bps": rate, "cases": results}))
+        Path(job["result"]).write_text(json.dumps(found))
     barrier()
+
+
+def _measured(case: dict[str, Any], job: dict[str, Any], rate: float, barrier: Any) -> dict[str, Any]:
+    """One case, by each algorithm, checked to the bit."""
+    import jax
+    import numpy as np
+
+    value, movers, plan = _prepared(case, job["devices"])
+    measured: dict[str, float] = {}
+    for name, mover in movers.items():
+        jax.block_until_ready(mover([value]))
+        seconds = []
+        often = name == "ours" or plan.demand.moves[0].bytes < _LONG_SECONDS * case["nic_Bps"]
+        for _ in range(job["repeat"] if often else 1):
+            begun = barrier()
+            jax.block_until_ready(mover([value]))
+            seconds.append(barrier() - begun)
+        measured[name] = statistics.median(seconds)
+        moved = mover([value])[0] if name == "ours" else None
+        expected = _whole(case)
+        for shard in moved.addressable_shards if moved is not None else ():
+            assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
+    scale = job["Bps"] / rate
+    return {
+        "id": case["id"], "shape": case["shape"], "mebibytes": math.prod(case["shape"]) * case["item"] / 2**20,
+        "bound_seconds": float(plan.bound.seconds) * scale, "planned_seconds": float(plan.seconds) * scale,
+        "rounds": plan.rounds, "measured_seconds": measured,
+    }  # fmt: skip
+
+
+def _pipeline(job: dict[str, Any], barrier: Any) -> dict[str, Any]:
+    """Seconds of a train step whose stages exchange values by our plans, and by the naive transport.
+
+    Three stages on one, two and one hosts of four devices. Layers are split over the devices of a host, and between
+    layers, where the width is odd, each of them needs everything; over two hosts the batch is split.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import meshwright as mw
+    from meshwright.runtime.pipeline.operations import Move
+    from meshwright.runtime.pipeline.step import PipelinedStep
+
+    width, hidden, rows, count = 255, 256, 1025, 4
+
+    def loss_of(weights: Any, x: Any) -> Any:
+        for number, pair in enumerate(weights):
+            if number:
+                mw.layer_boundary()
+            x = x + jnp.tanh(x @ pair["in"]) @ pair["out"]
+        return jnp.mean(x * x)
+
+    def step(weights: Any, x: Any) -> Any:
+        loss, grads = mw.value_and_grad(loss_of)(weights, x)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, grads), loss
+
+    generator = np.random.default_rng(0)
+    shapes = {"in": (width, hidden), "out": (hidden, width)}
+    weights = [
+        {name: generator.normal(0, width**-0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(3)
+    ]
+    x = generator.normal(size=(2 * count, rows, width)).astype(np.float32)
+    planning = mw.plan_for(
+        step, (weights, x), submeshes=(4, 8, 4), microbatches=count, schedule="one_f_one_b",
+        mesh=[{"y": 4}, {"x": 2, "y": 4}], pins={"*['in']": [None, "y"], "*['out']": ["y", None]},
+    )  # fmt: skip
+    seconds: dict[str, list[float]] = {"planned": [], "naive": []}
+    losses: dict[str, float] = {}
+    runs: dict[str, Any] = {}
+    for name in ("planned", "naive"):
+        network = _network([[d.id for d in one] for one in _by_process()], job["Bps"])
+        runs[name] = PipelinedStep(planning.program, planning.plan, jax.devices(), transport=name, network=network)
+    for name, run in runs.items():
+        state: Any = jax.tree.map(np.copy, weights)
+        for number in range(2 + job["repeat"]):
+            begun = barrier()
+            state, loss = run(state, x)
+            jax.block_until_ready(state)
+            ended = barrier()
+            if number >= 2:  # compiled, connected
+                seconds[name].append(ended - begun)
+            losses[name] = float(loss)
+    assert losses["planned"] == losses["naive"], losses
+    layouts, executor = runs["planned"].stages, runs["planned"]._executor
+    moves = {
+        f"{one.source + 1} to {one.target + 1}": [
+            f"{tuple(layouts[one.source].partition(a))} to {tuple(layouts[one.target].partition(b))}"
+            for a, b in zip(one.sent, one.received, strict=True)
+        ]
+        for one in executor._order if isinstance(one, Move) and one.microbatch == 0
+    }  # fmt: skip
+    return {
+        "stages": [list(stage.devices) for stage in planning.plan.stages], "microbatches": count,
+        "activation_bytes": 2 * rows * width * 4, "layouts_in_process_0": moves,
+        "step_seconds": {name: statistics.median(found) for name, found in seconds.items()},
+    }  # fmt: skip
+
+
+def _by_process() -> list[list[Any]]:
+    import jax
+
+    found: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        found.setdefault(device.process_index, []).append(device)
+    return [found[process] for process in sorted(found)]
 
 
 def _sharding(mesh: dict[str, Any], spec: Sequence[Sequence[str]]) -> Any:
     """Device d of a case is device d % per_host of process d // per_host."""
-    import jax
     import numpy as np
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-    by_place = {}
-    for device in jax.devices():
-        by_place.setdefault(device.process_index, []).append(device)
-    grid = [by_place[d // mesh["per_host"]][d % mesh["per_host"]] for d in devices_of(mesh)]
+    hosts = _by_process()
+    grid = [hosts[d // mesh["per_host"]][d % mesh["per_host"]] for d in devices_of(mesh)]
     names = tuple(mesh["axes"])
     made = Mesh(np.array(grid, dtype=object).reshape(mesh["shape"]), names, axis_types=(AxisType.Auto,) * len(names))
     return NamedSharding(made, PartitionSpec(*(tuple(axes) or None for axes in spec)))
 
 
-def _value(shape: Sequence[int], sharding: Any) -> Any:
-    import jax
+def _whole(case: dict[str, Any]) -> Any:
+    """The tensor of a case: every element with bits of its own, as far as they go."""
+    import jax.numpy as jnp
     import numpy as np
 
-    whole = np.arange(math.prod(shape), dtype=np.int32).view(np.float32).reshape(shape)
-    mine = [whole[index] for index in sharding.addressable_devices_indices_map(tuple(shape)).values()]
-    if not mine:
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=np.float32)
-    return jax.make_array_from_callback(tuple(shape), sharding, lambda index: whole[index])
+    word, dtype = {2: (np.uint16, jnp.bfloat16), 4: (np.int32, np.float32)}[case["item"]]
+    return np.arange(math.prod(case["shape"]), dtype=np.int64).astype(word).view(dtype).reshape(case["shape"])
 
 
-def _prepared(case: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+def _prepared(case: dict[str, Any], devices: int) -> tuple[Any, dict[str, Any], Any]:
     import jax
-    import numpy as np
 
+    from meshwright.resharding.cases import read_case
     from meshwright.runtime.resharding import reshard_plan
     from meshwright.runtime.resharding.mover import Mover
 
     source, target = _sharding(case["src"], case["src_spec"]), _sharding(case["dst"], case["dst_spec"])
-    value = _value(case["shape"], source)
-    plan = reshard_plan([value], target, network=_network(case))
-    arrays = [jax.ShapeDtypeStruct(tuple(case["shape"]), np.float32)]
+    shape, whole = tuple(case["shape"]), _whole(case)
+    if source.addressable_devices:
+        value = jax.make_array_from_callback(shape, source, lambda index: whole[index])
+    else:
+        value = jax.make_array_from_single_device_arrays(shape, source, [], dtype=whole.dtype)
+    described = read_case(case).network
+    ids = [[device.id for device in host] for host in _by_process()]
+    here = [sorted({d // devices for d in host.devices}) for host in described.hosts]
+    assert all(len(processes) == 1 for processes in here)
+    network = replace(
+        described,
+        hosts=tuple(replace(h, devices=tuple(ids[p][d % devices] for d in h.devices))
+                    for h, (p,) in zip(described.hosts, here, strict=True)),
+    )  # fmt: skip
+    plan = reshard_plan([value], target, network=network)
+    arrays = [jax.ShapeDtypeStruct(shape, whole.dtype)]
     others = {"send_recv": _send_recv(plan), "local_all_gather": _local_all_gather(plan)}
     movers = {"ours": Mover(plan, arrays, [source], [target])}
     movers |= {name: Mover(plan, arrays, [source], [target], rounds=rounds) for name, rounds in others.items()}
     return value, movers, plan
 
 
-def _network(case: dict[str, Any]) -> Any:
-    import jax
-
+def _network(hosts: Sequence[Sequence[int]], rate: float) -> Any:
     from meshwright.resharding import uniform_network
 
-    ids: dict[int, list[int]] = {}
-    for device in jax.devices():
-        ids.setdefault(device.process_index, []).append(device.id)
-    return uniform_network([ids[p] for p in sorted(ids)], nic_rate=case["Bps"], latency_seconds=1e-3)
+    return uniform_network(hosts, nic_rate=rate, latency_seconds=_LATENCY_SECONDS)
 
 
-def _plain_rate(job: dict[str, Any], barrier: Any) -> float:
-    """Bytes/s of one tensor from the first device of host 0 to the first of host 1."""
+def _plain(job: dict[str, Any], barrier: Any) -> tuple[float, float]:
+    """Bytes/s of one tensor from the first device of host 0 to the first of host 1; and seconds of a tiny one.
+
+    The second is what a round costs beside its bytes, from which the planner decides how many there are.
+    """
     import jax
 
-    size = int(job["Bps"] / 4)  # one second's worth of float32
     one = {"shape": [1], "axes": ["a"], "first": 0, "per_host": job["devices"]}
-    case = {
-        "id": "plain", "shape": [size], "item": 4, "src": one, "src_spec": [[]],
-        "dst": {**one, "first": job["devices"]}, "dst_spec": [[]], "Bps": job["Bps"],
-    }  # fmt: skip
-    value, movers, _ = _prepared(case)
-    jax.block_until_ready(movers["ours"]([value]))
-    seconds = []
-    for _ in range(3):
-        begun = barrier()
+    fastest = []
+    for size in (int(job["Bps"] / 4), 1):  # float32: one second's worth, and one
+        case = {
+            "id": "plain", "shape": [size], "item": 4, "src": one, "src_spec": [[]],
+            "dst": {**one, "first": job["devices"]}, "dst_spec": [[]], "nic_Bps": job["Bps"],
+        }  # fmt: skip
+        value, movers, _ = _prepared(case, job["devices"])
         jax.block_until_ready(movers["ours"]([value]))
-        seconds.append(barrier() - begun)
-    return 4 * size / min(seconds)
+        seconds = []
+        for _ in range(3):
+            begun = barrier()
+            jax.block_until_ready(movers["ours"]([value]))
+            seconds.append(barrier() - begun)
+        fastest.append(min(seconds))
+    return job["Bps"] / fastest[0], fastest[1]
 
 
 def _unit_tasks(plan: Any) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
@@ -332,9 +462,9 @@ def _local_all_gather(plan: Any) -> list[Any]:
 
 def _rounds(sent: dict[tuple[int, int], list[Any]], shared: dict[tuple[int, int], list[Any]]) -> list[Any]:
     from meshwright.resharding import RoundMessages
-    from meshwright.resharding.messages import _messages, _steps
+    from meshwright.resharding.messages import as_messages, disjoint_groups
 
-    return [RoundMessages(steps=_steps(_messages(sent)), spread=_messages(shared))]
+    return [RoundMessages(steps=disjoint_groups(as_messages(sent)), spread=as_messages(shared))]
 
 
 # In the parent
@@ -352,14 +482,58 @@ def verdict(row: dict[str, Any], model: dict[str, float]) -> dict[str, Any]:
             "within_1.25": within, "ahead_where_the_model_says_so": ahead}  # fmt: skip
 
 
+def measure(options: argparse.Namespace, cases: Sequence[dict[str, Any]], *, pipeline: bool = False) -> dict[str, Any]:
+    """What hosts of one kind measured: cases of equal machines, or the train step."""
+    rate = options.mbit * 1e6 / 8
+    devices = 4 if pipeline else cases[0]["src"]["per_host"]
+    count = 4 if pipeline else max(host_count(case) for case in cases)
+    scale = {} if pipeline else cases[0].get("nic_scale") or {}
+    core = None if pipeline else cases[0].get("core_nics")
+    rates = [rate * float(Fraction(scale.get(str(host), 1))) for host in range(count)]
+    with tempfile.TemporaryDirectory() as folder:
+        path, result = Path(folder, "job.json"), Path(folder, "result.json")
+        job = {"cases": cases, "pipeline": pipeline, "repeat": options.repeat, "Bps": rate, "devices": devices}
+        path.write_text(json.dumps({**job, "result": str(result)}))
+        with hosts(rates, None if core is None else core * rate) as names:
+            run_children(names, devices, path)
+        return {"hosts": count, "asked_Bps": rate, **json.loads(result.read_text())}
+
+
+def machines(case: dict[str, Any]) -> str:
+    """Cases of which can be measured on the same hosts."""
+    return json.dumps([case["src"]["per_host"], case.get("nic_scale"), case.get("core_nics")])
+
+
+def table(found: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| case | MiB | bound | ours | to the bound | send/recv | local all-gather | model: ours | send/recv "
+        "| local all-gather |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["cases"]:
+        measured, model = row["measured_seconds"], row["model_seconds"]
+        cells = [row["id"], f"{row['mebibytes']:.0f}", f"{row['bound_seconds']:.2f}", f"{measured['ours']:.2f}",
+                 f"{row['to_the_bound']:.2f}", f"{measured['send_recv']:.2f}", f"{measured['local_all_gather']:.2f}",
+                 *(f"{model[name]:.2f}" for name in ("ours", "send_recv", "local_all_gather"))]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    if "pipeline" in found:
+        seconds = found["pipeline"]["step_seconds"]
+        lines += ["", "| train step of three stages | seconds |", "|---|---|"]
+        lines += [f"| {name} transport | {seconds[name]:.2f} |" for name in ("planned", "naive")]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, default=Path(__file__).parents[1] / "tests/data/resharding_cases.json")
-    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--only", nargs="*", default=None, help="ids of cases, and pipeline")
     parser.add_argument("--mebibytes", type=float, default=16.0)
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--child", type=Path)
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--markdown", type=Path, help="write the table here, not to the screen")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
         child(json.loads(options.child.read_text()))
@@ -370,41 +544,42 @@ def main() -> int:
         return 0
     from meshwright.resharding.cases import read_case, report
 
+    groups: dict[str, list[dict[str, Any]]] = {}
     rate = options.mbit * 1e6 / 8
-    chosen, left_out = [], {}
     for case in json.loads(options.cases.read_text())["cases"]:
-        if options.only and case["id"] not in options.only:
-            continue
-        if case.get("nic_scale") or case.get("core_nics"):
-            left_out[case["id"]] = "unequal NICs and limited cores are not emulated"
-        elif case["item"] != 4 or case["src"]["per_host"] != 4:
-            left_out[case["id"]] = "hosts of other than four devices"
-        else:
-            chosen.append({**scaled(case, options.mebibytes), "nic_Bps": rate, "Bps": rate})
-    found, ok = [], True
-    with tempfile.TemporaryDirectory() as folder:
-        count = max(host_count(case) for case in chosen)
-        with hosts(count, options.mbit) as names:
-            job = {
-                "cases": chosen, "repeat": options.repeat, "Bps": rate, "devices": 4,
-                "result": str(Path(folder, "result.json")),
-            }  # fmt: skip
-            path = Path(folder, "job.json")
-            path.write_text(json.dumps(job))
-            run_children(names, 4, path)
-        result = json.loads(Path(folder, "result.json").read_text())
-    for case, row in zip(chosen, result["cases"], strict=True):
-        told = report(read_case(case))
+        if not options.only or case["id"] in options.only:
+            # Relays take many rounds, each of which costs more here than on real hosts: a larger tensor.
+            relayed = report(read_case(case))["chunks"] > 1
+            size = options.mebibytes * (4 if relayed else 1)
+            groups.setdefault(machines(case), []).append({**scaled(case, size), "nic_Bps": rate})
+    found: dict[str, Any] = {
+        "what": "seconds of moves between emulated hosts", "system": os.uname().version, "cores": os.cpu_count(),
+        "versions": {"python": sys.version.split()[0], "jax": version("jax")}, "command": shlex.join(sys.argv),
+        "asked_Bps": rate, "cases": [], "passed": True,
+    }  # fmt: skip
+    for cases in groups.values():
+        result = measure(options, cases)
         scale = rate / result["measured_Bps"]
-        model = {name: told["algorithms"][name] * scale for name in ("send_recv", "local_all_gather")}
-        one = verdict(row, {"ours": told["ours_seconds"] * scale, **model})
-        ok = ok and one["within_1.25"] and all(one["ahead_where_the_model_says_so"].values())
-        found.append(one)
-    print(json.dumps({
-        "asked_Bps": rate, "measured_Bps": result["measured_Bps"], "hosts": count, "cases": found,
-        "left_out": left_out, "passed": ok,
-    }, indent=1))  # fmt: skip
-    return 0 if ok else 1
+        for case, row in zip(cases, result["cases"], strict=True):
+            told = report(read_case({**case, "latency_seconds": result["measured_latency_seconds"]}))
+            model = {name: told["algorithms"][name] * scale for name in ("send_recv", "local_all_gather")}
+            one = verdict(row, {"ours": told["ours_seconds"] * scale, **model})
+            here = {name: result[name] for name in ("hosts", "measured_Bps", "measured_latency_seconds")}
+            found["cases"].append({**one, **here})
+            found["passed"] &= one["within_1.25"] and all(one["ahead_where_the_model_says_so"].values())
+    found["cases"].sort(key=lambda row: row["id"])
+    if not options.only or "pipeline" in options.only:
+        result = measure(options, [], pipeline=True)
+        found["pipeline"] = {**result["pipeline"], "measured_Bps": result["measured_Bps"]}
+        seconds = found["pipeline"]["step_seconds"]
+        found["passed"] &= seconds["planned"] < seconds["naive"]
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(table(found) + "\n")
+    else:
+        print(table(found))
+    return 0 if found["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -17,11 +17,14 @@ import jax
 
 from ._jax.grad import value_and_grad as value_and_grad
 from ._jax.jaxpr import is_traced
+from .calibrate.origin import check_origin
+from .calibrate.refine import check_refine
 from .cluster import Cluster, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
+from .plan_request import check_batch_axis, check_time_limit
 from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of
@@ -161,6 +164,7 @@ class Parallelized:
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
         """The step as the plan has it."""
         traces, batch_axis = traces_of(self._function), self._options.get("batch_axis", 0)
+        check_batch_axis(args, batch_axis)
         if plan.schedule == "inference":
             return traces.inference(args, microbatches=plan.microbatches, batch_axis=batch_axis)
         return traces.program(
@@ -169,6 +173,10 @@ class Parallelized:
 
     def _found(self, args: Sequence[Any]) -> tuple[Program, Plan]:
         """The plan that is searched for, the same in every process: process 0 searches."""
+        if self._options.get("refine") is not None:
+            # Every process takes part in measuring; process 0 decides there too.
+            planning = plan_for(self._function, args, **self._options)
+            return planning.program, planning.plan
         found: list[Planning] = []
 
         def search() -> str:
@@ -204,6 +212,9 @@ def _check_options(options: Mapping[str, Any], plan: Any) -> None:
                 refused=f"the option {name!r}", got=f"parallelize(..., {name}=...)", needed=", ".join(known),
                 where="parallelize", try_=" or ".join(near),
             )  # fmt: skip
+    if "time_limit_seconds" in options:
+        check_time_limit(options["time_limit_seconds"])
+    check_refine(options.get("refine"))
     if plan is None:
         return
     if not isinstance(plan, (Plan, str, Path)):
@@ -223,6 +234,8 @@ def _check_devices(cluster: Any) -> None:
     if not isinstance(cluster, (str, Cluster)) or cluster == "local":
         return
     wanted, devices = load_cluster(cluster) if isinstance(cluster, str) else cluster, jax.devices()
+    if isinstance(cluster, str) and cluster.endswith(".toml"):
+        check_origin(cluster)
     if len(devices) < wanted.num_devices or wanted.device.platform != devices[0].platform:
         raise PlanError(
             refused="to run on the cluster", got=f"{len(devices)} {devices[0].platform} devices",

@@ -88,6 +88,9 @@ def plan(
     schedule: Annotated[
         str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")
     ] = None,
+    submeshes: Annotated[
+        str | None, typer.Option(metavar="2,2,4", help="Devices of each stage, in order; else the best.")
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')
     ] = None,
@@ -108,6 +111,7 @@ def plan(
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
             stages=parse_stages(stages), schedule=schedule, preset=preset,
+            submeshes=None if submeshes is None else parse_submeshes(submeshes),
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip
         if out is not None:
@@ -228,6 +232,34 @@ def verify(
 
 
 @app.command()
+def calibrate(
+    out: Annotated[Path | None, typer.Option(metavar="CLUSTER.toml", help="Write the cluster to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A quarter of a minute in the place of one.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Measure the local devices, and fit a cluster to plan with to what was seen."""
+    with _refusals(), _stdout_for_json(as_json), _progress_bar() as tell:
+        tell("starting", 0.0)
+        provide_devices(_VIRTUAL_DEVICES)
+        from .calibrate.calibration import calibrate as measure, calibration_document, check_out
+        from .calibrate.text import calibration_text
+
+        if out is not None:
+            check_out(out)
+        calibration = measure(quick=quick, tell=tell)
+        if out is not None:
+            calibration.save(out)
+    if as_json:
+        _print_json(calibration_document(calibration))
+    elif out is None:
+        # The cluster alone goes to stdout, so that it can be sent to a file.
+        print(calibration_text(calibration), file=sys.stderr)
+        print(calibration.to_toml(), end="")
+    else:
+        print(f"{calibration_text(calibration)}\n\nwritten to {out}: plan with --cluster {out}")
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="The devices are four stages.")] = False,
@@ -345,6 +377,24 @@ def parse_stages(text: str) -> int | None:
     return int(text)
 
 
+def parse_submeshes(text: str) -> tuple[int, ...]:
+    """For each stage how many devices it has, from `2,2,4`.
+
+    Raises:
+      PlanError: for anything else.
+
+    >>> parse_submeshes("2,2,4")
+    (2, 2, 4)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d*", part) for part in parts):
+        raise PlanError(
+            refused="the submeshes", got=repr(text), needed="for each stage how many devices it has",
+            where="--submeshes", try_="--submeshes 2,2,4",
+        )  # fmt: skip
+    return tuple(int(part) for part in parts)
+
+
 def parse_bytes(text: str) -> float:
     """A size in bytes from `16e9`, `16GB` (powers of 1000), `15GiB` or `15Gi` (of 1024).
 
@@ -441,6 +491,23 @@ def _progress() -> Iterator[Callable[[str], None]]:
     ) as progress:
         task = progress.add_task("")
         yield lambda text: progress.update(task, description=text)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar with what is being done and the share that is done, where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text, share: None
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
+    ) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda text, share: progress.update(task, description=text, completed=share)
 
 
 def _print_json(document: dict[str, Any]) -> None:

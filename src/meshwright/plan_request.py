@@ -5,14 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import isfinite
 from typing import Any
 
+import jax
+
 from .cluster import Cluster
+from .errors import PlanError
 from .plan import Plan
 from .presets import Preset
-from .program.trace import Program
+from .program.batch import batch_extents
+from .program.trace import Program, abstract
 from .program.traces import Traces
 from .search.pins import Pins
+from .search.submeshes import Submesh, Submeshes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,7 @@ class PlanRequest:
       batch_axis: as there.
       reduction: as there.
       schedule: as there.
+      submeshes: as there.
       preset: with all its sizes, or None.
       started: when the work began, by `time.perf_counter`.
       time_limit_seconds: from then on.
@@ -46,6 +54,7 @@ class PlanRequest:
     batch_axis: int
     reduction: str | None
     schedule: str | None
+    submeshes: tuple[int, ...] | None
     preset: Preset | None
     started: float
     time_limit_seconds: float
@@ -90,3 +99,74 @@ class Planning:
         """Predicted, of one step."""
         assert self.plan.predicted is not None  # planning prices what it finds
         return self.plan.predicted.step_seconds
+
+
+def check_time_limit(seconds: Any) -> None:
+    """Refuse what is no time.
+
+    Raises:
+      PlanError: for anything but a number of seconds that is not negative.
+    """
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not number or not isfinite(seconds) or seconds < 0:
+        raise PlanError(
+            refused="the time limit", got=repr(seconds), needed="a number of seconds, 0 or more",
+            where="time_limit_seconds=", try_="time_limit_seconds=60",
+        )  # fmt: skip
+
+
+def check_batch_axis(args: Sequence[Any], batch_axis: Any) -> None:
+    """Refuse an axis that no array of the batch has.
+
+    Args:
+      args: of the step.
+      batch_axis: which axis of every array outside the state is the batch; that it is one is checked elsewhere.
+
+    Raises:
+      PlanError: naming the array with the most axes.
+    """
+    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int) or batch_axis <= 0:
+        return
+    if batch_extents(args, batch_axis):
+        return
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract(tuple(args[1:])))]
+    longest = max(shapes, key=len, default=None)
+    raise PlanError(
+        refused="the batch axis", got=str(batch_axis), where="batch_axis=", try_="batch_axis=0",
+        needed="an axis of an array outside the state, of which there is none" if longest is None
+        else f"one of the {len(longest)} axes of the array of shape {longest}, counted from 0",
+    )  # fmt: skip
+
+
+def checked_submeshes(submeshes: Any, cluster: Cluster, stages: int | None) -> tuple[int, ...]:
+    """How many devices each stage has.
+
+    Args:
+      submeshes: as the user said it.
+      cluster: to be cut.
+      stages: how many there are to be; None if it was not said.
+
+    Raises:
+      PlanError: if these are no submeshes, or not of the cluster.
+    """
+    sizes = list(submeshes) if isinstance(submeshes, Sequence) and not isinstance(submeshes, str) else []
+    if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise PlanError(
+            refused="the submeshes", got=repr(submeshes), needed="for each stage how many devices it has",
+            where="submeshes=", try_="submeshes=(2, 2, 4), or None",
+        )  # fmt: skip
+    shown = ", ".join(map(str, sizes))
+    if sum(sizes) != cluster.num_devices:
+        raise PlanError(
+            refused=f"stages on {shown} devices", got=f"{sum(sizes)} devices in all",
+            needed=f"the {cluster.num_devices} of cluster {cluster.name}", where="submeshes=", try_="submeshes=None",
+        )  # fmt: skip
+    if stages is not None and stages != len(sizes):
+        raise PlanError(
+            refused=f"submeshes of {shown} devices", got=f"{len(sizes)} submeshes and stages={stages}",
+            needed="one for each stage", where="submeshes=", try_="leaving out stages=",
+        )  # fmt: skip
+    known = Submeshes(cluster)
+    for first, stop in pairwise(accumulate(sizes, initial=0)):
+        known.check(Submesh(first, stop))
+    return tuple(sizes)

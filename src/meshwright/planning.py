@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .calibrate.origin import check_origin
+from .calibrate.refine import check_refine, measured_best
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .one_stage_planning import plan_one_stage
-from .plan_request import Planning as Planning, PlanRequest
+from .plan_request import Planning as Planning, PlanRequest, check_batch_axis, check_time_limit, checked_submeshes
 from .presets import Preset, check_free, parse_preset
 from .program.traces import traces_of
 from .search.hierarchical import mesh_argument
@@ -40,8 +42,10 @@ def plan_for(
     reduction: str | None = None,
     stages: int | None = 1,
     schedule: str | None = None,
+    submeshes: Sequence[int] | None = None,
     preset: Preset | str | None = None,
     time_limit_seconds: float = 60.0,
+    refine: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:
     """Find the fastest plan that fits memory. No device is touched unless `cluster` is "local".
@@ -60,40 +64,72 @@ def plan_for(
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
       stages: into how many parts, each on its own devices, the program is cut; None to choose.
-      schedule: of the microbatches over several stages (docs/schedules.md); None to choose.
+      schedule: of the microbatches over several stages (docs/schedules.md); None to choose. Where the number of stages
+        is to be chosen and one is faster than several under this schedule, the plan has one, and a note says so.
+      submeshes: how many devices each stage has, in order, as many stages as there are numbers; None to choose.
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
-        stages and schedule, some also remat, which then cannot be given.
+        stages, submeshes and schedule, some also remat, which then cannot be given.
       time_limit_seconds: for the search; when it is over, every further problem gets a second.
+      refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
+        taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
       tell: called with a few words at each part of the work.
 
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
     start = time.perf_counter()
+    check_refine(refine)
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    _check_types(where, pins)
+    _check_types(where, pins, preset)
+    check_time_limit(time_limit_seconds)
+    check_batch_axis(args, batch_axis)
     if memory_per_device is not None:
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
     meshes, traces = mesh_argument(mesh), traces_of(step)
+    if refine is not None:
+        if isinstance(cluster, str) and cluster.endswith(".toml"):
+            check_origin(cluster)
+        options: dict[str, Any] = {
+            "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
+            "batch_axis": batch_axis, "reduction": reduction, "stages": stages, "schedule": schedule,
+            "submeshes": submeshes, "preset": preset, "time_limit_seconds": time_limit_seconds,
+        }  # fmt: skip
+        found = measured_best(
+            lambda **those: plan_for(traces, args, cluster=where, tell=tell, **those), options, traces=traces,
+            args=args, cluster=where, tell=tell,
+        )  # fmt: skip
+        return replace(found, seconds=time.perf_counter() - start)
     if preset is not None:
         preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
         check_free(preset, mesh=mesh, zero=zero, remat=remat, stages=None if stages == 1 else stages, schedule=schedule)
+        if submeshes is not None:
+            raise PlanError(
+                refused="the submeshes", got=f"the preset {preset} as well, whose stages are on equal ones",
+                needed="one or the other", where="submeshes=", try_="leaving out submeshes= or preset=",
+            )  # fmt: skip
         meshes, zero, remat = [preset.mesh], preset.zero, preset.remat or remat
         stages, schedule = preset.stages, preset.schedule
     pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
+    if submeshes is not None:
+        submeshes = checked_submeshes(submeshes, where, None if stages == 1 else stages)
+        stages = len(submeshes)
     check_stages(stages, schedule)
     asked = PlanRequest(
         traces=traces, args=args, cluster=where, microbatches=microbatches, mesh=meshes, pins=pinned, remat=remat,
-        batch_axis=batch_axis, reduction=reduction, schedule=schedule, preset=preset, started=start,
-        time_limit_seconds=time_limit_seconds, tell=tell,
+        batch_axis=batch_axis, reduction=reduction, schedule=schedule, submeshes=submeshes, preset=preset,
+        started=start, time_limit_seconds=time_limit_seconds, tell=tell,
     )  # fmt: skip
     found = plan_one_stage(asked) if stages == 1 else plan_stages(asked, stages) if stages else _any_stages(asked)
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    if asked.schedule is not None and len(found.plan.stages) == 1:
+        notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     return replace(found, plan=replace(found.plan, notes=notes), seconds=time.perf_counter() - start)
 
 
 def _any_stages(asked: PlanRequest) -> Planning:
     """The faster of the best plan of one stage and the best of several."""
+    if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
+        return plan_stages(asked, None)
     count = asked.microbatches if asked.microbatches is not None else 1
     if asked.cluster.num_devices == 1 or not asked.program(count).marked:
         return plan_one_stage(asked)
@@ -122,7 +158,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     return several if len(several.plan.stages) > 1 else one
 
 
-def _check_types(cluster: Any, pins: Any) -> None:
+def _check_types(cluster: Any, pins: Any, preset: Any) -> None:
     if not isinstance(cluster, Cluster):
         raise PlanError(
             refused="the cluster", got=f"{type(cluster).__name__} {cluster!r:.40}", needed="a name or a Cluster",
@@ -132,6 +168,11 @@ def _check_types(cluster: Any, pins: Any) -> None:
         raise PlanError(
             refused="the pins", got=f"{type(pins).__name__} {pins!r:.40}", needed="layouts by path pattern",
             where="pins=", try_='pins={"*kernel*": (None, "model")}',
+        )  # fmt: skip
+    if preset is not None and not isinstance(preset, (str, Preset)):
+        raise PlanError(
+            refused="the preset", got=f"{type(preset).__name__} {preset!r:.40}", needed="a Preset or its text",
+            where="preset=", try_='preset="megatron(tp=2, pp=2)"',
         )  # fmt: skip
 
 
@@ -145,8 +186,13 @@ def _positive(value: float, name: str) -> float:
 
 
 def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(path, str) or isinstance(dims, str) or not isinstance(dims, Iterable):
+        raise PlanError(
+            refused=f"the pin {path!r}", got=repr(dims), where="pins=", try_='pins={"*kernel": (None, "model")}',
+            needed="a path pattern, and for each dim None, an axis or several",
+        )  # fmt: skip
     layout: list[tuple[str, ...]] = []
-    for dim in tuple(dims):
+    for dim in dims:
         if dim is None:
             layout.append(())
         elif isinstance(dim, str):

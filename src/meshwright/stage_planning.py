@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import isfinite, prod
@@ -18,14 +18,15 @@ from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
 from .runtime.pipeline.local_stages import LocalStages
+from .runtime.pipeline.stage_memory import StageMemory
 from .search.parameters import parameter_infos
-from .search.pipeline import SIMULATED, StageRequest, StageSearchResult, search_stages
+from .search.pipeline import SIMULATED, StageRequest, StageSearch, StageSearchResult
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 
-# Microbatches tried where the user names none: more cost more launches than they save in bubbles.
-_MOST_MICROBATCHES = 64
+# Microbatches tried where the user names none.
+_MOST_MICROBATCHES = 256
 
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 5
@@ -53,53 +54,57 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
       NothingFaster: if no plan is that fast.
     """
     cluster, preset, pins = asked.cluster, asked.preset, asked.pins
-    begun = time.perf_counter()
-    programs = _programs(asked, stages, _counts(asked))
-    trace_seconds = time.perf_counter() - begun
-    source = programs[0].source
-    pins.check(source.input_names, [programs[0].graph.values[v].name for v in programs[0].graph.inputs])
-    submeshes = None
+    programs = _Programs(asked, stages, _counts(asked))
+    first = programs.any
+    source = first.source
+    pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
+    submeshes = asked.submeshes
     if preset is not None:
         roles = preset.roles_in(source, asked.traces, asked.args, batch_axis=asked.batch_axis)
         pins, submeshes = replace(pins, roles=roles), (cluster.num_devices // preset.stages,) * preset.stages
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
     _check_mesh(asked, stages)
+    request = StageRequest(
+        programs=programs, parameters=parameter_infos(source), cluster=cluster, pins=pins, remat=asked.remat,
+        submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
+        time_limit_seconds=max(asked.left_seconds, _LEAST_SECONDS), faster_than_seconds=faster_than_seconds,
+    )  # fmt: skip
+    search = StageSearch(request)
     usable = limit = cluster.device.usable_memory_bytes
     solve_seconds = unseen = 0.0
     leanest = float("inf")
     nothing: MemoryExceeded | None = None
+    known: dict[Hashable, StageMemory] = {}
     for _ in range(_ATTEMPTS):
         asked.tell("searching stages")
-        request = StageRequest(
-            programs=programs, parameters=parameter_infos(source), cluster=cluster.with_memory_limit(limit), pins=pins,
-            remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
-            time_limit_seconds=max(asked.left_seconds, _LEAST_SECONDS), faster_than_seconds=faster_than_seconds,
-        )  # fmt: skip
         try:
-            result = search_stages(request)
+            result = search.run(limit)
         except MemoryExceeded as error:
             # What the search misses is mostly a microbatch's: half of it in half a microbatch.
-            finer, unseen, nothing = _finer(asked, programs[-1].microbatches), unseen / 2, nothing or error
+            finer, unseen, nothing = _finer(asked, max(programs)), unseen / 2, nothing or error
             if not finer:
                 break
-            programs, limit = _programs(asked, stages, finer), usable / MARGIN - unseen if unseen else usable
+            programs = _Programs(asked, stages, finer)
+            search = StageSearch(replace(request, programs=programs))
+            limit = usable / MARGIN - unseen if unseen else usable
             continue
         solve_seconds += result.seconds
         plan = replace(result.plan, cluster_fingerprint=cluster.fingerprint())
         plan = replace(plan, stages=tuple(replace(stage, memory_limit_bytes=usable) for stage in plan.stages))
         if len(plan.stages) == 1:
-            return _planning(asked, result, plan, trace_seconds, solve_seconds)
+            return _planning(asked, result, plan, programs.seconds, solve_seconds)
         counted = [stage.memory.total for stage in plan.stages]
         if asked.schedule == "pipedream":
-            plan = _asynchronous(plan, programs[0].graph)
+            plan = _asynchronous(plan, result.program.graph)
         elif asked.schedule == "inference":
             plan = _timed(replace(plan, schedule="inference", schedule_options=()))
         asked.tell("predicting memory")
-        plan = LocalStages(result.program.source, plan, platform=cluster.device.platform).plan_with_memory()
+        local = LocalStages(result.program, plan, platform=cluster.device.platform, counted=known)
+        plan = local.plan_with_memory()
         peaks = [stage.memory.total for stage in plan.stages]
         leanest = min(leanest, MARGIN * max(peaks))
         if MARGIN * max(peaks) <= usable:
-            return _planning(asked, result, plan, trace_seconds, solve_seconds)
+            return _planning(asked, result, plan, programs.seconds, solve_seconds)
         unseen = max(0.0, *(peak - seen for peak, seen in zip(peaks, counted, strict=True)))
         limit = max(min(0.98 * max(counted), usable / MARGIN - unseen), 1.0)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
@@ -140,30 +145,52 @@ def _planning(
     )  # fmt: skip
 
 
-def _programs(asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> list[StagedProgram]:
-    """The step for every number of microbatches to be considered, in layers."""
-    found: list[StagedProgram] = []
-    refused: PlanError | None = None
-    for count in counts:
+class _Programs(Mapping[int, StagedProgram]):
+    """The step for every number of microbatches to be considered, in layers, each traced when it is first asked for.
+
+    Raises:
+      PlanError: on asking, if the step cannot be cut so, or has no loss function that is marked.
+    """
+
+    def __init__(self, asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> None:
+        self._asked, self._stages, self._counts = asked, stages, counts
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, count: int) -> StagedProgram:
+        asked, begun = self._asked, time.perf_counter()
         asked.tell(f"tracing {count} microbatches")
-        try:
-            program = _traced(asked, count)
-        except PlanError as error:
-            # Some steps cannot be cut so finely: these numbers were our idea.
-            refused = refused or error
-            continue
+        program = _traced(asked, count)
         if not program.marked:
             raise PlanError(
-                refused=f"a plan of {stages or 'several'} stages", got="a step without meshwright.value_and_grad",
+                refused=f"a plan of {self._stages or 'several'} stages",
+                got="a step without meshwright.value_and_grad",
                 needed="a step whose loss function is marked: its forward program is what is cut",
                 where=getattr(asked.traces, "__name__", "the step"),
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
                 "a step that computes no gradients",
             )  # fmt: skip
-        found.append(asked.traces.staged(program))
-    if refused is not None and not found:
+        staged = asked.traces.staged(program)
+        self.seconds += time.perf_counter() - begun
+        return staged
+
+    @property
+    def any(self) -> StagedProgram:
+        """The one of the fewest microbatches that there is."""
+        refused: PlanError | None = None
+        for count in sorted(self._counts):
+            try:
+                return self[count]
+            except PlanError as error:
+                # Some steps cannot be cut so finely: these numbers were our idea.
+                refused = refused or error
+        assert refused is not None
         raise refused
-    return found
 
 
 def _traced(asked: PlanRequest, count: int) -> Program:

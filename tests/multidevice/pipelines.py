@@ -6,7 +6,7 @@ Stages are given, their layouts solved: which stages a search would choose is no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -41,6 +41,8 @@ class Pipeline:
       options: of the schedule.
       scan_splits: of scanned layers.
       remat: "none" or "layer".
+      meshes: logical meshes to choose from, as (names, sizes), for submeshes of so many devices; none for all.
+      layouts: of parameters by path, as pins.
     """
 
     submeshes: Sequence[int] = (4, 4)
@@ -50,6 +52,8 @@ class Pipeline:
     options: tuple[tuple[str, Any], ...] = ()
     scan_splits: Mapping[int, Sequence[int]] | None = None
     remat: str = "none"
+    meshes: Sequence[tuple[tuple[str, ...], tuple[int, ...]]] = ()
+    layouts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> Plan:
@@ -57,7 +61,8 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
     cluster = load_cluster("local")
     places = Submeshes(cluster)
     costs = StageCosts(
-        staged, parameters=parameter_infos(program), submeshes=places, pins=Pins(), remat=pipeline.remat
+        staged, parameters=parameter_infos(program), submeshes=places, pins=Pins(layouts=pipeline.layouts),
+        remat=pipeline.remat, meshes=pipeline.meshes,
     )  # fmt: skip
     count = len(pipeline.submeshes)
     layers = pipeline.layers or [len(part) for part in np.array_split(np.arange(len(staged.layers)), count)]
@@ -74,11 +79,11 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
     return replace(plan, schedule=pipeline.schedule, schedule_options=pipeline.options)
 
 
-def pipelined(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline) -> PipelinedStep:
-    """A step as a pipeline on the devices of this process."""
+def pipelined(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline, **options: Any) -> PipelinedStep:
+    """A step as a pipeline on the devices of this process; `options` are those of `PipelinedStep`."""
     program = trace_program(step, args, microbatches=pipeline.microbatches)
     staged = staged_program(program, scan_splits=pipeline.scan_splits)
-    return PipelinedStep(program, staged_plan(program, staged, pipeline), jax.devices())
+    return PipelinedStep(program, staged_plan(program, staged, pipeline), jax.devices(), **options)
 
 
 def inference(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline) -> PipelinedStep:

@@ -30,12 +30,21 @@ def step(s: Any, x: jax.Array) -> Any:
     return {"params": optax.apply_updates(s["params"], updates), "opt": opt}, loss
 
 
+PLAN = mw.parallelize(step)
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda: mw.parallelize(step, typo=3), ["the option 'typo'", "microbatches"]),
         (lambda: mw.parallelize(step, time_limit=5), ["try time_limit_seconds"]),
         (lambda: mw.parallelize(step, plan=3), ["the plan", "got int"]),
+        (lambda: mw.parallelize(step, time_limit_seconds="60"), ["the time limit", "'60'"]),
+        (lambda: mw.parallelize(step, batch_axis=7)(state(), X), ["the batch axis", "got 7"]),
+        (
+            lambda: mw.parallelize(step, plan=PLAN.plan(state(), X), batch_axis=7)(state(), X),
+            ["the batch axis", "got 7"],
+        ),
         (lambda: mw.parallelize(step, plan="x.json"), ["x.json"]),
         (lambda: mw.parallelize(step, pins=[("w", 1)])(state(), X), ["the pins", "got list"]),
         (lambda: mw.parallelize(step, cluster=3)(state(), X), ["the cluster", "got int 3"]),

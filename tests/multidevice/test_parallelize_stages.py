@@ -33,6 +33,7 @@ def losses(step: Any, state: Any, batch: Any, steps: int = 3) -> tuple[Any, list
         {"stages": 4, "schedule": "gpipe", "microbatches": 2},
         {"preset": "pipedream(2)", "microbatches": 1},
         {"stages": None},
+        {"submeshes": (2, 2, 4), "microbatches": 2},
     ],
     ids=str,
 )
@@ -48,6 +49,8 @@ def test_a_step(options: dict[str, Any], tmp_path: Path) -> None:
     if options.get("stages") != 1 and "stages" in options and options["stages"] is not None:
         assert len(plan.stages) == options["stages"]
         assert isinstance(step.planned(state, batch), PipelinedStep)
+    if "submeshes" in options:
+        assert tuple(len(stage.devices) for stage in plan.stages) == options["submeshes"]
     plan.save(tmp_path / "plan.json")
     again = mw.parallelize(target.step, plan=tmp_path / "plan.json")
     other, found = losses(again, jax.tree.map(np.asarray, target.init(jax.random.key(0))), batch)
@@ -150,3 +153,40 @@ def test_a_leaf_of_several_stages_is_read_as_a_number() -> None:
         assert leaf.nbytes == np.asarray(leaf).nbytes
         assert jnp.copy(leaf).shape == leaf.shape
     assert any(int(leaf) == 1 for leaf in shared if leaf.size == 1)
+
+
+def test_a_leaf_of_several_stages_is_calculated_with() -> None:
+    parts = {stage: jax.device_put(jnp.arange(1.0, 4.0), jax.devices()[stage]) for stage in (0, 3)}
+    leaf, one = StagedArray(parts), StagedArray({0: jnp.float32(2)})
+    for found in (
+        leaf + 1,
+        1 + leaf,
+        leaf + leaf - np.arange(3.0),
+        -leaf + 2 * leaf + leaf[::-1] ** 0,
+        leaf + jnp.ones(3),
+    ):
+        np.testing.assert_array_equal(np.sort(np.asarray(found)), [2, 3, 4])
+    np.testing.assert_array_equal(np.asarray(jnp.ones(3) * leaf), [1, 2, 3])
+    np.testing.assert_array_equal(np.exp(leaf), np.exp(np.arange(1, 4, dtype=np.float32)))
+    np.testing.assert_array_equal(leaf > 1, [False, True, True])
+    assert len(leaf) == 3
+    assert float(leaf[1]) == 2
+    assert one > 1
+    assert f"{one / 4:.2f}" == "0.50"
+
+
+def test_a_schedule_that_is_not_used_is_said() -> None:
+    """One stage is faster than several for a small step; the search is free to say so, not to be silent about it."""
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    args = (target.example_state, target.example_batch)
+    plan = mw.plan_for(target.step, args, stages=None, schedule="gpipe").plan
+    assert len(plan.stages) == 1
+    assert any("the schedule gpipe is not used" in note for note in plan.notes)
+
+
+def test_inference_of_as_many_stages_as_are_best() -> None:
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
+    planning = mw.plan_for(
+        infer, (weights, jax.ShapeDtypeStruct((32, 64), jnp.float32)), stages=None, schedule="inference"
+    )
+    assert planning.plan.schedule == "inference" or any("is not used" in note for note in planning.plan.notes)

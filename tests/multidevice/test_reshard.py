@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 import meshwright as mw
 from meshwright.resharding import Network, ReshardError, uniform_network
+from meshwright.runtime.pipeline.transport import PlannedTransport
 from meshwright.runtime.resharding.mover import Mover
 
 Dims = Sequence[str | tuple[str, ...] | None]
@@ -39,23 +40,45 @@ def bits(x: Any) -> bytes:
 
 DTYPES = [
     *("bool", "int2", "uint2", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
-    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
-    *("bfloat16", "float16", "float32", "complex64"),
+    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "bfloat16", "float16", "float32", "complex64"),
 ]
+
+
+def any_bits(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Elements of any bits that the dtype has, NaNs that signal included."""
+    dtype, rng = jnp.dtype(name), np.random.default_rng(0)
+    if name == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if name in ("int2", "uint2", "int4", "uint4"):
+        return rng.integers(int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max) + 1, shape).astype(dtype)
+    if name == "float4_e2m1fn":
+        return rng.integers(0, 16, shape).astype(np.uint8).view(dtype)
+    return rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize)).astype(np.uint8).view(dtype)
 
 
 @pytest.mark.parametrize("network", [None, 2], ids=["one host", "hosts of two"])
 def test_every_dtype(network: int | None) -> None:
     source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
-    tree, rng = {}, np.random.default_rng(0)
-    for name in DTYPES:
-        values = rng.integers(0, 2, (16, 12)).astype(np.float32)
-        tree[name] = jax.device_put(jnp.asarray(values).astype(getattr(jnp, name)), source)
+    given = {name: any_bits(name, (64, 12)) for name in DTYPES}
+    tree = jax.device_put(given, source)
     moved = mw.reshard(tree, target, network=hosts(network) if network else None)
-    for name, x in tree.items():
+    for name, x in given.items():
         assert moved[name].sharding == target
         assert moved[name].dtype == x.dtype
         assert bits(moved[name]) == bits(x), name
+
+
+@pytest.mark.parametrize("size", [None, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_dtype_by_the_pipelines_transport(size: int | None) -> None:
+    """All in one program; between hosts of one device with relays, so that parts of slices are moved too."""
+    source, target = on(range(2), (2,), ("x",)), on((3, 4, 5, 6, 7), (5,), ())
+    given = [any_bits(name, (64, 12)) for name in DTYPES]
+    transport = PlannedTransport(None if size is None else hosts(size))
+    moved = transport.move(jax.device_put(given, source), [target] * len(given))
+    for name, x, y in zip(DTYPES, given, moved, strict=True):
+        assert y.dtype == x.dtype
+        assert bits(y) == bits(x), name
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -84,3 +84,57 @@ for _ in range(3):
 print("compared", compare((found, again), (expected, metrics)), "loss", float(again["loss"]))
 """,
     )
+
+
+@pytest.mark.slow
+def test_stages_that_share_ranks(tmp_path: Path) -> None:
+    """Interleaving: two ranks of two processes each, two stages on each rank."""
+    assert_runs(
+        tmp_path,
+        f"""{_STEPS}
+step, optimizer = clipped(predict)
+params = perceptron(layers=8)
+state = numpy((params, optimizer.init(params)))
+parallel = mw.parallelize(step, stages=4, schedule="interleaved_one_f_one_b", microbatches=4)
+expected, found = state, state
+for _ in range(3):
+    expected, metrics = jax.jit(step)(expected, batch)
+    found, again = parallel(found, batch)
+assert parallel.plan(found, batch).schedule == "interleaved_one_f_one_b"
+print("compared", compare((found, again), (expected, metrics)), "loss", float(again["loss"]))
+""",
+    )
+
+
+@pytest.mark.slow
+def test_asynchronous_updates(tmp_path: Path) -> None:
+    """PipeDream: the numbers of delayed updates, simulated on one device."""
+    assert_runs(
+        tmp_path,
+        f"""{_STEPS}
+from test_pipeline_asynchronous import OPTIMIZER, delayed, step
+params, count = perceptron(layers=6), 8
+state, (x, y) = numpy((params, OPTIMIZER.init(params))), batch
+parallel = pipelined(step, (state, x, y), Pipeline(submeshes=(2, 2, 4), microbatches=count, schedule="pipedream"))
+holders = [list(where) for where in parallel.in_shardings[: len(jax.tree.leaves(params))]]
+stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in holders])
+expected, found = state, state
+for _ in range(2):
+    expected, losses = delayed(expected, list(zip(np.split(x, count), np.split(y, count))), stage_of, 3)
+    found, again = parallel(found, x, y)
+print("compared", compare((found, again), (expected, {{"loss": np.mean(losses)}})), "loss", float(again["loss"]))
+""",
+    )
+
+
+@pytest.mark.slow
+def test_inference(tmp_path: Path) -> None:
+    assert_runs(
+        tmp_path,
+        f"""{_STEPS}
+params, (x, _) = numpy(perceptron()), batch
+parallel = mw.parallelize(predict, stages=2, schedule="inference", microbatches=4)
+found, expected = parallel(params, x), jax.jit(predict)(params, x)
+print("compared", compare([found], [expected]))
+""",
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launched import write_script
 
-from meshwright.launch import run
+from meshwright.launch import Result, run
 
 _MULTIDEVICE = Path(__file__).parents[1] / "multidevice"
 
@@ -38,19 +38,22 @@ def compare(found, expected):
                 )
     return count
 
-def check(step, state, batch, pipeline, steps=3):
+def check(step, state, batch, pipeline, steps=3, **options):
     alone = jax.jit(step)
-    parallel = pipelined(step, (state, batch), pipeline)
+    parallel = pipelined(step, (state, batch), pipeline, **options)
     expected, found = jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, state)
     for _ in range(steps):
         expected, metrics = alone(expected, batch)
         found, again = parallel(found, batch)
     print("compared", compare((found, again), (expected, metrics)), "loss", float(again["loss"]))
+    return [np.asarray(shard.data) for leaf in jax.tree.leaves(found)
+            for part in (leaf.parts.values() if isinstance(leaf, StagedArray) else [leaf])
+            for shard in part.addressable_shards]
 """
 
 
-def assert_runs(folder: Path, text: str, timeout_seconds: float = 300) -> None:
-    result = run(
+def launched(folder: Path, text: str, timeout_seconds: float = 300) -> Result:
+    return run(
         write_script(folder, _HEAD + text),
         processes=4,
         devices_per_process=2,
@@ -58,6 +61,10 @@ def assert_runs(folder: Path, text: str, timeout_seconds: float = 300) -> None:
         timeout_seconds=timeout_seconds,
         environment={"JAX_PLATFORMS": "cpu"},
     )
+
+
+def assert_runs(folder: Path, text: str, timeout_seconds: float = 300) -> None:
+    result = launched(folder, text, timeout_seconds)
     result.check()
     for process in result.processes:
         assert "compared" in process.output(), process.output()
@@ -78,6 +85,42 @@ check(target.step, state, batch, Pipeline(submeshes=(2, 2, 4), schedule="zero_bu
     )
 
 
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        # Split over four devices to whole on each of four others, and back.
+        """Pipeline(submeshes=(4, 4), meshes=[(("x",), (4,))], microbatches=2, layouts={
+            "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": ((), ("x",)),
+            "args[0][3]['w']": (("x",), ())})""",
+        # Split over two to split over two others, then to whole on four.
+        pytest.param(
+            """Pipeline(submeshes=(2, 2, 4), meshes=[(("x",), (4,)), (("x",), (2,))], microbatches=2, layouts={
+            "args[0][0]['w']": (("x",), ()), "args[0][1]['w']": ((), ("x",)), "args[0][2]['w']": (("x",), ()),
+            "args[0][3]['w']": ((), ("x",))})""",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["4-4", "2-2-4"],
+)
+def test_neighbours_of_other_layouts_by_either_transport(tmp_path: Path, pipeline: str) -> None:
+    """Both give the numbers of one device, and each other's to the bit."""
+    assert_runs(
+        tmp_path,
+        f"""
+from test_pipeline import data, perceptron, predict
+
+def step(params, batch):
+    loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, batch[0]) - batch[1]) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {{"loss": loss}}
+
+state, batch = jax.tree.map(np.asarray, (perceptron(), data()))
+pipeline = {pipeline}
+planned, naive = (check(step, state, batch, pipeline, transport=name) for name in ("planned", "naive"))
+assert planned and all(a.tobytes() == b.tobytes() for a, b in zip(planned, naive, strict=True))
+""",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny", "unet-tiny"])
 def test_reference_models_in_four_processes(tmp_path: Path, name: str) -> None:
@@ -90,3 +133,41 @@ batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
 check(target.step, state, batch, Pipeline(submeshes=(2, 2, 4), microbatches=2))
 """,
     )
+
+
+_ANOTHER_PLAN = """
+from test_pipeline import data, perceptron, predict
+
+def step(params, batch):
+    loss, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, batch[0]) - batch[1]) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": loss}
+
+state, batch = jax.tree.map(np.asarray, (perceptron(), data()))
+one, other = (pipelined(step, (state, batch), Pipeline(submeshes=s, microbatches=2)) for s in ((2, 2, 4), (4, 4)))
+expected = jax.tree.map(np.asarray, state)
+for _ in range(2):
+    expected, metrics = jax.jit(step)(expected, batch)
+state, _ = one(state, batch)
+"""
+
+
+@pytest.mark.slow
+def test_the_state_of_another_plan_is_moved_by_reshard(tmp_path: Path) -> None:
+    assert_runs(
+        tmp_path,
+        _ANOTHER_PLAN
+        + """
+there = [next(iter(found.values())) for found in other.in_shardings[:8]]
+state = mw.reshard(state, jax.tree.unflatten(jax.tree.structure(state), there), donate=True)
+state, again = other(state, batch)
+print("compared", compare((state, again), (expected, metrics)))
+""",
+    )
+
+
+def test_the_state_of_another_plan_is_refused(tmp_path: Path) -> None:
+    """A step moves no arguments between processes."""
+    result = launched(tmp_path, _ANOTHER_PLAN + "other(state, batch)")
+    assert result.ended_by == "failure"
+    for said in ("refused an argument of the step", "shared by several processes", "meshwright.reshard(state"):
+        assert said in str(result.problem)

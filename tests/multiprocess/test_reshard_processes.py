@@ -9,7 +9,14 @@ from launched import write_script
 
 from meshwright.launch import run
 
-_HEAD = """
+_MULTIDEVICE = Path(__file__).parents[1] / "multidevice"
+
+_HEAD = (
+    f"""
+import sys
+sys.path.insert(0, {str(_MULTIDEVICE)!r})
+"""
+    + """
 import meshwright as mw
 mw.initialize(timeout_seconds=120)
 import jax, jax.numpy as jnp, numpy as np, random
@@ -33,6 +40,7 @@ def check(moved, expected, sharding):
         got, wanted = np.asarray(shard.data), expected[shard.index]
         assert got.tobytes() == np.ascontiguousarray(wanted).tobytes(), (shard.index, sharding)
 """
+)
 
 
 def outputs(folder: Path, text: str, processes: int = 2) -> list[str]:
@@ -44,33 +52,28 @@ def outputs(folder: Path, text: str, processes: int = 2) -> list[str]:
     return [process.output() for process in result.processes]
 
 
-def test_every_dtype_across_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_dtype(tmp_path: Path, processes: int) -> None:
     """Split four ways to split eight ways and to replicas elsewhere; typed keys too."""
     found = outputs(
         tmp_path,
         """
-names = ["bool", "int2", "uint4", "int4", "int8", "uint16", "int32", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2",
-         "bfloat16", "float16", "float32", "complex64"]
-rng = np.random.default_rng(0)
-tree, wanted = {}, {}
+from test_reshard import DTYPES, any_bits
 source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
-for name in names:
-    dtype = jnp.dtype(getattr(jnp, name))
-    bits = rng.integers(0, 2, (16, 12)) if dtype == bool else rng.integers(-2, 2, (16, 12))
-    wanted[name] = np.abs(bits).astype(dtype) if dtype.kind in "ub" else bits.astype(np.float32).astype(dtype)
-    tree[name] = whole(wanted[name], source)
-moved = mw.reshard(tree, target)
-for name in names:
-    check(moved[name], wanted[name], target)
+wanted = {name: any_bits(name, (16, 12)) for name in DTYPES}
+moved = mw.reshard({name: whole(x, source) for name, x in wanted.items()}, target)
+for name, x in wanted.items():
+    check(moved[name], x, target)
 words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(7), 8)))
 keys = jax.random.wrap_key_data(whole(words, on(range(4), (4,), ("x",))))
 moved = mw.reshard(keys, on((4, 5), (2,), ("x",)))
 assert jax.dtypes.issubdtype(moved.dtype, jax.dtypes.prng_key)
 check(jax.random.key_data(moved), words, on((4, 5), (2,), ("x",)))
-print("moved", len(names) + 1)
+print("moved", len(wanted) + 1)
 """,
+        processes,
     )
-    assert all("moved 15" in output for output in found), found
+    assert all("moved 25" in output for output in found), found
 
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])

@@ -79,6 +79,12 @@ def test_meshes_that_are_none(text: str) -> None:
         cli.parse_mesh(text)
 
 
+@pytest.mark.parametrize("text", ["", "2,", "2,0", "2;2", "2,-2", "two"])
+def test_submeshes_that_are_none(text: str) -> None:
+    with pytest.raises(PlanError, match="the submeshes"):
+        cli.parse_submeshes(text)
+
+
 def test_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     cli.provide_devices(4)
@@ -163,6 +169,11 @@ def test_plan_as_text(capsys: pytest.CaptureFixture[str], module: Path) -> None:
         (["plan", "mlp-tiny", "--cluster", "cpu", "--remat", "some"], "rematerialisation"),
         (["plan", "mlp-tiny", "--cluster", "cpu", "--microbatches", "3"], "microbatches=3"),
         (["plan", "mlp-tiny", "--cluster", "cpu", "--microbatches", "0"], "at least 1"),
+        (["plan", "mlp-tiny", "--cluster", "cpu", "--stages", "64"], "a layer and a device for each stage"),
+        (["plan", "mlp-tiny", "--cluster", "cpu", "--stages", "-2"], "a whole number, or auto"),
+        (["plan", "mlp-tiny", "--cluster", "cpu", "--submeshes", "2,2"], "the 8 of cluster"),
+        (["plan", "mlp-tiny", "--cluster", "cpu", "--submeshes", "2,x"], "--submeshes 2,2,4"),
+        (["plan", "mlp-tiny", "--cluster", "cpu", "--time-limit", "inf"], "the time limit"),
         (["plan", "mlp-tiny", "--cluster", "cpu", "--out", "/nonexistent/plan.json"], "saving a plan"),
         (["verify", "mlp-tiny", "--devices", "4096"], "4096 devices"),
     ],

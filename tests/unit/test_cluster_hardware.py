@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from meshwright.cluster import Cluster, ClusterError, Device, Host, Link
+from meshwright.cluster import Cluster, ClusterError, Device, Host, Link, load_cluster
+from meshwright.cluster.hardware import NO_NIC
 
 DEVICE = Device(
     kind="toy",
@@ -85,21 +86,58 @@ def test_equal_clusters_are_equal_hash_equal_and_survive_pickling():
     assert again.fingerprint() == cluster.fingerprint()
 
 
-def test_cluster_refuses_no_hosts_mixed_devices_and_impossible_fabrics():
-    other = dataclasses.replace(HOST, device=dataclasses.replace(DEVICE, memory_bytes=2000.0))
+def test_cluster_refuses_no_hosts_and_impossible_fabrics():
     with pytest.raises(ClusterError, match="got 0 hosts"):
         Cluster(name="none", hosts=())
-    with pytest.raises(ClusterError, match="the same device in all of them"):
-        Cluster(name="mixed", hosts=(HOST, other))
+    with pytest.raises(ClusterError, match=r"whole number >= 1; where: Cluster\.fabric_hosts_per_leaf"):
+        Cluster(name="flat", hosts=(HOST,), fabric_hosts_per_leaf=0)
     with pytest.raises(ClusterError, match=r"needed a finite number >= 1; where: Cluster\.fabric_oversubscription"):
         Cluster(name="wide", hosts=(HOST,), fabric_oversubscription=0.5)
     with pytest.raises(ClusterError, match="needed a Host"):
         Cluster(name="odd", hosts=(DEVICE,))
 
 
+def test_cluster_refuses_hosts_that_cannot_reach_each_other():
+    alone = Host(device=DEVICE, devices=2, link=HOST.link, nics=0)
+    assert Cluster(name="one", hosts=(alone,)).num_devices == 2
+    with pytest.raises(ClusterError, match=r"2 hosts, of which host 1 has no NIC; needed a way between all hosts"):
+        Cluster(name="two", hosts=(HOST, alone))
+    chip = dataclasses.replace(HOST, device=dataclasses.replace(DEVICE, kind="TPU v4"))
+    with pytest.raises(ClusterError, match=r"platforms gpu and tpu; needed one platform"):
+        Cluster(name="odd", hosts=(HOST, chip))
+
+
+def test_a_host_has_nics_that_are_described_or_none():
+    for nics, nic in ((1, NO_NIC), (0, HOST.nic)):
+        with pytest.raises(ClusterError, match="a description of the NICs if there are any"):
+            dataclasses.replace(HOST, nics=nics, nic=nic)
+    for nics in (-1, False, 1.0):
+        with pytest.raises(ClusterError, match="a whole number >= 1"):
+            dataclasses.replace(HOST, nics=nics)
+    assert dataclasses.replace(HOST, nics=0, nic=NO_NIC).nic_bandwidth_bytes_per_second == 0.0
+
+
+def test_a_mixed_cluster_has_the_least_of_each():
+    cluster = load_cluster("p4d.24xlarge:2+p3.16xlarge")
+    a100, v100 = load_cluster("p4d.24xlarge").device, load_cluster("p3.16xlarge").device
+    assert cluster.devices_of_kind == {a100.kind: 16, v100.kind: 8}
+    assert (cluster.device_at(15), cluster.device_at(16)) == (a100, v100)
+    device = cluster.device
+    assert device.kind == f"{a100.kind} or {v100.kind}"
+    assert device.platform == "gpu"
+    for dtype in ("float32", "float16", "bfloat16", "int8"):
+        least = min(a100.achievable_flops(dtype), v100.achievable_flops(dtype))
+        assert device.achievable_flops(dtype) == pytest.approx(least)
+    assert device.usable_memory_bytes == pytest.approx(v100.usable_memory_bytes)
+    assert device.memory_bandwidth_bytes_per_second == v100.memory_bandwidth_bytes_per_second
+    assert device.kernel_launch_seconds == v100.kernel_launch_seconds
+    limited = cluster.with_memory_limit(20e9)
+    assert [limited.device_at(i).usable_memory_bytes for i in (0, 16)] == [20e9, v100.usable_memory_bytes]
+
+
 def test_fingerprint_is_of_the_hardware_alone():
     cluster = Cluster(name="a", hosts=(HOST, HOST))
-    assert cluster.fingerprint() == "f4cd63aae22bc32f"  # the same in every process and release
+    assert cluster.fingerprint() == "099633af8bee3019"  # the same in every process and release
     assert dataclasses.replace(cluster, name="b").fingerprint() == cluster.fingerprint()
     whole = dataclasses.replace(HOST, device=dataclasses.replace(DEVICE, memory_bytes=1000))
     assert Cluster(name="a", hosts=(whole, whole)).fingerprint() == cluster.fingerprint()

@@ -3,6 +3,10 @@
 import dataclasses
 import itertools
 import math
+import os
+import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,16 +24,18 @@ DEVICE = Device(
 )
 
 
-def cluster_of(*devices: int, nics: int = 1, oversubscription: float = 1.0) -> Cluster:
+def cluster_of(*devices: int, nics: int = 1, oversubscription: float = 1.0, per_leaf: int = 1) -> Cluster:
     """Hosts with the given numbers of devices; link 100 bytes/s and 1 s a hop, each NIC 16 bytes/s and 9 s a hop."""
     link = Link(bandwidth_bytes_per_second=100.0, latency_seconds=1.0, launch_seconds=5.0)
     nic = Link(bandwidth_bytes_per_second=16.0, latency_seconds=9.0, launch_seconds=7.0)
     hosts = tuple(Host(device=DEVICE, devices=count, link=link, nics=nics, nic=nic) for count in devices)
-    return Cluster(name="toy", hosts=hosts, fabric_oversubscription=oversubscription)
+    return Cluster(name="toy", hosts=hosts, fabric_oversubscription=oversubscription, fabric_hosts_per_leaf=per_leaf)
 
 
-def test_p3_two_hosts_by_hand():
+def test_two_hosts_with_one_nic_by_hand():
     cluster = load_cluster("p3.16xlarge:2")
+    host = dataclasses.replace(cluster.hosts[0], wires=())
+    cluster = dataclasses.replace(cluster, hosts=(host, host))
     link, nic = cluster.hosts[0].link, cluster.hosts[0].nic
 
     across, inside = cluster.logical_mesh((2, 8)).axes  # 8 groups of one device a host share the one NIC
@@ -46,7 +52,8 @@ def test_p3_two_hosts_by_hand():
     (flat,) = cluster.logical_mesh((16,)).axes  # one ring through both hosts has the NIC for itself
     assert flat.bandwidth_bytes_per_second == nic.bandwidth_bytes_per_second
     assert flat.latency_seconds == pytest.approx((14 * link.latency_seconds + 2 * nic.latency_seconds) / 16)
-    assert flat.exchange_bandwidth_bytes_per_second == pytest.approx(nic.bandwidth_bytes_per_second * 15 / 64)
+    reached = nic.bandwidth_bytes_per_second * nic.exchange_efficiency
+    assert flat.exchange_bandwidth_bytes_per_second == pytest.approx(reached * 15 / 64)
 
 
 def test_more_nics_help_until_the_link_inside_the_host_is_the_slower():
@@ -62,6 +69,48 @@ def test_oversubscription_divides_what_leaves_a_host_and_nothing_else():
     across, inside = cluster_of(4, 4, oversubscription=4.0).logical_mesh((2, 4)).axes
     assert across.bandwidth_bytes_per_second == 16.0 / 4 / 4
     assert inside.bandwidth_bytes_per_second == 100.0
+
+
+def test_only_what_leaves_a_leaf_is_oversubscribed():
+    cluster = cluster_of(4, 4, 4, 4, oversubscription=4.0, per_leaf=2)
+    across, inside = cluster.logical_mesh((4, 4)).axes  # 4 groups over all hosts: 4 bytes/s each of a host's NIC
+    assert [level.kind for level in across.levels] == ["host", "leaf"]
+    assert across.levels[0].bandwidth_bytes_per_second == 16.0 / 4
+    assert across.levels[1].bandwidth_bytes_per_second == across.bandwidth_bytes_per_second == 2 * 16.0 / 4 / 4
+    assert [level.kind for level in inside.levels] == ["device"]
+    leaves, leaf, _ = cluster.logical_mesh((2, 2, 4)).axes
+    assert leaf.bandwidth_bytes_per_second == 16.0 / 4  # inside a leaf nothing is oversubscribed
+    # 4 groups of one device in each leaf, from each of its two hosts: 8 flows share 8 bytes/s.
+    assert leaves.bandwidth_bytes_per_second == 2 * 16.0 / 4 / 8
+    assert [(level.kind, level.size) for level in leaves.levels] == [("leaf", 2)]
+    (flat,) = cluster.logical_mesh((16,)).axes  # one ring leaves each leaf once
+    assert flat.bandwidth_bytes_per_second == 2 * 16.0 / 4
+    assert [level.size for level in flat.levels] == [4, 2, 2]
+
+
+def test_levels_say_what_a_group_has_at_each_place():
+    levels = {}
+    for shape in ((16,), (2, 8), (8, 2), (4, 4)):
+        for axis in cluster_of(8, 8).logical_mesh(shape).axes:
+            levels[shape, axis.name] = [(level.kind, level.size) for level in axis.levels]
+    assert levels == {
+        ((16,), "x"): [("device", 8), ("host", 2)],
+        ((2, 8), "x"): [("host", 2)],
+        ((2, 8), "y"): [("device", 8)],
+        ((8, 2), "x"): [("device", 4), ("host", 2)],
+        ((8, 2), "y"): [("device", 2)],
+        ((4, 4), "x"): [("device", 2), ("host", 2)],
+        ((4, 4), "y"): [("device", 4)],
+    }
+
+
+def test_hosts_of_several_kinds_have_the_worst_of_each():
+    cluster = load_cluster("p4d.24xlarge+p3.16xlarge")
+    a100, v100 = (host for host in cluster.hosts)
+    across, inside = cluster.logical_mesh((2, 8)).axes
+    assert across.bandwidth_bytes_per_second == v100.nic.bandwidth_bytes_per_second / 8
+    assert across.levels[0].link.latency_seconds == max(a100.nic.latency_seconds, v100.nic.latency_seconds)
+    assert inside.bandwidth_bytes_per_second == pytest.approx(6 * v100.link.bandwidth_bytes_per_second)
 
 
 def test_launch_is_that_of_the_links_an_axis_uses():
@@ -87,6 +136,11 @@ CASES = [
     (cluster_of(2, 4, 6), (2, 6)),
     (cluster_of(3, 5, nics=3, oversubscription=2.0), (2, 4)),
     (cluster_of(8), (2, 4)),
+    (cluster_of(4, 4, 4, 4, oversubscription=4.0, per_leaf=2), (16,)),
+    (cluster_of(4, 4, 4, 4, oversubscription=4.0, per_leaf=2), (4, 4)),
+    (cluster_of(4, 4, 4, 4, oversubscription=3.0, per_leaf=2), (2, 8)),
+    (cluster_of(4, 4, 4, 4, 4, 4, oversubscription=2.0, per_leaf=4), (3, 8)),
+    (cluster_of(2, 4, 6, 4, oversubscription=2.0, per_leaf=3), (4, 4)),
 ]
 
 
@@ -107,6 +161,8 @@ def test_bandwidths_against_a_count_of_every_message(cluster, shape):
     for position, axis in enumerate(cluster.logical_mesh(shape).axes):
         groups = groups_of(cluster, shape, position)
         ring_out, exchange_out = np.zeros(len(cluster.hosts)), np.zeros(len(cluster.hosts))
+        per_leaf = cluster.fabric_hosts_per_leaf
+        ring_up, exchange_up = np.zeros(len(cluster.hosts)), np.zeros(len(cluster.hosts))  # by leaf
         ring_inside = exchange_inside = 0.0
         for group in groups:
             n = len(group)
@@ -119,11 +175,16 @@ def test_bandwidths_against_a_count_of_every_message(cluster, shape):
                 mates = sum(group[j] == group[i] for j in range(n)) - 1
                 exchange_inside = max(exchange_inside, mates / 100.0)
                 exchange_out[group[i]] += n - 1 - mates
-        out = np.array([h.nic_bandwidth_bytes_per_second for h in cluster.hosts]) / cluster.fabric_oversubscription
-        ring_seconds = max(ring_inside, (ring_out / out).max())
+                leaf = group[i] // per_leaf
+                ring_up[leaf] += hop // per_leaf != leaf
+                exchange_up[leaf] += sum(other // per_leaf != leaf for other in group)
+        out = np.array([h.nic_bandwidth_bytes_per_second for h in cluster.hosts])
+        up = np.array([out[i * per_leaf : (i + 1) * per_leaf].sum() for i in range(len(out))])
+        up = np.where(up > 0, up, 1.0) / cluster.fabric_oversubscription
+        ring_seconds = max(ring_inside, (ring_out / out).max(), (ring_up / up).max())
         assert 1.0 / axis.bandwidth_bytes_per_second == pytest.approx(ring_seconds)
         if axis.size > 1:
-            exchange_seconds = max(exchange_inside, (exchange_out / out).max())
+            exchange_seconds = max(exchange_inside, (exchange_out / out).max(), (exchange_up / up).max())
             # A ring's share bounds an exchange too: nothing is sent faster than one neighbour can be reached.
             bound = max(exchange_seconds, (axis.size - 1) * ring_seconds)
             assert (axis.size - 1) / axis.exchange_bandwidth_bytes_per_second == pytest.approx(bound)
@@ -169,6 +230,20 @@ def test_logical_shapes_are_all_ordered_factorisations():
             expected += [shape for shape in grid if math.prod(shape) == total]
         assert list(cluster.logical_shapes()) == expected
         assert cluster.logical_shapes(max_axes=1) == ((total,),)
+
+
+def test_axes_of_other_processes_are_found_in_tables():
+    """A hash is kept with an axis, and those of texts differ between processes."""
+    code = (
+        "import pickle, sys; from meshwright.cluster import load_cluster; "
+        "sys.stdout.buffer.write(pickle.dumps(load_cluster('p4d.24xlarge').logical_mesh((2, 4))))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, check=True
+    )
+    here, there = load_cluster("p4d.24xlarge").logical_mesh((2, 4)), pickle.loads(run.stdout)
+    assert there == here
+    assert {axis: axis.name for axis in here.axes}[there.axes[1]] == "y"
 
 
 def test_axis_checks_and_empty_mesh():

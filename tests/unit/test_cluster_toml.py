@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meshwright.cluster import Cluster, ClusterError, load_cluster, preset_names
+from meshwright.cluster import Cluster, ClusterError, Host, load_cluster, preset_names
 from meshwright.cluster.toml_format import cluster_from_toml
 
 GOOD = """\
@@ -42,12 +42,25 @@ def test_reads_what_is_written():
     assert cluster.hosts[1].link.launch_seconds == 0.0
 
 
-@pytest.mark.parametrize("text", [f"{name}:3" for name in preset_names()])
+SLICES = ["tpu-v5e:256x2", "tpu-v5p:512", "tpu-v5e:4"]
+MIXED = ["p4d.24xlarge:2+p3.16xlarge:2", "cpu+cpu:2"]
+
+
+@pytest.mark.parametrize("text", [*preset_names(), "dgx-h100:3", *SLICES, *MIXED])
 def test_presets_survive_a_round_trip(text):
     cluster = load_cluster(text)
     again = cluster_from_toml(cluster.to_toml(), source="text")
     assert again == cluster
     assert again.fingerprint() == cluster.fingerprint()
+
+
+def test_a_host_without_nics_is_written_without_them():
+    lone = Host(device=load_cluster("cpu").device, devices=3, link=load_cluster("cpu").hosts[0].link, nics=0)
+    wired = dataclasses.replace(lone, wires=((0, 1, 2), (1, 2, 1)))
+    for host in (lone, wired):
+        cluster = Cluster(name="lone", hosts=(host,), fabric_hosts_per_leaf=4)
+        assert "[host.nic]" not in cluster.to_toml()
+        assert cluster_from_toml(cluster.to_toml(), source="text") == cluster
 
 
 def test_a_round_trip_keeps_odd_names_odd_dtypes_and_different_hosts():
@@ -85,6 +98,20 @@ def test_a_round_trip_keeps_odd_names_odd_dtypes_and_different_hosts():
         ("count = 2", "count = 1000000000", "[[host]] 1, key 'host.count'", "at most 100000", "digits"),
         ("devices = 4", "devices = 4.0", "[[host]] 1, Host.devices", "a whole number >= 1", "integer"),
         ("_oversubscription = 2", "_oversubscription = 0.5", "Cluster.fabric_oversubscription", ">= 1", "number"),
+        (
+            "latency_seconds = 1e-6",
+            "latency_seconds = 1e-6\nexchange_efficiency = 1.2",
+            "[host.link], Link.exchange_efficiency",
+            "> 0 and <= 1",
+            "a ratio",
+        ),
+        ("latency_seconds = 1e-5", "latency_seconds = -1e-5", "[host.nic], Link.latency_seconds", ">= 0", "in seconds"),
+        ("nics = 1", "nics = 0", "[[host]] 1, Host.nic", "a description of the NICs", "without [host.nic]"),
+        ("nics = 1", "nics = 1\ntorus_wrap = [true]", "key 'torus_wrap'", "a known key", "'torus_wraps'"),
+        ("nics = 1", "nics = 1\ntorus = [2]", "[[host]] 1, Host.torus_wraps", "1 times true or false", "[false]"),
+        ("nics = 1", "nics = 1\nwires = [[0, 1, 1]]", "[[host]] 1, Host.wires", "a way between all", "device 2"),
+        ("nics = 1", "nics = 1\nwires = 3", "[[host]] 1, Host.wires", "a list", "wires = []"),
+        ("fabric_oversub", "fabric_oversup", "pair.toml, key 'fabric_oversupscription'", "a known", "fabric_oversubsc"),
         ("[[host]]", "[host]", "pair.toml, key 'host'", "one or more [[host]] tables", "[[host]]"),
         ("[host.link]\nband", "[host]\nlink = 3\nx.band", "pair.toml", "a TOML document", "to_toml"),
         ("nics = 1", "nics = 1\nlink = 3", "pair.toml", "a TOML document", "to_toml"),

@@ -225,7 +225,8 @@ def test_prices_of_memory_trade_it_for_seconds() -> None:
     numbers = problem.problem(UNLIMITED)
     before = (0.0, float("inf"))
     for price in (0.0, 1e-12, 1e-9, 1e-6, 1.0):
-        choices = problem.priced(price, 3, gap=0.0, time_limit_seconds=60.0)
+        (choices,) = problem.priced([(price, 3)], gap=0.0, time_limit_seconds=60.0)
+        assert choices is not None
         assert numbers.memory is not None
         costs = tuple(seconds + price * size for seconds, size in zip(numbers.costs, numbers.memory, strict=True))
         best = solve(Problem(costs=costs, edges=numbers.edges))

@@ -282,7 +282,7 @@ def test_large_moves_are_planned_in_time(name):
 def test_messages_of_a_round_fall_into_as_few_groups_as_the_busiest_device_has():
     import random
 
-    from meshwright.resharding.messages import Message, Piece, _steps
+    from meshwright.resharding.messages import Message, Piece, disjoint_groups
 
     for seed in range(300):
         chance = random.Random(seed)
@@ -297,7 +297,7 @@ def test_messages_of_a_round_fall_into_as_few_groups_as_the_busiest_device_has()
             for r in range(receivers)
             if chance.random() < share
         )
-        groups = _steps(messages)
+        groups = disjoint_groups(messages)
         assert sorted((m.sender, m.receiver) for group in groups for m in group) == [
             (m.sender, m.receiver) for m in messages
         ]
@@ -306,3 +306,12 @@ def test_messages_of_a_round_fall_into_as_few_groups_as_the_busiest_device_has()
         counts = [sum(m.sender == s for m in messages) for s in range(senders)]
         counts += [sum(m.receiver == r for m in messages) for r in range(receivers)]
         assert len(groups) == max(counts)
+
+
+def test_a_fast_port_is_served_by_several_devices_at_once() -> None:
+    """Two hosts send to one with twice their rate: to two of its devices, so that neither waits for the other."""
+    slow, fast = (Nic(send_rate=rate, receive_rate=rate) for rate in (10**9, 2 * 10**9))
+    hosts = [Host(devices=tuple(range(4 * i, 4 * i + 4)), nics=(nic,)) for i, nic in enumerate((slow, slow, fast))]
+    moved = move(whole(range(8)), whole(range(8, 12)), shape=(1024,))
+    for one in round_messages(plan_reshard(Network(hosts=tuple(hosts)), [moved])):
+        assert [len(step) for step in one.steps] == [2]

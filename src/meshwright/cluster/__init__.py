@@ -4,8 +4,9 @@ Read `hardware` (what a host is made of), `cluster`, `logical_mesh` (the prices)
 Imports no JAX; only `load_cluster("local")` asks JAX which devices there are.
 """
 
+from .axis import Axis as Axis, Level as Level
 from .cluster import Cluster as Cluster
 from .errors import ClusterError as ClusterError
 from .hardware import Device as Device, Host as Host, Link as Link
 from .load import load_cluster as load_cluster, preset_names as preset_names
-from .logical_mesh import Axis as Axis, LogicalMesh as LogicalMesh
+from .logical_mesh import LogicalMesh as LogicalMesh

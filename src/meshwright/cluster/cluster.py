@@ -1,7 +1,11 @@
 """A cluster: hosts in the order their devices are numbered, and what joins them.
 
+The fabric between hosts is a fat tree of two levels: hosts under one leaf switch reach each other with all their NICs,
+and leaves have an uplink that is narrower by the oversubscription. Devices of several kinds may be in one cluster;
+whoever treats it as if it had one kind gets a device as slow, and as small, as the least of each (`Cluster.device`).
+
 Cost: everything here is linear in the number of devices, except `logical_shapes`, which is small for the sizes clusters
-come in. Known limit: all devices are of one kind and the fabric between hosts is one number.
+come in. Known limit: a third level of switches is part of the uplinks' oversubscription.
 """
 
 from __future__ import annotations
@@ -11,19 +15,22 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from .errors import ClusterError, check_count, check_number, check_text, check_type
-from .hardware import Device, Host
+from .hardware import Device, Host, slowest_device
 from .logical_mesh import LogicalMesh, build_logical_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`hosts` joined by a fabric that gives each NIC 1/`fabric_oversubscription` of its bandwidth under full load.
+    """`hosts` joined by a fabric of leaf switches, `fabric_hosts_per_leaf` hosts under each.
 
-    Raises ClusterError for no hosts, hosts with different devices, or an oversubscription below 1.
+    What leaves a leaf under full load has 1/`fabric_oversubscription` of the bandwidth of its hosts' NICs; one host for
+    each leaf, the default, makes this the bandwidth between any two hosts.
+
+    Raises ClusterError for no hosts, several hosts of which one has no NIC, or an oversubscription below 1.
 
     >>> from meshwright.cluster import load_cluster
     >>> cluster = load_cluster("p3.16xlarge:2")
@@ -34,10 +41,13 @@ class Cluster:
     name: str
     hosts: tuple[Host, ...]
     fabric_oversubscription: float = 1.0
+    fabric_hosts_per_leaf: int = 1
+    _device: Device = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         self.validate()
+        object.__setattr__(self, "_device", slowest_device([host.device for host in self._distinct_hosts()]))
 
     def validate(self) -> None:
         """Check the cluster; construction calls it, so a Cluster at hand has passed. Raises ClusterError."""
@@ -45,14 +55,32 @@ class Cluster:
         check_number("Cluster", "fabric_oversubscription", self.fabric_oversubscription, at_least=1.0)
         for host in self.hosts:
             check_type("Cluster", "hosts", host, Host)
-        if len({host.device.kind for host in self.hosts}) != 1 or any(h.device != self.device for h in self.hosts):
+        check_count("Cluster", "fabric_hosts_per_leaf", self.fabric_hosts_per_leaf)
+        if not self.hosts:
+            raise ClusterError(
+                refused=f"cluster {self.name!r}", got="0 hosts", needed="at least one host", where="Cluster.hosts",
+                try_="one [[host]] table, or hosts=(Host(...),)",
+            )  # fmt: skip
+        platforms = sorted({host.device.platform for host in self._distinct_hosts()})
+        if len(platforms) > 1:
+            raise ClusterError(
+                refused=f"cluster {self.name!r}", got=f"devices of the platforms {' and '.join(platforms)}",
+                needed="one platform: a JAX program runs on one", where="Cluster.hosts",
+                try_="a cluster for each platform",
+            )  # fmt: skip
+        alone = [number for number, host in enumerate(self.hosts) if host.nics == 0]
+        if alone and len(self.hosts) > 1:
             raise ClusterError(
                 refused=f"cluster {self.name!r}",
-                got=f"{len(self.hosts)} hosts with devices {sorted({host.device.kind for host in self.hosts})}",
-                needed="at least one host, and the same device in all of them",
+                got=f"{len(self.hosts)} hosts, of which host {alone[0]} has no NIC",
+                needed="a way between all hosts",
                 where="Cluster.hosts",
-                try_="describe each kind of device as a cluster of its own",
+                try_=f"NICs for host {alone[0]}, or each host as a cluster of its own",
             )
+
+    def _distinct_hosts(self) -> list[Host]:
+        """One of each object: a cluster has thousands of hosts that are a few objects."""
+        return list({id(host): host for host in self.hosts}.values())
 
     @property
     def num_devices(self) -> int:
@@ -74,23 +102,45 @@ class Cluster:
         return tuple(sorted({bisect_right(ends, device) for device in wanted}))
 
     @property
+    def devices_of_kind(self) -> dict[str, int]:
+        """How many devices of each kind there are, in the order in which kinds are first met."""
+        found: dict[str, int] = {}
+        for host in self.hosts:
+            found[host.device.kind] = found.get(host.device.kind, 0) + host.devices
+        return found
+
+    @property
     def device(self) -> Device:
-        """The device that every host holds."""
-        return self.hosts[0].device
+        """The device that every host holds; in a mixed cluster one that has the least of each, so what it can do all
+        can."""
+        return self._device
+
+    def device_at(self, position: int) -> Device:
+        """The device at a position in the cluster. Raises ClusterError if there is none."""
+        (host,) = self.hosts_of([position])
+        return self.hosts[host].device
 
     def with_memory_limit(self, limit_bytes: float) -> Cluster:
         """This cluster with at most `limit_bytes` usable on each device. Raises ClusterError for a limit <= 0."""
         check_number("Cluster", "with_memory_limit(limit_bytes)", limit_bytes, above=True)
-        usable = min(float(limit_bytes), self.device.usable_memory_bytes)
-        device = dataclasses.replace(self.device, memory_bytes=usable, usable_memory_fraction=1.0)
-        return dataclasses.replace(self, hosts=tuple(dataclasses.replace(h, device=device) for h in self.hosts))
+
+        def limited(host: Host) -> Host:
+            usable = min(float(limit_bytes), host.device.usable_memory_bytes)
+            device = dataclasses.replace(host.device, memory_bytes=usable, usable_memory_fraction=1.0)
+            return dataclasses.replace(host, device=device)
+
+        known = {id(host): limited(host) for host in self._distinct_hosts()}
+        return dataclasses.replace(self, hosts=tuple(known[id(host)] for host in self.hosts))
 
     def logical_mesh(self, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> LogicalMesh:
         """All devices in a grid of `shape`, row-major, the last axis fastest, each axis with its prices.
 
         Names default to x, y, z in order. Raises ClusterError when `shape` does not hold every device exactly once.
         """
-        return build_logical_mesh(self.hosts, shape, axis_names, fabric_oversubscription=self.fabric_oversubscription)
+        return build_logical_mesh(
+            self.hosts, shape, axis_names, fabric_oversubscription=self.fabric_oversubscription,
+            fabric_hosts_per_leaf=self.fabric_hosts_per_leaf,
+        )  # fmt: skip
 
     def logical_shapes(self, max_axes: int = 3) -> tuple[tuple[int, ...], ...]:
         """Every shape of 1 to `max_axes` axes for all devices, by number of axes, then ascending.
@@ -109,7 +159,9 @@ class Cluster:
 
         The name is left out: two descriptions of the same machines are the same cluster.
         """
-        content = dataclasses.asdict(self)
+        described = {id(host): dataclasses.asdict(host) for host in self._distinct_hosts()}
+        content = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
+        content = {**content, "hosts": [described[id(host)] for host in self.hosts]}
         del content["name"]
         # 8 and 8.0 are the same bandwidth; JSON would print them differently.
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -33,9 +33,15 @@ class ClusterError(ValueError):
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
-    """Text for *try*: the known names closest to `name`, or all of them when none is close."""
+    """Text for *try*: the known names closest to `name`, or that contain it, or all of them when there are none.
+
+    >>> near_names("A100", ["dgx-a100-80", "dgx-h100", "cpu"])
+    "did you mean 'dgx-a100-80'?"
+    """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3)
+    if not close and len(name) > 1:
+        close = [one for one in known if name.lower() in one.lower()]
     return ("did you mean " + " or ".join(repr(c) for c in close) + "?") if close else "one of " + ", ".join(known)
 
 

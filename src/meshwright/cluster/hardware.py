@@ -1,20 +1,27 @@
-"""What one host is made of: its devices, the link between them, and the NICs that leave it.
+"""What one host is made of: its devices, what joins them, and the NICs that leave it.
 
 Bandwidths are what a program can reach, not what a datasheet promises: a preset's link bandwidth is the bus bandwidth
 measured with a large collective where a measurement exists. Peak FLOP/s are the datasheet's, because they are the usual
 denominator of utilisation; `efficiency` is the fraction of them a large matmul reaches. 'float32' means a matmul of
 float32 arrays as JAX runs it by default, which is TensorFloat-32 on the GPUs that have it.
 
-Known limit: one number describes the link of every pair of devices in a host. Hosts whose pairs differ (the hybrid
-cube-mesh of V100 machines) are described by what a collective over the whole host reaches.
+The devices of a host are joined in one of three ways: by a switch or bus, every pair alike (the default); by wires
+between pairs (`Host.wires`: the hybrid cube-mesh of V100 machines); or as a torus (`Host.torus`: a TPU slice, which is
+one host here however many machines feed it, because its chips reach each other without leaving the torus).
+
+Known limits: devices of one host are of one kind; what a host's CPU and its PCIe tree do to the NICs is part of the
+NICs' measured bandwidth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import ClusterError, check_count, check_number, check_text, check_type
+from .torus import check_torus
+from .wires import check_wires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +93,46 @@ class Device:
         return self.peak_flops.get(dtype, self.peak_flops["float32"]) * self.efficiency
 
 
+def slowest_device(devices: Sequence[Device]) -> Device:
+    """A device that is no better than any of `devices`: the least of each number, the longest of each time.
+
+    >>> from meshwright.cluster import load_cluster
+    >>> slowest_device([load_cluster(name).device for name in ("p3.16xlarge", "p4d.24xlarge")]).kind
+    'NVIDIA A100-SXM4-40GB or Tesla V100-SXM2-16GB'
+    """
+    different = list(dict.fromkeys(devices))
+    if len(different) == 1:
+        return different[0]
+    dtypes = set().union(*(device.peak_flops for device in different))
+    efficiency = min(device.efficiency for device in different)
+    usable = min(device.usable_memory_bytes for device in different)
+    memory = min(device.memory_bytes for device in different)
+    return Device(
+        kind=" or ".join(sorted({device.kind for device in different})),
+        # The device with the lowest peak need not be the one with the lowest efficiency.
+        peak_flops={t: min(device.achievable_flops(t) for device in different) / efficiency for t in dtypes},
+        memory_bytes=memory,
+        memory_bandwidth_bytes_per_second=min(device.memory_bandwidth_bytes_per_second for device in different),
+        efficiency=efficiency,
+        kernel_launch_seconds=max(device.kernel_launch_seconds for device in different),
+        usable_memory_fraction=usable / memory,
+        memory_overlap=min(device.memory_overlap for device in different),
+        unfolds_convolutions=any(device.unfolds_convolutions for device in different),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for bytes to travel: the link inside a host (per device) or one NIC.
+    """A way for bytes to travel: the link inside a host (per device), one wire, one link of a torus, or one NIC.
 
-    `bandwidth_bytes_per_second`: one direction, all directions of travel usable at once. `latency_seconds`: of one hop.
-    `launch_seconds`: fixed cost of starting one collective that uses this link. `exchange_efficiency` (0 to 1]: the
-    share of the bandwidth that an all-to-all reaches.
+    `bandwidth_bytes_per_second`: one direction, all directions of travel usable at once; reached by large messages.
+    `latency_seconds`: of one step of a collective. `launch_seconds`: fixed cost of starting one collective that uses
+    this link. `exchange_efficiency` (0 to 1]: the share of the bandwidth that an all-to-all reaches. `chunk_steps`: a
+    message travels in chunks, as large as is best but so that one takes at most this many step latencies; 0: in one
+    piece, latency and transfer add up. `reduction_bandwidth_bytes_per_second`: in and out of each device when a switch
+    sums and copies by itself; 0 where none does.
+
+    Raises ClusterError for a number that is not finite or out of range.
 
     >>> Link(bandwidth_bytes_per_second=25e9, latency_seconds=3e-6).launch_seconds
     0.0
@@ -102,17 +142,47 @@ class Link:
     latency_seconds: float
     launch_seconds: float = 0.0
     exchange_efficiency: float = 1.0
+    chunk_steps: float = 0.0
+    reduction_bandwidth_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Link", "bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, above=True)
         check_number("Link", "latency_seconds", self.latency_seconds)
         check_number("Link", "launch_seconds", self.launch_seconds)
         check_number("Link", "exchange_efficiency", self.exchange_efficiency, above=True, at_most=1.0)
+        check_number("Link", "chunk_steps", self.chunk_steps)
+        check_number("Link", "reduction_bandwidth_bytes_per_second", self.reduction_bandwidth_bytes_per_second)
+
+
+def slowest_link(links: Sequence[Link]) -> Link:
+    """A link that is no better than any of these."""
+    if len(set(links)) == 1:
+        return links[0]
+    return Link(
+        bandwidth_bytes_per_second=min(link.bandwidth_bytes_per_second for link in links),
+        latency_seconds=max(link.latency_seconds for link in links),
+        launch_seconds=max(link.launch_seconds for link in links),
+        exchange_efficiency=min(link.exchange_efficiency for link in links),
+        chunk_steps=min(link.chunk_steps for link in links),
+        reduction_bandwidth_bytes_per_second=min(link.reduction_bandwidth_bytes_per_second for link in links),
+    )
+
+
+# What a host without NICs has in the place of one; nothing is ever sent over it.
+NO_NIC = Link(bandwidth_bytes_per_second=1.0, latency_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """One machine: `devices` equal devices joined by `link`, and `nics` equal NICs that all of them share.
+
+    `wires`: (device, device, how many), if the devices are joined pair by pair; `link` is then one wire. `torus`: sizes
+    of the torus that the devices lie in, row-major, if they do; `link` is then one link of a device, of which it has
+    two along each dim. `torus_wraps`: whether each dim closes to a ring. A host may have fewer devices than its wires
+    or its torus name: then it is the first of them (a part of a host is described like this).
+
+    Raises ClusterError for numbers out of range, NICs that are not described, wires that leave a device out, or a torus
+    too small for the devices.
 
     >>> from meshwright.cluster import load_cluster
     >>> host = load_cluster("p4d.24xlarge").hosts[0]
@@ -124,16 +194,51 @@ class Host:
     devices: int
     link: Link
     nics: int
-    nic: Link
+    nic: Link = NO_NIC
+    wires: tuple[tuple[int, int, int], ...] = ()
+    torus: tuple[int, ...] = ()
+    torus_wraps: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         check_type("Host", "device", self.device, Device)
         check_count("Host", "devices", self.devices)
         check_type("Host", "link", self.link, Link)
-        check_count("Host", "nics", self.nics)
         check_type("Host", "nic", self.nic, Link)
+        if self.nics != 0 or isinstance(self.nics, bool):
+            check_count("Host", "nics", self.nics)
+        if (self.nics == 0) != (self.nic == NO_NIC):
+            raise ClusterError(
+                refused="this host",
+                got=f"{self.nics} NICs and {'no ' if self.nic == NO_NIC else 'a '}description of one",
+                needed="a description of the NICs if there are any",
+                where="Host.nic",
+                try_="nics = 0 without [host.nic], or nics = 1 with it",
+            )
+        object.__setattr__(self, "wires", _as_tuples("wires", self.wires))
+        object.__setattr__(self, "torus", _as_tuple("torus", self.torus))
+        object.__setattr__(self, "torus_wraps", _as_tuple("torus_wraps", self.torus_wraps))
+        check_wires(self.devices, self.wires)
+        check_torus(self.devices, self.torus, self.torus_wraps)
+        if self.wires and self.torus:
+            raise ClusterError(
+                refused="this host", got="wires and a torus", needed="one way in which its devices are joined",
+                where="Host.wires", try_="leaving one of the two out",
+            )  # fmt: skip
 
     @property
     def nic_bandwidth_bytes_per_second(self) -> float:
         """Bytes/s that leave (or enter) this host over all its NICs together."""
-        return self.nics * self.nic.bandwidth_bytes_per_second
+        return self.nics * self.nic.bandwidth_bytes_per_second if self.nics else 0.0
+
+
+def _as_tuple(field_name: str, value: object) -> tuple[Any, ...]:
+    """A list (from TOML) or a tuple, as a tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise ClusterError(
+            refused="this host", got=repr(value), needed="a list", where=f"Host.{field_name}", try_=f"{field_name} = []"
+        )
+    return tuple(value)
+
+
+def _as_tuples(field_name: str, value: object) -> tuple[tuple[Any, ...], ...]:
+    return tuple(_as_tuple(field_name, one) for one in _as_tuple(field_name, value))

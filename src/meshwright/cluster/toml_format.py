@@ -1,11 +1,12 @@
 """Clusters as TOML: one `[[host]]` table for each run of equal hosts, `count` times.
 
     name = "pair"
-    fabric_oversubscription = 1.0      # may be left out
+    fabric_oversubscription = 1.0      # may be left out, and fabric_hosts_per_leaf
     [[host]]
     count = 2                          # may be left out: 1
     devices = 8
-    nics = 1
+    nics = 1                           # or 0, without [host.nic]
+    wires = [[0, 1, 2], ...]           # may be left out, and torus, torus_wraps
     [host.device]                      # the fields of Device
     [host.device.peak_flops]
     [host.link]                        # the fields of Link, for each device
@@ -33,8 +34,13 @@ _MOST_HOSTS = 100_000
 
 def cluster_from_toml(text: str, *, source: str) -> Cluster:
     """The cluster that `text` describes; `source` (a file name) is what errors call it. Raises ClusterError."""
+    return cluster_from_document(read_toml(text, source=source), source=source)
+
+
+def read_toml(text: str, *, source: str) -> dict[str, Any]:
+    """The document that `text` is. Raises ClusterError."""
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(
             refused="a cluster description",
@@ -43,23 +49,30 @@ def cluster_from_toml(text: str, *, source: str) -> Cluster:
             where=source,
             try_="write Cluster.to_toml() to a file and start from that",
         ) from None
+
+
+def cluster_from_document(document: dict[str, Any], *, source: str) -> Cluster:
+    """The cluster that a TOML document describes; `source` is what errors call it. Raises ClusterError."""
     return _construct(Cluster, document, source, where=source, renamed={"hosts": "host"}, read={"hosts": _read_hosts})
 
 
 def cluster_to_toml(cluster: Cluster) -> str:
     """TOML text for `cluster`, equal hosts in a row written once with their count."""
-    lines = [f"name = {_value(cluster.name)}", f"fabric_oversubscription = {_value(cluster.fabric_oversubscription)}"]
+    lines = _pairs(_plain(cluster))
     for host, run in itertools.groupby(cluster.hosts):
-        lines += ["", "[[host]]", f"count = {len(list(run))}", f"devices = {host.devices}", f"nics = {host.nics}"]
-        for table in ("device", "link", "nic"):
-            lines += ["", f"[host.{table}]", *_pairs(_fields(getattr(host, table)))]
+        lines += ["", "[[host]]", f"count = {len(list(run))}", *_pairs(_plain(host))]
+        for table in ("device", "link", "nic") if host.nics else ("device", "link"):
+            lines += ["", f"[host.{table}]", *_pairs(_plain(getattr(host, table)))]
             if table == "device":
                 lines += ["", "[host.device.peak_flops]", *_pairs(dict(host.device.peak_flops))]
     return "\n".join(lines) + "\n"
 
 
-def _fields(part: Device | Link) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.name != "peak_flops"}
+def _plain(part: Cluster | Host | Device | Link) -> dict[str, Any]:
+    """The fields that are no tables, but for empty lists."""
+    fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
+    tables = ("hosts", "device", "link", "nic", "peak_flops")
+    return {name: value for name, value in fields.items() if name not in tables and value != ()}
 
 
 def _pairs(values: dict[str, Any]) -> list[str]:
@@ -70,11 +83,13 @@ def _is_bare(key: str) -> bool:
     return key.isascii() and key.replace("_", "").replace("-", "").isalnum()
 
 
-def _value(value: str | float) -> str:
-    # A JSON string is a TOML basic string, but TOML wants DEL escaped and knows no surrogate pairs (hence no ASCII
-    # escapes); Python's repr of a finite number is a TOML number.
+def _value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    # A JSON string is a TOML basic string, but TOML wants DEL escaped and knows no surrogate pairs (hence no ASCII
+    # escapes); Python's repr of a finite number is a TOML number.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
 
 
@@ -114,7 +129,7 @@ def _construct(
     if not isinstance(table, dict):
         raise _wrong(kind.__name__.lower(), repr(table), "a table", where, "write its keys under a [table] header")
     renamed, read = renamed or {}, read or {}
-    fields = {renamed.get(field.name, field.name): field for field in dataclasses.fields(kind)}
+    fields = {renamed.get(field.name, field.name): field for field in dataclasses.fields(kind) if field.init}
     for key in table:
         if key not in fields and key not in extra:
             raise _wrong(key, "a key that is not known", "a known key", where, near_names(key, [*fields, *extra]))

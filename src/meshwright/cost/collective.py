@@ -1,78 +1,52 @@
-"""Seconds of a collective over one or more axes of a logical mesh: the alpha-beta model.
+"""Seconds of a collective over one or more axes of a logical mesh, by the best algorithm for its size.
 
-One axis of size n with latency a, bandwidth b and launch cost l (Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005: the ring algorithms), for S bytes:
+What S bytes are, and what a collective leaves behind:
 
-    all_reduce      l + 2(n-1) a + 2(n-1)/n S/b      S: the local buffer
-    all_gather      l +  (n-1) a +  (n-1)/n S/b      S: the gathered output
-    reduce_scatter  l +  (n-1) a +  (n-1)/n S/b      S: the input
-    all_to_all      l +  (n-1) a +  (n-1)/n S/b'     S: the local buffer; b' the axis's exchange bandwidth
-    permute         l +        a +          S/b      S: the buffer sent
+    all_reduce      S: the local buffer, summed on every device
+    all_gather      S: the gathered output
+    reduce_scatter  S: the input
+    all_to_all      S: the local buffer
+    permute         S: the buffer sent to one other device
 
-Several axes at once are one collective, so one launch (the largest). For a reduction or a gather the buffer goes
-through the axes one after the other, the fastest axis with all of it and each next one with what is left after division
-by the sizes before it; for equal axes this is exactly the ring over their product, and it is never dearer than that
-ring on the slowest axis, so only this price is computed. An all-to-all carries the whole buffer along every axis when
-it is done axis by axis, but less often pays latency; the cheaper of that and the direct exchange is taken. A permute
-over several axes has the slowest of them on its way.
+Several axes at once are one collective over all their devices, or several in a row, whichever is faster.
+`collective_ways` holds the algorithms. Each is a handful of lines in S (a launch and latencies, and seconds for each
+byte), so the price is their lower envelope: increasing and concave. The envelope belongs to the kind and the axes, is
+found once, and is all that a search has to keep (`collective_lines`).
 
 Axes of size 1 and empty buffers cost nothing.
 
-Known limits: no overlap of collectives with each other, no trees, no reduction inside the network. One axis that spans
-h hosts with several devices on each is priced as a ring, two axes over the same devices in two levels; on the same
-wires the ring is dearer by (n-1)/n over (h-1)/h: 1.9 for 2 hosts of 8, 1.06 for 16. Against published bus bandwidths of
-large messages an all-to-all is priced 10 to 23 % too low (tests/unit/test_cost_collective.py).
+Measured beside predicted: `benchmarks/collectives.py`, docs/clusters.md. Known limits: no overlap of collectives with
+each other; `by axis` (hierarchical) is what a caller gets who issues the parts himself.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import overload
+
+import numpy as np
 
 from ..cluster import Axis
+from .collective_ways import Line, lines_of
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
 
-def all_reduce_seconds(local_bytes: float, axes: Sequence[Axis]) -> float:
-    """Seconds to sum a buffer of `local_bytes` on each device over `axes`, the sum left on every device."""
-    return _seconds(local_bytes, axes, lambda size, used: 2 * _staged(size, used))
-
-
-def all_gather_seconds(output_bytes: float, axes: Sequence[Axis]) -> float:
-    """Seconds until every device holds the `output_bytes` that lay in equal parts over `axes`."""
-    return _seconds(output_bytes, axes, _staged)
-
-
-def reduce_scatter_seconds(input_bytes: float, axes: Sequence[Axis]) -> float:
-    """Seconds to sum a buffer of `input_bytes` on each device over `axes`, each device left with its part."""
-    return _seconds(input_bytes, axes, _staged)
-
-
-def all_to_all_seconds(local_bytes: float, axes: Sequence[Axis]) -> float:
-    """Seconds for every device of a group to send an equal part of its `local_bytes` to every other one."""
-    return _seconds(local_bytes, axes, _exchange)
-
-
-def permute_seconds(sent_bytes: float, axes: Sequence[Axis]) -> float:
-    """Seconds for every device to send `sent_bytes` to one other device of its group."""
-    return _seconds(sent_bytes, axes, _hop)
-
-
-_BY_KIND: dict[str, Callable[[float, Sequence[Axis]], float]] = {
-    "all_reduce": all_reduce_seconds,
-    "all_gather": all_gather_seconds,
-    "reduce_scatter": reduce_scatter_seconds,
-    "all_to_all": all_to_all_seconds,
-    "permute": permute_seconds,
-}
-
-
-def collective_seconds(kind: str, size_bytes: float, axes: Sequence[Axis]) -> float:
+@overload
+def collective_seconds(kind: str, size_bytes: float, axes: Sequence[Axis]) -> float: ...
+@overload
+def collective_seconds(kind: str, size_bytes: np.ndarray, axes: Sequence[Axis]) -> np.ndarray: ...
+def collective_seconds(kind: str, size_bytes: float | np.ndarray, axes: Sequence[Axis]) -> float | np.ndarray:
     """Predicted seconds of one collective.
 
-    Args: `kind`: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute". `size_bytes`: the buffer on
-    one device that is not yet (or no longer) divided by `axes`: the local buffer, the gathered output, the input, the
-    local buffer, the buffer sent. `axes`: the mesh axes it spans, in any order.
+    Args: `kind`: one of `KINDS`. `size_bytes`: the buffer on one device that is not yet (or no longer) divided by
+    `axes`: the local buffer, the gathered output, the input, the local buffer, the buffer sent; a number, or an array
+    of them of any shape. `axes`: the mesh axes it spans, in any order.
+
+    Returns a number, or an array of the shape of `size_bytes`.
 
     Raises ValueError for an unknown kind, or for bytes that are negative or not finite.
 
@@ -80,50 +54,62 @@ def collective_seconds(kind: str, size_bytes: float, axes: Sequence[Axis]) -> fl
     >>> collective_seconds("all_reduce", 100.0, [axis])  # 5 + 2*3*1 + 2*3/4*100/10
     26.0
     """
-    price = _BY_KIND.get(kind)
-    if price is None:
-        near = difflib.get_close_matches(kind, _BY_KIND, n=1)
+    lines = _lines(kind, tuple(axes))
+    if isinstance(size_bytes, np.ndarray):
+        if not np.all((size_bytes >= 0) & (size_bytes < math.inf)):
+            raise _refused(f"an array with {size_bytes.min()} to {size_bytes.max()}", axes)
+        if not lines:
+            return np.zeros(size_bytes.shape)
+        seconds = np.min([line.fixed_seconds + line.seconds_per_byte * size_bytes for line in lines], axis=0)
+        return np.where(size_bytes > 0, seconds, 0.0)
+    if not 0 <= size_bytes < math.inf:  # false for NaN too
+        raise _refused(repr(size_bytes), axes)
+    if not lines or size_bytes == 0:
+        return 0.0
+    return min([line.fixed_seconds + line.seconds_per_byte * size_bytes for line in lines])
+
+
+def collective_lines(kind: str, axes: Sequence[Axis]) -> tuple[np.ndarray, np.ndarray]:
+    """Fixed seconds and seconds per byte, `[lines]` each: a collective of S > 0 bytes takes the least of them.
+
+    Zeros over axes of size 1. Raises ValueError for an unknown kind.
+
+    >>> axis = Axis(name="x", size=2, latency_seconds=1.0, bandwidth_bytes_per_second=10.0, launch_seconds=5.0)
+    >>> fixed, rate = collective_lines("permute", [axis])
+    >>> fixed.tolist(), rate.tolist()
+    ([6.0], [0.1])
+    """
+    lines = _lines(kind, tuple(axes)) or (Line(0.0, 0.0, ""),)
+    return np.array([line.fixed_seconds for line in lines]), np.array([line.seconds_per_byte for line in lines])
+
+
+def collective_algorithm(kind: str, size_bytes: float, axes: Sequence[Axis]) -> str:
+    """The name of the algorithm that is the fastest: "ring", "tree", "switch", "torus", "direct" or "by axis".
+
+    Empty over axes of size 1. Raises ValueError as `collective_seconds`.
+    """
+    lines = _lines(kind, tuple(axes))
+    if not 0 <= size_bytes < math.inf:
+        raise _refused(repr(size_bytes), axes)
+    if not lines:
+        return ""
+    return min(lines, key=lambda line: line.fixed_seconds + line.seconds_per_byte * size_bytes).name
+
+
+@lru_cache(maxsize=1 << 14)
+def _lines(kind: str, axes: tuple[Axis, ...]) -> tuple[Line, ...]:
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
         raise ValueError(
-            f"refused a collective: got kind {kind!r}; needed one of {', '.join(_BY_KIND)}; "
+            f"refused a collective: got kind {kind!r}; needed one of {', '.join(KINDS)}; "
             f"where: collective_seconds(kind); try: {near[0] if near else 'all_reduce'!r}"
         )
-    return price(size_bytes, axes)
+    used = tuple(axis for axis in axes if axis.size > 1)
+    return lines_of(kind, used) if used else ()
 
 
-def _seconds(size_bytes: float, axes: Sequence[Axis], travel: Callable[[float, list[Axis]], float]) -> float:
-    if not 0 <= size_bytes < math.inf:  # false for NaN too
-        raise ValueError(
-            f"refused a collective: got {size_bytes!r} bytes; needed a finite number >= 0; "
-            f"where: over axes {tuple(axis.name for axis in axes)}; try: the bytes of one device's buffer"
-        )
-    used = [axis for axis in axes if axis.size > 1]
-    if not used or size_bytes == 0:
-        return 0.0
-    return max(axis.launch_seconds for axis in used) + travel(size_bytes, used)
-
-
-def _staged(size_bytes: float, axes: list[Axis]) -> float:
-    """A reduce-scatter (or, backwards, an all-gather) axis by axis, the fastest axis with the largest buffer."""
-    total, remaining = 0.0, size_bytes
-    for axis in sorted(axes, key=lambda axis: -axis.bandwidth_bytes_per_second):
-        steps = axis.size - 1
-        total += steps * axis.latency_seconds + steps / axis.size * remaining / axis.bandwidth_bytes_per_second
-        remaining /= axis.size
-    return total
-
-
-def _exchange(size_bytes: float, axes: list[Axis]) -> float:
-    by_axis = sum(_direct(size_bytes, axis.size, [axis]) for axis in axes)
-    return min(by_axis, _direct(size_bytes, math.prod(axis.size for axis in axes), axes))
-
-
-def _direct(size_bytes: float, size: int, axes: list[Axis]) -> float:
-    """Every device to every other one of `size`, at the worst latency and exchange bandwidth of `axes`."""
-    latency = max(axis.latency_seconds for axis in axes)
-    bandwidth = min(axis.exchange_bandwidth_bytes_per_second or axis.bandwidth_bytes_per_second for axis in axes)
-    return (size - 1) * latency + (size - 1) / size * size_bytes / bandwidth
-
-
-def _hop(size_bytes: float, axes: list[Axis]) -> float:
-    latency = max(axis.latency_seconds for axis in axes)
-    return latency + size_bytes / min(axis.bandwidth_bytes_per_second for axis in axes)
+def _refused(got: str, axes: Sequence[Axis]) -> ValueError:
+    return ValueError(
+        f"refused a collective: got {got} bytes; needed a finite number >= 0; "
+        f"where: over axes {tuple(axis.name for axis in axes)}; try: the bytes of one device's buffer"
+    )

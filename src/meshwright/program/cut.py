@@ -16,11 +16,12 @@ Pure data, no JAX. Cost: one pass over the program for `Cutter`, then each cut i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from .fold import fold_pieces
 from .graph import Graph, Operator
 
 Rows = tuple[int, int]
@@ -94,11 +95,19 @@ class Cutter:
       graph: the whole program.
       rows: equations that take rows out of an input: position of the input, first row, one past the last
         (`scan_split.stacked_rows`).
+      pieces: for each scan that was cut, the equations of its pieces: in a range they are one scan again (`fold`), and
+        the graph is that of the program in which they are. None where ranges have to be those of the program at hand.
     """
 
-    def __init__(self, graph: Graph, rows: Mapping[int, tuple[int, int, int]] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        rows: Mapping[int, tuple[int, int, int]] | None = None,
+        pieces: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.graph = graph
         self._rows = dict(rows or {})
+        self._pieces = pieces
         self._at: dict[int, list[Operator]] = {}
         for operator in graph.operators:
             self._at.setdefault(operator.path[0], []).append(operator)
@@ -115,6 +124,7 @@ class Cutter:
         }
         self._inputs = {v: i for i, v in enumerate(graph.inputs)}
         self._parameters = {p: i for i, p in enumerate(graph.parameters)}
+        self._outputs = set(graph.outputs)
 
     def crosses(self, value: int) -> bool:
         """Whether a value is sent to the stages that read it: computed from inputs, and not made again by each."""
@@ -124,6 +134,12 @@ class Cutter:
         """The equations `first` to before `last` as a graph."""
         graph = self.graph
         inside = [op for e in range(first, last) for op in self._at.get(e, ())]
+        later = {v: True for op in inside for v in op.results if v is not None and self._leaves(v, last)}
+        folded = fold_pieces(graph, inside, self._pieces, self._rows, later) if self._pieces else None
+        rows, same, shapes = self._rows, {}, {}
+        if folded is not None:
+            inside, same, shapes = list(folded.operators), folded.same, folded.shapes
+            rows = {**self._rows, **folded.rows}
         repeated = self._repeated(inside, first)
         sliced = self._own_rows(inside)
         operators = [op for e in repeated for op in self._at[e]] + [op for op in inside if op.path[0] not in sliced]
@@ -131,22 +147,25 @@ class Cutter:
         read = [v for v in dict.fromkeys(v for op in operators for v in op.operands) if v is not None and v not in made]
         if first == 0:
             read += [v for v in graph.inputs if v not in self.read_at]
-        held, program_inputs, received = self._inputs_of(read, sliced)
-        sent = tuple(
-            v
-            for op in inside
-            for v in op.results
-            if v is not None and self.crosses(v) and any(e >= last for e in self.read_at.get(v, ()))
-        )
-        mine = {v for op in inside for v in op.results}
+        held, program_inputs, received = self._inputs_of(read, sliced, rows)
+        mine = {v: None for op in self._within(first, last) for v in op.results if v is not None}
+        sent = tuple(v for v in mine if self.crosses(v) and any(e >= last for e in self.read_at.get(v, ())))
         leaving = tuple(i for i, v in enumerate(graph.outputs) if v is not None and v in mine)
         inputs = [*(v for v, _ in held), *(graph.inputs[i] for i in program_inputs), *received]
-        outputs = list(dict.fromkeys([*sent, *(v for i in leaving if (v := graph.outputs[i]) is not None)]))
+        left = [*sent, *(v for i in leaving if (v := graph.outputs[i]) is not None)]
+        outputs = list(dict.fromkeys(same.get(v, v) for v in left))
         return self._build(
+            shapes,
             (first, last), repeated, operators, inputs, outputs,
             held=tuple(h for _, h in held), program_inputs=tuple(program_inputs), received=tuple(received), sent=sent,
             program_outputs=leaving,
         )  # fmt: skip
+
+    def _within(self, first: int, last: int) -> Iterator[Operator]:
+        return (operator for equation in range(first, last) for operator in self._at.get(equation, ()))
+
+    def _leaves(self, value: int, last: int) -> bool:
+        return value in self._outputs or any(e >= last for e in self.read_at.get(value, ()))
 
     def _repeated(self, inside: Sequence[Operator], first: int) -> tuple[int, ...]:
         """Equations before `first` that make the constants which `inside` reads, and what those read."""
@@ -173,10 +192,10 @@ class Cutter:
         return found
 
     def _inputs_of(
-        self, read: Sequence[int], sliced: Mapping[int, Operator]
+        self, read: Sequence[int], sliced: Mapping[int, Operator], rows: Mapping[int, tuple[int, int, int]]
     ) -> tuple[list[tuple[int, HeldParameter]], list[int], list[int]]:
         """Parameters (value and what it is), other inputs of the program, and values from earlier equations."""
-        parts = {op.results[0]: self._rows[e] for e, op in sliced.items()}
+        parts = {op.results[0]: rows[e] for e, op in sliced.items()}
         held: list[tuple[int, HeldParameter]] = []
         others: list[int] = []
         received: list[int] = []
@@ -196,6 +215,7 @@ class Cutter:
 
     def _build(
         self,
+        shapes: Mapping[int, tuple[int, ...]],
         equations: tuple[int, int],
         repeated: tuple[int, ...],
         operators: Sequence[Operator],
@@ -218,7 +238,10 @@ class Cutter:
             return tuple(None if v is None else numbers[v] for v in values)
 
         graph = Graph(
-            values=tuple(replace(whole.values[v], index=i) for v, i in numbers.items()),
+            values=tuple(
+                replace(whole.values[v], index=i, shape=shapes.get(v, whole.values[v].shape))
+                for v, i in numbers.items()
+            ),
             operators=tuple(
                 replace(op, index=i, operands=renumbered(op.operands), results=renumbered(op.results))
                 for i, op in enumerate(operators)

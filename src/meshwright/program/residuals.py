@@ -139,7 +139,7 @@ def kept_values(graph: Graph) -> set[int]:
 
 
 def _outside_scan(graph: Graph, value: int) -> list[int]:
-    """What a rematerialised body of a scan keeps of a value that enters it: a slice is cut again from the whole array."""
+    """What a rematerialised body of a scan keeps of a value that enters it: of a slice, the array it is cut from."""
     made_by = graph.producer.get(value)
     if made_by is None or graph.operators[made_by[0]].name not in ("scan_slice", "scan_const"):
         return [value]

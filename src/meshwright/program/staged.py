@@ -66,6 +66,16 @@ class StagedProgram:
         """What cuts its graph."""
         return Cutter(self.graph, self.rows)
 
+    @cached_property
+    def folding_cutter(self) -> Cutter:
+        """What cuts its graph as if several pieces of a scan in one range were one scan again: the program that
+        `merge_scans` makes for stages of these ranges."""
+        scans = sorted({op.path[0] for op in self.graph.operators if len(op.path) == 3 and op.path[1] == -1})
+        pieces: dict[int, list[int]] = {}
+        for (position, _), start in sorted(self.piece_starts.items()):
+            pieces.setdefault(position, []).append(next(scan for scan in scans if scan >= start))
+        return Cutter(self.graph, self.rows, list(pieces.values()))
+
 
 def staged_program(
     program: Program,

@@ -5,6 +5,7 @@
 
 from .bound import Bound as Bound, lower_bound as lower_bound
 from .check import check_transfers as check_transfers, deliver as deliver
+from .cost import MoveCosts as MoveCosts, cluster_network as cluster_network
 from .errors import ReshardError as ReshardError
 from .layout import DeviceMesh as DeviceMesh, Layout as Layout, grid_layout as grid_layout
 from .messages import (
@@ -14,6 +15,7 @@ from .messages import (
     local_messages as local_messages,
     round_messages as round_messages,
 )
+from .multicast import multicast as multicast
 from .network import Host as Host, Network as Network, Nic as Nic, uniform_network as uniform_network
 from .plan import ReshardPlan as ReshardPlan
 from .planner import plan_reshard as plan_reshard

@@ -4,7 +4,8 @@ network at all.
 A transfer names a range of a tape, so a few data slices or parts of them. A *piece* is such a part: a range of the
 elements of one slice in row-major order, which is one box or a few (`Piece.boxes`). In the sending domain the devices
 that hold a slice take turns, in the receiving domain one of the devices that need it takes it in and the others copy
-it from there. Where a device holds what it needs, the piece is *kept*: a view, no copy.
+it from there, all before the next round: a relay's next hop may begin at any of them. Where a device holds what it
+needs, the piece is *kept*: a view, no copy.
 
 Computed round by round, on demand: a plan of a whole model stays small.
 """
@@ -86,9 +87,17 @@ def round_messages(plan: ReshardPlan) -> Iterator[RoundMessages]:
     for entries in rounds(moved):
         sent: dict[tuple[int, int], list[Piece]] = {}
         spread: dict[tuple[int, int], list[Piece]] = {}
+        # Ports that a port sends to at once, or receives from: each by another device, so that they do go at once.
+        outward: dict[int, list[int]] = {}
+        inward: dict[int, list[int]] = {}
         columns = (moved.number, moved.start, moved.stop, moved.sender, moved.receiver, moved.hop)
         for number, start, stop, sender, receiver, hop in zip(*(c[entries].tolist() for c in columns), strict=True):
             source, target = domain_of_port[sender], domain_of_port[receiver]
+            if receiver not in outward.setdefault(sender, []):
+                outward[sender].append(receiver)
+            if sender not in inward.setdefault(receiver, []):
+                inward[receiver].append(sender)
+            turns = outward[sender].index(receiver), inward[receiver].index(sender)
             for entry, piece in pieces(plan, number, start, stop):
                 key = (int(demand.pattern[entry]), source, target, hop)
                 if key not in ends:
@@ -96,13 +105,13 @@ def round_messages(plan: ReshardPlan) -> Iterator[RoundMessages]:
                     givers = [d for d in (needers if hop else holders) if home[d] == source]
                     ends[key] = (givers, [d for d in needers if home[d] == target])
                 givers, takers = ends[key]
-                giver = givers[(entry + sender - first[source]) % len(givers)]
-                taker = takers[(entry + receiver - first[target]) % len(takers)]
+                giver = givers[(entry + sender - first[source] + turns[0]) % len(givers)]
+                taker = takers[(entry + receiver - first[target] + turns[1]) % len(takers)]
                 sent.setdefault((giver, taker), []).append(piece)
                 for other in takers:
                     if other != taker:
                         spread.setdefault((taker, other), []).append(piece)
-        yield RoundMessages(steps=_steps(_messages(sent)), spread=_messages(spread))
+        yield RoundMessages(steps=disjoint_groups(as_messages(sent)), spread=as_messages(spread))
 
 
 def local_messages(plan: ReshardPlan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -120,7 +129,7 @@ def local_messages(plan: ReshardPlan) -> tuple[tuple[Message, ...], tuple[Messag
                     near = [h for h in holders if home[h] == home[d]]
                     if near:
                         copied.setdefault((near[entry % len(near)], d), []).append(piece)
-    return _messages(kept), _messages(copied)
+    return as_messages(kept), as_messages(copied)
 
 
 def pieces(plan: ReshardPlan, number: int, start: int, stop: int) -> Iterator[tuple[int, Piece]]:
@@ -137,11 +146,12 @@ def pieces(plan: ReshardPlan, number: int, start: int, stop: int) -> Iterator[tu
         start, entry = end, entry + 1
 
 
-def _messages(found: dict[tuple[int, int], list[Piece]]) -> tuple[Message, ...]:
+def as_messages(found: dict[tuple[int, int], list[Piece]]) -> tuple[Message, ...]:
+    """What (sender, receiver) are given, as messages in their order."""
     return tuple(Message(sender=s, receiver=r, pieces=tuple(p)) for (s, r), p in sorted(found.items()))
 
 
-def _steps(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], ...]:
+def disjoint_groups(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], ...]:
     """Koenig's edge colouring: as few groups as the busiest device has messages; large messages are placed first."""
     order = sorted(messages, key=lambda m: (-sum(p.stop - p.start for p in m.pieces), m.sender, m.receiver))
     # Of each end (device, whether it receives) the message of each group.

@@ -131,7 +131,7 @@ class TaskClass:
 class Demand:
     """Every unit task of a move of many tensors, by class.
 
-    The arrays have one entry per unit task, ordered by class, then by the sets of devices, tensor and slice.
+    The arrays have one entry per unit task, ordered by class, then by the sets of devices (`_turns`), tensor and slice.
 
     Args:
       network: the machines.
@@ -212,7 +212,7 @@ def demand_of(network: Network, moves: Sequence[Move]) -> Demand:
     Raises:
       ReshardError: a mesh has a device that no host has.
     """
-    _check_devices(network, moves)
+    check_devices(network, moves)
     interned: dict[tuple[int, ...], int] = {}
     known: dict[tuple[tuple[int, ...], Layout, Layout], tuple[SliceGrid, np.ndarray]] = {}
     columns: list[np.ndarray] = []
@@ -241,7 +241,8 @@ def demand_of(network: Network, moves: Sequence[Move]) -> Demand:
     number_of = class_of_pattern[pattern] if len(keys) else np.empty(0, dtype=np.int64)
 
     # Wide elements first: then a multiple of the widest is a boundary of an element everywhere on the tape.
-    order = np.lexsort((table[1], table[0], pattern, -table[4], number_of))
+    turn = _turns(pairs, class_of_pattern)[pattern] if len(keys) else pattern
+    order = np.lexsort((table[1], table[0], turn, -table[4], number_of))
     sizes = table[3][order]
     begins = np.cumsum(sizes) - sizes
     bounds = np.searchsorted(number_of[order], np.arange(len(order_of) + 1))
@@ -257,6 +258,24 @@ def demand_of(network: Network, moves: Sequence[Move]) -> Demand:
         move=table[0][order], slice=table[1][order], pattern=pattern[order], start=start, bytes=sizes,
         item_bytes=table[4][order],
     )  # fmt: skip
+
+
+def _turns(pairs: np.ndarray, class_of: np.ndarray) -> np.ndarray:
+    """The places of the patterns on the tapes: neighbours have other senders and other receivers, where there are some.
+
+    A chunk of a tape then goes between many devices at once, and not from one after the other to one. With holders i
+    and needers j of a class numbered, patterns go by (j - i) modulo their number, then by i.
+    """
+    ranks, counts = [], []
+    for ends in (pairs // _SETS, pairs % _SETS):
+        known, place = np.unique(np.stack([class_of, ends]), axis=1, return_inverse=True)
+        first = np.searchsorted(known[0], np.arange(int(class_of.max()) + 2))
+        ranks.append(place.ravel() - first[class_of])
+        counts.append(np.diff(first)[class_of])
+    diagonal = (ranks[1] - ranks[0]) % np.maximum(*counts)
+    places = np.empty(len(pairs), dtype=np.int64)
+    places[np.lexsort((ranks[0], diagonal, class_of))] = np.arange(len(pairs))
+    return places
 
 
 # Two numbers of device sets in one integer.
@@ -293,7 +312,12 @@ def _class_keys(
     return found
 
 
-def _check_devices(network: Network, moves: Sequence[Move]) -> None:
+def check_devices(network: Network, moves: Sequence[Move]) -> None:
+    """Refuse meshes with a device that no host has.
+
+    Raises:
+      ReshardError: if there is one.
+    """
     checked: set[int] = set()
     for move in moves:
         for side, layout in (("source", move.source), ("destination", move.destination)):

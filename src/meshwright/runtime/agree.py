@@ -16,6 +16,9 @@ from ..errors import PlanError
 _count = itertools.count()
 _exchanges: Counter[tuple[int, ...]] = Counter()
 
+# To hear what a process has said already.
+_AT_ONCE_SECONDS = 0.1
+
 
 def agree(make: Callable[[], str], *, about: str, timeout_seconds: float) -> str:
     """The text that process 0 makes, in every process. Alone, a process makes its own.
@@ -67,7 +70,7 @@ def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_secon
       timeout_seconds: how long to wait for them.
 
     Raises:
-      PlanError: if one of them says nothing in time.
+      PlanError: if one of them says nothing in time, or the coordinator is gone; it names all that were silent by then.
 
     >>> exchange_texts("a plan", among=[0], about="the plan", timeout_seconds=1)
     {0: 'a plan'}
@@ -88,12 +91,40 @@ def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_secon
             try:
                 said[other] = distributed.read(f"{key}/{other}", timeout_seconds)
             except TimeoutError as error:
+                silent = [p for p in those if p not in said and (p == other or not _has_said(f"{key}/{p}"))]
+                raise _silence(silent, me, those, about, timeout_seconds) from error
+            except Exception as error:  # the coordinator's connection, whose errors are many
                 raise PlanError(
-                    refused=f"to go on with {about}", got=f"nothing from process {other} within {timeout_seconds:g} s",
-                    needed=f"the same call in processes {', '.join(map(str, those))}", where=f"process {me}",
-                    try_=f"looking at the log of process {other}",
+                    refused=f"to go on with {about}", got=f"no connection to the coordinator: {error}",
+                    needed="process 0, which holds it", where=f"process {me}", try_="looking at the log of process 0",
                 ) from error  # fmt: skip
     return said
+
+
+def _has_said(key: str) -> bool:
+    from .._jax import distributed
+
+    try:
+        distributed.read(key, _AT_ONCE_SECONDS)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _silence(silent: Sequence[int], me: int, those: Sequence[int], about: str, timeout_seconds: float) -> PlanError:
+    """That some processes did not come. They may wait themselves, for others that this one was not to hear of."""
+    heard = [p for p in those if p not in (me, *silent)]
+    answered = f"; {_processes(heard)} answered" if heard else ""
+    who = _processes(silent)
+    return PlanError(
+        refused=f"to go on with {about}", got=f"nothing from {who} within {timeout_seconds:g} s{answered}",
+        needed=f"the same call in {_processes(those)}", where=f"process {me}",
+        try_=f"looking at the log of {who}: it hangs, takes another way through the script, or waits for one that does",
+    )  # fmt: skip
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    return f"process{'' if len(numbers) == 1 else 'es'} {', '.join(map(str, numbers))}"
 
 
 def _refusal(about: str, got: str) -> PlanError:

@@ -5,6 +5,9 @@ lives and does not come: one that hangs in its own code, or took another branch 
 are blocked in a collective, out of reach of Python's exceptions. So a thread watches over the waits, counts how long
 nothing has happened, and ends the process with an error that says what it waited for and whose part is missing.
 
+What a process knows is whom it waits for, who may wait in turn: where several processes give up, the one at fault is
+the one that is named and names nobody.
+
 Time is counted in ticks of the thread, so that a process that was stopped and goes on does not count the pause.
 """
 
@@ -103,8 +106,8 @@ def end_this_process(what: str, seconds: float) -> NoReturn:
     message = (
         f"meshwright: refused to wait any longer: got nothing for {seconds:.0f} s from {what}; needed its part; where: "
         f"process {os.environ.get('MESHWRIGHT_PROCESS_ID', os.getpid())}; try looking at the logs of those processes: "
-        "one hangs, or takes another way through the script; or meshwright.initialize(step_timeout_seconds=) where "
-        "they need longer"
+        "one hangs, takes another way through the script, or itself waits for one that does, which its log then names; "
+        "or meshwright.initialize(step_timeout_seconds=) where they need longer"
     )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # one that is closed or full cannot be helped here

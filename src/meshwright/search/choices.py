@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations, product
 
 from ..program.dependence import values_of_data
+from ..program.factors import Rule
 from ..program.graph import Graph, Operator
 from ..sharding import Algorithm, Spec, algorithms, shared_algorithms
 
@@ -36,11 +38,18 @@ def operator_choices(
       of_parameters: whether it depends on parameters alone. Then its cotangents may also stay partial (a derivative is
         linear in its cotangents), so that a cast or reshape of a parameter does not force the sum of its gradient.
     """
-    moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
-    if operator.name in ("scan_const", "scan_slice") or (of_parameters and operator.differentiated):
-        return tuple(OperatorChoice(a, mark) for a, mark in shared_algorithms(operator.rule, sizes, moving))
-    combines = operator.combine in ("max", "min")
-    return tuple(OperatorChoice(a) for a in algorithms(operator.rule, sizes, moving, combines_at_once=combines))
+    moving = tuple(v is not None and graph.values[v].differentiated for v in operator.operands)
+    shared = operator.name in ("scan_const", "scan_slice") or (of_parameters and operator.differentiated)
+    return _operator_choices(operator.rule, tuple(sizes.items()), moving, shared, operator.combine in ("max", "min"))
+
+
+@lru_cache(maxsize=1 << 14)
+def _operator_choices(
+    rule: Rule, sizes: tuple[tuple[str, int], ...], moving: tuple[bool, ...], shared: bool, combines: bool
+) -> tuple[OperatorChoice, ...]:
+    if shared:
+        return tuple(OperatorChoice(a, mark) for a, mark in shared_algorithms(rule, dict(sizes), moving))
+    return tuple(OperatorChoice(a) for a in algorithms(rule, dict(sizes), moving, combines_at_once=combines))
 
 
 def values_of_parameters(graph: Graph) -> set[int]:
@@ -76,7 +85,12 @@ def spec_choices(
 
 def parameter_choices(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[ParameterChoice, ...]:
     """Use specs, each with the optimizer state as the parameter or split further, over axes that leave it whole."""
-    found = []
+    return _parameter_choices(tuple(shape), tuple(sizes.items()))
+
+
+@lru_cache(maxsize=1 << 12)
+def _parameter_choices(shape: tuple[int, ...], of: tuple[tuple[str, int], ...]) -> tuple[ParameterChoice, ...]:
+    sizes, found = dict(of), []
     for use in spec_choices(shape, sizes, broadcast=True):
         plain = Spec(use.dims)
         found.append(ParameterChoice(use, plain))

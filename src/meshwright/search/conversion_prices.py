@@ -1,19 +1,22 @@
 """Seconds of converting every spec of a value to every other, as tables: the edges of the search's problem.
 
-A search asks for a million pairs of specs, most of them over and over. A price is a line in the bytes of the value,
-forward and backward, so it belongs to the pair alone; and it depends only on the dims that one of the two splits, in
-their order, so values of every rank share it. What is left to look up is done by NumPy.
+A search asks for a million pairs of specs, most of them over and over. Among values of about one size a price is a
+line in the bytes of the value, forward and backward, so it belongs to the pair alone; and it depends only on the dims
+that one of the two splits, in their order, so values of every rank share it. What is left to look up is done by NumPy.
+
+Sizes are told apart by powers of two: a collective is priced by the algorithm that is the fastest in the middle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import log2
 
 import numpy as np
 
 from ..cluster import LogicalMesh
-from ..cost.collective import collective_seconds
+from ..cost.collective import KINDS, collective_lines
 from ..sharding import Spec, convert
 
 _Terms = tuple[float, float, float, float]
@@ -29,44 +32,59 @@ class ConversionPrices:
     def __init__(self, mesh: LogicalMesh) -> None:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._sizes = {axis.name: axis.size for axis in mesh.axes}
-        self._collectives: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+        self._collectives: dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._terms: dict[object, _Terms] = {}
-        self._by_rank: dict[int, _Known] = {}
+        self._by_rank: dict[tuple[int, int], _Known] = {}
 
     def lines(
-        self, sources: Sequence[Spec], targets: Sequence[Spec], *, differentiated: bool
+        self, sources: Sequence[Spec], targets: Sequence[Spec], value_bytes: float, *, differentiated: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Fixed seconds and seconds per byte of the whole value, forward and backward: each `[2, source, target]`.
 
-        Infinite where no conversion exists. Without a cotangent what it would be does not matter.
+        Around `value_bytes`. Infinite where no conversion exists. Without a cotangent what it would be does not matter.
         """
         if not differentiated:
             sources = [spec.without_broadcast() for spec in sources]
             targets = [spec.without_broadcast() for spec in targets]
-        known = self._by_rank.setdefault(len(sources[0].dims) if sources else 0, _Known())
+        size = self._size(value_bytes)
+        known = self._by_rank.setdefault((len(sources[0].dims) if sources else 0, size), _Known())
         rows, columns = known.positions(sources), known.positions(targets)
         found = known.terms[:, rows[:, None], columns]
         missing = np.isnan(found[0])
         if missing.any():
             pairs = {(rows[i], columns[j]): (i, j) for i, j in zip(*np.nonzero(missing), strict=True)}
             for (row, column), (i, j) in pairs.items():
-                known.terms[:, row, column] = self._of(sources[i], targets[j])
+                known.terms[:, row, column] = self._of(sources[i], targets[j], size)
             found = known.terms[:, rows[:, None], columns]
         return found[:2], found[2:]
 
-    def _of(self, source: Spec, target: Spec) -> _Terms:
+    def _size(self, value_bytes: float) -> int:
+        """The nearest power of two; where every collective is one line, all sizes are one."""
+        if self._straight or value_bytes <= 0:
+            return 0
+        return round(log2(value_bytes))
+
+    @cached_property
+    def _straight(self) -> bool:
+        axes = tuple(self._axes)
+        each = [(axis,) for axis in axes if self._sizes[axis] > 1]
+        groups = [*each, tuple(axes)] if each else []
+        return all(len(self._lines(kind, group)[0]) == 1 for kind in KINDS for group in groups)
+
+    def _of(self, source: Spec, target: Spec, size: int) -> _Terms:
         if source == target:
             return 0.0, 0.0, 0.0, 0.0
         dims = tuple((a, b) for a, b in zip(source.dims, target.dims, strict=True) if a or b)
-        key = (dims, source.partial, source.broadcast, target.partial, target.broadcast)
+        key = (dims, source.partial, source.broadcast, target.partial, target.broadcast, size)
         if key not in self._terms:
             self._terms[key] = self._price(
                 Spec(tuple(a for a, _ in dims), source.partial, source.broadcast),
                 Spec(tuple(b for _, b in dims), target.partial, target.broadcast),
+                2.0**size,
             )
         return self._terms[key]
 
-    def _price(self, source: Spec, target: Spec) -> _Terms:
+    def _price(self, source: Spec, target: Spec, size: float) -> _Terms:
         conversion = convert(source, target)
         if conversion is None:
             return np.inf, 0.0, np.inf, 0.0
@@ -75,19 +93,21 @@ class ConversionPrices:
             fraction = step.buffer_fraction(self._sizes)
             for place, kind in ((0, step.forward), (2, step.backward)):
                 if kind is not None:
-                    fixed, rate = self._line(kind, step.axes)
+                    fixed, rate = self._line(kind, step.axes, fraction * size)
                     terms[place] += fixed
                     terms[place + 1] += rate * fraction
         return terms[0], terms[1], terms[2], terms[3]
 
-    def _line(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
-        """A collective's seconds as fixed plus rate times bytes, exact for all but short multi-axis exchanges."""
+    def _line(self, kind: str, axes: tuple[str, ...], size: float) -> tuple[float, float]:
+        """A collective's seconds as fixed plus rate times bytes, around a buffer of `size` bytes."""
+        fixed, rate = self._lines(kind, axes)
+        fastest = int((fixed + rate * size).argmin())
+        return float(fixed[fastest]), float(rate[fastest])
+
+    def _lines(self, kind: str, axes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
         key = (kind, axes)
         if key not in self._collectives:
-            large = float(1 << 24)
-            near, far = (collective_seconds(kind, size, [self._axes[a] for a in axes]) for size in (large, 2 * large))
-            rate = (far - near) / large
-            self._collectives[key] = (near - rate * large, rate)
+            self._collectives[key] = collective_lines(kind, [self._axes[a] for a in axes])
         return self._collectives[key]
 
 

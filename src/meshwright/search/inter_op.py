@@ -25,11 +25,13 @@ reader; a parameter held by several stages adds the exchange of its gradient bet
 depends on, is known. A state is (first layer, first device); its *labels* are the ways to do what follows, and one
 label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
 sum, period, and S, and if those stages of both that earlier layers will still send something to are on the same
-submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984), and a known plan's
-objective prunes what cannot become better. Brute force over all plans says the same in tests/property/test_inter_op.py.
+submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984). A known plan's
+objective prunes what cannot become better: two small dynamic programs over the least seconds of each range, whatever
+its memory, say for every (layer, device) what the stages before it add at least to the sum and to the period. Brute
+force over all plans says the same in tests/property/test_inter_op.py.
 
-Cost: states x submeshes x layers x labels. Values read by very many stages make labels incomparable; `beam` bounds the
-labels of a state, and `Found.exact` says whether it ever had to.
+Cost: states x submeshes x layers x labels, of which the bounds leave few. Values read by very many stages make labels
+incomparable; `beam` bounds the labels of a state, and `Found.exact` says whether it ever had to.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
+
+import numpy as np
 
 from .submeshes import Submesh
 
@@ -143,6 +147,9 @@ class InterOpProblem:
       order: the schedule.
       max_stages: the most stages.
       num_stages: how many stages there are to be; None for any number, except for zero bubble.
+      least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
+        (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
+        look at all options.
     """
 
     layers: int
@@ -156,6 +163,7 @@ class InterOpProblem:
     order: Order = "one_f_one_b"
     max_stages: int | None = None
     num_stages: int | None = None
+    least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
 
     def in_flight(self, from_end: int) -> int:
         """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
@@ -242,26 +250,38 @@ class _Search:
         ]
         limits = (problem.max_stages, problem.num_stages, problem.layers)
         self.most = min(limit for limit in limits if limit is not None)
-        self.least = self._least_seconds()
+        self.fastest = {submesh: self._fastest(submesh) for submesh in problem.submeshes}
+        self.least_sum, self.least_period = self._least_before()
 
-    def _least_seconds(self) -> list[float]:
-        """Of all layers before each one: the sum no plan can be below."""
-        problem = self.problem
-        by_size: dict[int, Submesh] = {}
-        for submesh in problem.submeshes:
-            by_size.setdefault(submesh.size, submesh)
-        least = [0.0] * (problem.layers + 1)
-        for last in range(1, problem.layers + 1):
-            least[last] = min(
-                (
-                    least[first] + self._passage(option, 2)
-                    for first in range(last)
-                    for submesh in by_size.values()
-                    for option in problem.options(first, last, submesh, 1)
-                ),
-                default=0.0,
-            )
-        return least
+    def _fastest(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
+        """What each range on a submesh adds at least to the sum, and to the period: `[first, last]`."""
+        problem, layers = self.problem, self.problem.layers
+        if problem.least is not None:
+            seconds, forward = problem.least(submesh)
+        else:
+            seconds = np.full((layers + 1, layers + 1), inf)
+            forward = seconds.copy()
+            for first in range(layers):
+                for last in range(first + 1, layers + 1):
+                    options = problem.options(first, last, submesh, 1)
+                    seconds[first, last] = min((option.seconds for option in options), default=inf)
+                    forward[first, last] = min((option.forward_seconds for option in options), default=inf)
+        return (forward if problem.order == "zero_bubble" else seconds), seconds
+
+    def _least_before(self) -> tuple[np.ndarray, np.ndarray]:
+        """For all layers before a layer on all devices before a device, `[layer, device]`: what they add at least to
+        the sum, and the least period."""
+        layers, devices = self.problem.layers, self.problem.devices
+        total = np.full((layers + 1, devices + 1), inf)
+        period = total.copy()
+        total[0, 0] = period[0, 0] = 0.0
+        for stop in sorted(self.ending):
+            for submesh in self.ending[stop]:
+                passage, seconds = self.fastest[submesh]
+                np.minimum(total[:, stop], (total[:, submesh.first, None] + passage).min(axis=0), out=total[:, stop])
+                longest = np.maximum(period[:, submesh.first, None], seconds).min(axis=0)
+                np.minimum(period[:, stop], longest, out=period[:, stop])
+        return total, period
 
     def run(self) -> Found | None:
         problem = self.problem
@@ -297,12 +317,13 @@ class _Search:
         in_flight = problem.in_flight(place)
         rest = problem.microbatches - 1
         for submesh in self.ending.get(device, ()):
-            for first in range(last):
+            for first in self._worthwhile(label, last, submesh):
                 if (first == 0) != (submesh.first == 0):
                     continue
                 if (first > 0 and place == most) or (first == 0 and place != (problem.num_stages or place)):
                     continue
                 edges: tuple[float, float, float, float] | None = None
+                least_sum, least_period = self.least_sum[first, submesh.first], self.least_period[first, submesh.first]
                 for option in problem.options(first, last, submesh, in_flight):
                     if not problem.fits(option, place):
                         continue
@@ -313,10 +334,18 @@ class _Search:
                     periods = self._periods(label, option, forward, backward, widest)
                     done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
                     late = max(0.0, option.once_seconds + exchange, label.late - done)
-                    if seconds + self.least[first] + rest * (periods[0] + periods[1]) > self.bound:
+                    if seconds + least_sum + rest * max(periods[0] + periods[1], least_period) > self.bound:
                         continue
                     new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
+
+    def _worthwhile(self, label: _Label, last: int, submesh: Submesh) -> list[int]:
+        """First layers of a stage in front of a label with which a plan can be below the bound."""
+        passage, seconds = (table[:last, last] for table in self.fastest[submesh])
+        period = np.maximum(np.maximum(seconds, self.least_period[:last, submesh.first]), sum(label.periods))
+        possible = np.flatnonzero(np.isfinite(period))
+        total = label.seconds + passage[possible] + self.least_sum[possible, submesh.first]
+        return possible[total + (self.problem.microbatches - 1) * period[possible] <= self.bound].tolist()
 
     def _passage(self, option: Option, place: int) -> float:
         """What a stage at this place from the end adds to the first sum."""

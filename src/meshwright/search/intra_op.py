@@ -32,7 +32,7 @@ from .choices import (
     values_of_parameters,
 )
 from .pins import Pins
-from .prices import Prices
+from .prices import OperatorPrices, prices_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class IntraOpProblem:
         split_dims: Sequence[int | None] = (),
     ) -> None:
         self.graph = graph
-        self.prices = Prices(mesh, device)
+        self.prices = prices_of(mesh, device)
         self.sizes = self.prices.sizes
         self.parameters = parameters
         self.microbatches = microbatches
@@ -115,6 +115,7 @@ class IntraOpProblem:
         self._bytes: list[np.ndarray] = []
         self._edges: dict[tuple[int, int], np.ndarray] = {}
         self.operator_node: dict[int, int] = {}
+        self.operator_prices: dict[int, OperatorPrices] = {}
         self.shared_node: dict[int, int] = {}
         self.input_node: dict[int, int] = {}
         self._defines: dict[int, tuple[int, tuple[Spec, ...]]] = {}
@@ -126,9 +127,9 @@ class IntraOpProblem:
 
     # Nodes
 
-    def _node(self, choices: Sequence[Any], seconds: Sequence[float]) -> int:
+    def _node(self, choices: Sequence[Any], seconds: Sequence[float] | np.ndarray) -> int:
         self.choices.append(tuple(choices))
-        self._seconds.append(np.asarray(seconds, dtype=float))
+        self._seconds.append(np.array(seconds, dtype=float))
         self._bytes.append(np.zeros(len(choices)))
         return len(self.choices) - 1
 
@@ -138,13 +139,9 @@ class IntraOpProblem:
             value = graph.values[index]
             if position in graph.parameters:
                 info = self.parameters[graph.parameters.index(position)]
-                choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
-                if self._pins.roles is not None and not self._is_pinned(info.name, value.shape):
-                    choices = self._pins.roles.parameter(dim_origins(graph, index), choices)
-                choices = self._pins.parameter(info.name, choices, self.sizes)
-                priced = [self.parameter_price(value.bytes, info, choice) for choice in choices]
-                node = self._node(choices, [seconds for seconds, _ in priced])
-                self._bytes[node] += [size for _, size in priced]
+                choices, seconds, held = self._parameter_node(index, info)
+                node = self._node(choices, seconds)
+                self._bytes[node] += held
                 self._defines[index] = (node, tuple(choice.use for choice in choices))
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
@@ -158,6 +155,25 @@ class IntraOpProblem:
                 self._bytes[node] += held
                 self._defines[index] = (node, tuple(specs))
             self.input_node[index] = node
+
+    def _parameter_node(
+        self, index: int, info: ParameterInfo
+    ) -> tuple[tuple[ParameterChoice, ...], np.ndarray, np.ndarray]:
+        """Choices of a parameter, their seconds and their bytes."""
+        value, pins = self.graph.values[index], self._pins
+        free = pins.roles is None and pins.zero is None and not self._is_pinned(info.name, value.shape)
+        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), self.gradient_exchange
+        if free and key in self.prices.parameters:
+            return self.prices.parameters[key]
+        choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
+        if pins.roles is not None and not self._is_pinned(info.name, value.shape):
+            choices = pins.roles.parameter(dim_origins(self.graph, index), choices)
+        choices = tuple(pins.parameter(info.name, choices, self.sizes))
+        priced = np.array([self.parameter_price(value.bytes, info, choice) for choice in choices]).reshape(-1, 2)
+        found = choices, priced[:, 0], priced[:, 1]
+        if free:
+            self.prices.parameters[key] = found
+        return found
 
     def _is_pinned(self, name: str, shape: Sequence[int]) -> bool:
         return self._pins.layout(name, len(shape), self.sizes) is not None
@@ -216,7 +232,8 @@ class IntraOpProblem:
 
     def _add_operators(self) -> None:
         graph, m = self.graph, self.microbatches
-        cache: dict[Any, tuple[tuple[OperatorChoice, ...], list[float]]] = {}
+        # What roles make of an operator belongs to this problem alone.
+        cache: dict[Any, OperatorPrices] = self.prices.operators if self._pins.roles is None else {}
         for operator in graph.operators:
             if self._is_constant(operator):
                 continue
@@ -230,10 +247,12 @@ class IntraOpProblem:
                     sum(self.prices.operator(graph, operator, c.algorithm, forward_runs=self.forward_runs(operator)))
                     for c in choices
                 ]
-                cache[signature] = (choices, seconds)
-            choices, seconds = cache[signature]
-            node = self._node(choices, [m * operator.repeats * s for s in seconds])
+                cache[signature] = OperatorPrices(choices=tuple(choices), seconds=np.array(seconds))
+            known = cache[signature]
+            node = self._node(known.choices, m * operator.repeats * known.seconds)
             self.operator_node[operator.index] = node
+            self.operator_prices[operator.index] = known
+            choices = known.choices
             for position, value in enumerate(operator.results):
                 if value is not None:
                     self._defines[value] = (node, tuple(c.algorithm.results[position] for c in choices))
@@ -255,7 +274,8 @@ class IntraOpProblem:
         return (
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
             operator.combine, self.forward_runs(operator), operator.differentiated,
-            self._is_of_parameters(operator), self.prices.is_stored(graph, operator),
+            self._is_of_parameters(operator), tuple(v in self.of_parameters for v in operator.operands),
+            self.prices.is_stored(graph, operator),
             operator.origins if self._pins.roles is not None else (),
         )  # fmt: skip
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..cost.compute import elementwise_seconds
-from ..sharding import Spec, convert
+from ..program.graph import Operator
+from ..sharding import Spec
 from .intra_op import IntraOpProblem, IntraOpSolution
 
 
@@ -64,8 +65,7 @@ def _forward_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
         if choice is None:
             continue
-        plain = replace(operator, differentiated=False)
-        total += operator.repeats * sum(prices.operator(graph, plain, choice.algorithm, forward_runs=1))
+        total += operator.repeats * _operator_passes(problem, chosen, operator)[0]
         spec_of.update({v: choice.algorithm.results[i] for i, v in enumerate(operator.results) if v is not None})
     for value, target in chosen.settled.items():
         maker = graph.operators[graph.producer[value][0]]
@@ -85,19 +85,31 @@ def _forward_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
 
 
 def _weight_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
-    """Of the backward pass of one microbatch, what computes gradients of parameters: of each operator's the share
-    that its operands of parameters have in those that are differentiated."""
-    graph, prices = problem.graph, problem.prices
-    total = 0.0
-    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+    """Of the backward pass of one microbatch, what computes gradients of parameters."""
+    return sum(
+        operator.repeats * _operator_passes(problem, chosen, operator)[1]
+        for operator, choice in zip(problem.graph.operators, chosen.operators, strict=True)
+        if choice is not None
+    )
+
+
+def _operator_passes(problem: IntraOpProblem, chosen: IntraOpSolution, operator: Operator) -> tuple[float, float]:
+    """Seconds of one run of an operator forward, and of the backward pass what computes gradients of parameters: the
+    share that its operands of parameters have in those that are differentiated."""
+    known = problem.operator_prices[operator.index]
+    number = chosen.solution.choices[problem.operator_node[operator.index]]
+    if number not in known.passes:
+        graph, prices, algorithm = problem.graph, problem.prices, known.choices[number].algorithm
+        plain = replace(operator, differentiated=False)
+        forward, inside = prices.operator(graph, plain, algorithm, forward_runs=1)
+        weight = 0.0
         moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
         mine = sum(v in problem.of_parameters for v in moving)
-        if choice is None or not operator.differentiated or not mine:
-            continue
-        forward, _ = prices.operator(graph, replace(operator, differentiated=False), choice.algorithm, forward_runs=1)
-        both, _ = prices.operator(graph, operator, choice.algorithm, forward_runs=1)
-        total += operator.repeats * (both - forward) * mine / len(moving)
-    return total
+        if operator.differentiated and mine:
+            both, _ = prices.operator(graph, operator, algorithm, forward_runs=1)
+            weight = (both - forward) * mine / len(moving)
+        known.passes[number] = forward + inside, weight
+    return known.passes[number]
 
 
 def _moved_seconds(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> float:
@@ -105,12 +117,4 @@ def _moved_seconds(problem: IntraOpProblem, value: int, source: Spec, target: Sp
     array = problem.graph.values[value]
     if not array.differentiated:
         source, target = source.without_broadcast(), target.without_broadcast()
-    if source == target:
-        return 0.0
-    steps = convert(source, target)
-    assert steps is not None, (source, target)
-    return sum(
-        problem.prices.collective(step.forward, array.bytes * step.buffer_fraction(problem.sizes), step.axes)
-        for step in steps
-        if step.forward is not None
-    )
+    return problem.prices.moved_seconds(array.bytes, source, target)

@@ -14,19 +14,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise, product
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
 
-from ..errors import MemoryExceeded
+from ..errors import MemoryExceeded, PlanError
 from ..plan import Plan
 from ..program.layers import equation_flops
 from ..program.staged import StagedProgram, merge_scans
 from .inter_op import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage, solve_inter_op
 from .interleaving import CHUNKS, interleaved
 from .stage_costs import StageCosts
-from .stage_request import INTERLEAVED, SIMULATED as SIMULATED, StageRequest as StageRequest, check_request
+from .stage_request import (
+    INTERLEAVED,
+    SIMULATED as SIMULATED,
+    StageRequest as StageRequest,
+    check_layers,
+    check_request,
+)
 from .staged_plan import assemble
 from .staged_timing import WORTH_SPLITTING, Scheduled, StagedTiming, best_schedule, staged_timing
 from .submeshes import Submesh, Submeshes
@@ -38,6 +45,9 @@ _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 # An estimated plan may turn out to take this much longer.
 _ESTIMATE_SLACK = 1.5
+
+# Labels of a state where a plan is only wanted to compare numbers of microbatches.
+_FEW = 8
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
@@ -93,34 +103,90 @@ def search_stages(request: StageRequest) -> StageSearchResult:
       MemoryExceeded: if no plan fits.
       NothingFaster: if none is faster than `request.faster_than_seconds`.
     """
-    check_request(request)
-    return _StageSearch(request).run()
+    return StageSearch(request).run()
 
 
-class _StageSearch:
+class StageSearch:
+    """The search over one request, for as many limits of memory as are asked: what was found out of ranges without
+    looking at memory is found once.
+
+    Raises:
+      PlanError: for a request that makes no sense.
+    """
+
     def __init__(self, request: StageRequest) -> None:
+        check_request(request)
         self.request = request
-        self.start = time.perf_counter()
         self.submeshes = Submeshes(request.cluster)
         self.places = _placements(request, self.submeshes)
-        self.costs = [self._costs(program) for program in request.programs]
-        self.best_objective = request.faster_than_seconds
+        self.limit = request.cluster.device.usable_memory_bytes
+        self.counts = sorted(request.by_microbatches)
+        self._made: dict[int, StageCosts | PlanError] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.start = time.perf_counter()
+        self.best_objective = self.request.faster_than_seconds
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self.considered: list[str] = []
 
-    def _costs(self, program: StagedProgram) -> StageCosts:
+    def costs(self, count: int) -> StageCosts:
+        """Of the program in so many microbatches.
+
+        Raises:
+          PlanError: if the step cannot be cut so, which only who traces it on demand finds out here.
+        """
+        if count not in self._made:
+            coarser = self._base if count != self.counts[0] else None
+            try:
+                program = self.request.by_microbatches[count]
+                check_layers(self.request, program)
+                self._made[count] = self._costs(program, coarser)
+            except PlanError as error:
+                self._made[count] = error
+        made = self._made[count]
+        if isinstance(made, PlanError):
+            raise made
+        made.limit(self.limit)
+        return made
+
+    @property
+    def _base(self) -> StageCosts | None:
+        """Of the fewest microbatches; None if the step cannot be cut so."""
+        try:
+            return self.costs(self.counts[0])
+        except PlanError:
+            return None
+
+    @property
+    def _all_costs(self) -> list[StageCosts]:
+        return [made for _, made in sorted(self._made.items()) if isinstance(made, StageCosts)]
+
+    def _costs(self, program: StagedProgram, coarser: StageCosts | None = None) -> StageCosts:
         request = self.request
         own = dict(zip(self.places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
         return StageCosts(
             program, parameters=request.parameters, submeshes=self.submeshes, pins=request.pins, remat=request.remat,
-            meshes=request.mesh, own_meshes=own,
+            meshes=request.mesh, own_meshes=own, coarser=coarser,
         )  # fmt: skip
 
     @property
     def late(self) -> bool:
+        """Whether the time is over."""
         return time.perf_counter() - self.start > self.request.time_limit_seconds
 
-    def run(self) -> StageSearchResult:
+    def run(self, limit_bytes: float | None = None) -> StageSearchResult:
+        """The fastest plan that fits.
+
+        Args:
+          limit_bytes: that the search may count on a device; None for what the cluster's devices have.
+
+        Raises:
+          MemoryExceeded: if no plan fits.
+          NothingFaster: if none is faster than `request.faster_than_seconds`.
+        """
+        self._reset()
+        self.limit = self.request.cluster.device.usable_memory_bytes if limit_bytes is None else limit_bytes
         known = self.request.faster_than_seconds
         self._search(bounded=True)
         best = self._simulate()
@@ -132,28 +198,68 @@ class _StageSearch:
             best = self._simulate()
         if best is None:
             raise self._nothing_fits()
-        merged = self._merged(best)
-        best = merged if merged is not None else best
+        searched, best = best.costs, self._merged(best)
+        if best is None:
+            raise self._nothing_fits()
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster)
-        solves = sum(costs.solves for costs in self.costs) + (merged.costs.solves if merged is not None else 0)
+        solves = sum(costs.solves for costs in self._all_costs)
+        solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
             plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
             considered=tuple(self.considered), scheduled=best.scheduled,
         )  # fmt: skip
 
     def _search(self, *, bounded: bool) -> None:
-        for number, costs in enumerate(self.costs):
+        expected = self._expected() if bounded else [(0.0, count) for count in reversed(self.counts)]
+        # By how much the best plan so far took longer than was expected of it: others will too, if perhaps not so much.
+        longer = 1.0
+        refused: PlanError | None = None
+        for seconds, count in expected:
+            if seconds * (1 + longer) / 2 > self.best_objective:
+                self.considered.append(f"{count} microbatches: nothing that fits or is as fast")
+                continue
+            try:
+                costs = self.costs(count)
+            except PlanError as error:
+                # Some steps cannot be cut so finely: these numbers need not have been the user's idea.
+                refused = refused or error
+                self.considered.append(f"{count} microbatches: {error}")
+                continue
             crossings = costs.crossings()
             if not bounded:
                 costs.forget_estimates()
+            before = self.best_objective
             for order in ORDERS:
-                if _is_asked(order, self.request.schedules):
-                    for problem in self._problems(number, costs, order, crossings):
+                if _is_asked(order, self._schedules):
+                    for problem in self._problems(count, costs, order, crossings):
                         if not (self.late and self.finished):
-                            self._refine(number, costs, problem, bounded=bounded)
+                            self._refine(count, costs, problem, bounded=bounded)
+            if seconds > 0 and isfinite(self.best_objective) and self.best_objective < before:
+                longer = max(1.0, self.best_objective / seconds)
+        if refused is not None and not self._all_costs:
+            raise refused
+
+    def _expected(self) -> list[tuple[float, int]]:
+        """Numbers of microbatches by what the best plan with each takes at least, the most promising first.
+
+        The estimates are those of the fewest microbatches: what others take and keep is at least their share of what
+        these do. So nothing of the others has to be looked at yet, not even their programs.
+        """
+        base = self._base
+        if len(self.counts) == 1 or base is None:
+            return [(0.0, count) for count in reversed(self.counts)]
+        found: list[tuple[float, int]] = []
+        # Where the most microbatches fit and fewer do not, it is good to know soon.
+        for count in reversed(self.counts):
+            share = self.counts[0] / count
+            problem = self._problem(base, "one_f_one_b", base.crossings(share), share)
+            bound = min([self.best_objective, *(seconds for seconds, _ in found)]) * _ESTIMATE_SLACK
+            best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
+            found.append((best.seconds if best is not None else inf, count))
+        return sorted(found)
 
     def _problems(
-        self, number: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
+        self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
     ) -> list[InterOpProblem]:
         """What to solve for one order: of zero bubble, one problem for each number of stages that may be worth it."""
         problem = self._problem(costs, order, crossings)
@@ -164,13 +270,23 @@ class _StageSearch:
         if not self._only_splits:
             # Smaller bubbles allow more stages than the best plan with a whole backward has.
             worth = self.best_objective * _WORTH_SIMULATING
-            known = {len(stages) for (n, stages), s in self.finished.items() if n == number and s <= worth}
+            known = {len(stages) for (n, stages), s in self.finished.items() if n == microbatches and s <= worth}
             counts = {times * count for count in known for times in (1, 2)}
         return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
 
     @property
     def _only_splits(self) -> bool:
         return set(self.request.schedules) == {"zero_bubble"}
+
+    @cached_property
+    def _schedules(self) -> tuple[str, ...]:
+        """Those asked for, but for a split backward where it cannot be split: a scan makes its weight gradients with
+        its cotangents, and putting off their sum would keep the gradients of a whole stage for every microbatch."""
+        asked = tuple(self.request.schedules)
+        base = self._base
+        if base is None or not base.program.scan_splits or self._only_splits:
+            return asked
+        return tuple(name for name in asked if name != "zero_bubble")
 
     def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
         """Search, solve what the best plan uses, and search again until it uses nothing else."""
@@ -222,19 +338,23 @@ class _StageSearch:
             return None
         return solve_inter_op(_restricted(problem, chain, count))
 
-    def _problem(self, costs: StageCosts, order: Order, crossings: Sequence[Crossing]) -> InterOpProblem:
+    def _problem(
+        self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
+    ) -> InterOpProblem:
+        """What to solve, in microbatches of this share of those of the program."""
         request = self.request
         problem = InterOpProblem(
             layers=len(costs.program.layers),
             devices=request.cluster.num_devices,
             submeshes=self.places,
-            options=costs.options,
+            options=costs.options if share == 1 else costs.shared_options(share),
             crossings=crossings,
             transfer_seconds=self.submeshes.transfer_seconds,
-            microbatches=costs.program.microbatches,
-            memory_limit_bytes=request.cluster.device.usable_memory_bytes,
+            microbatches=round(costs.program.microbatches / share),
+            memory_limit_bytes=self.limit,
             order=order,
             num_stages=request.stage_count,
+            least=lambda submesh: costs.least(submesh, share),
         )
         return problem if request.layers is None else _of_layers(problem, request.layers)
 
@@ -275,7 +395,7 @@ class _StageSearch:
         for (number, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
             if seconds > self.best_objective * _WORTH_SIMULATING:
                 break
-            candidate = self._scheduled(self.costs[number], stages)
+            candidate = self._scheduled(self.costs(number), stages)
             if candidate is not None and (best is None or candidate.weight < best.weight * (1 - 1e-9)):
                 best = candidate
         for candidate in self._interleaved():
@@ -288,8 +408,8 @@ class _StageSearch:
         request = self.request
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
             return
-        for number, costs in enumerate(self.costs):
-            known = {len(stages) for n, stages in self.finished if n == number}
+        for costs in self._all_costs:
+            known = {len(stages) for n, stages in self.finished if n == costs.program.microbatches}
             if request.stages is not None or set(request.schedules) == {INTERLEAVED}:
                 known = set(range(2, request.cluster.num_devices + 1))
             for ranks, chunks in product(sorted(known), CHUNKS):
@@ -303,8 +423,8 @@ class _StageSearch:
                     yield candidate
 
     def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> _Candidate | None:
-        staged = staged_timing(costs.program, stages, self.submeshes)
-        orders = [name for name in SIMULATED if name in self.request.schedules and name != INTERLEAVED]
+        staged = replace(staged_timing(costs.program, stages, self.submeshes), limit_bytes=self.limit)
+        orders = [name for name in SIMULATED if name in self._schedules and name != INTERLEAVED]
         orders = orders if len(stages) > 1 else ["one_f_one_b"]
         scheduled = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
         if scheduled is None:
@@ -317,24 +437,28 @@ class _StageSearch:
         """The same plan with the pieces of a scan that lie in one stage made one scan again."""
         program = best.costs.program
         bounds = [program.layers[stage.first][0] for stage in best.stages[1:]]
-        whole = merge_scans(program, bounds) if program.scan_splits else None
-        if whole is None:
-            return None
-        costs = self._costs(whole)
+        if not program.scan_splits:
+            return best
+        whole = merge_scans(program, bounds)
+        # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
+        costs = self._costs(whole if whole is not None else replace(program, piece_starts={}))
         stages = []
         chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
-        for layer, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
-            option = costs.solve_share(layer, layer + 1, stage.submesh, in_flight, chunks)
+        for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
+            first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
+            option = costs.adopted(stage.option, first, last)
+            if option is None:
+                option = costs.solve_share(first, last, stage.submesh, in_flight, chunks)
             if option is None:
                 return None
-            stages.append(PlacedStage(layer, layer + 1, stage.submesh, option))
+            stages.append(PlacedStage(first, last, stage.submesh, option))
         return self._scheduled(costs, tuple(stages), chunks=chunks)
 
     def _nothing_fits(self) -> MemoryExceeded:
         request = self.request
-        usable = request.cluster.device.usable_memory_bytes
-        counts = ", ".join(str(program.microbatches) for program in request.programs)
-        least = min(costs.least_bytes() for costs in self.costs)
+        usable = self.limit
+        counts = ", ".join(map(str, self.counts))
+        least = min(costs.least_bytes() for costs in self._all_costs)
         return MemoryExceeded(
             refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
             got=f"{usable / 2**20:.1f} MiB usable on a device",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
 from ..program.residuals import is_fusible
-from ..sharding import Algorithm, Spec
+from ..sharding import Algorithm, Spec, convert
 from .conversion_prices import conversion_prices
 from .products import product_seconds
 
@@ -38,6 +40,27 @@ class InnerCollective:
     mirrored: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OperatorPrices:
+    """What is known of all operators that are alike.
+
+    Args:
+      choices: how they can be run.
+      seconds: of one run of each choice, backward included.
+      passes: by number of a choice, the seconds forward and of weight gradients, as far as anybody has asked.
+    """
+
+    choices: tuple[Any, ...]
+    seconds: np.ndarray
+    passes: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=512)
+def prices_of(mesh: LogicalMesh, device: Device) -> Prices:
+    """The one `Prices` of a mesh and a device: what one problem has looked up no other one has to."""
+    return Prices(mesh, device)
+
+
 class Prices:
     """The cost model of one submesh seen as one logical mesh.
 
@@ -53,6 +76,10 @@ class Prices:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
+        self._moved: dict[tuple[object, ...], float] = {}
+        # What problems on this mesh have found out of operators and parameters, by what tells them apart.
+        self.operators: dict[object, OperatorPrices] = {}
+        self.parameters: dict[object, tuple[tuple[Any, ...], np.ndarray, np.ndarray]] = {}
         self._conversions = conversion_prices(mesh)
 
     def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
@@ -79,10 +106,25 @@ class Prices:
         """
         key = (tuple(sources), tuple(targets), value_bytes, forward_runs, differentiated)
         if key not in self._tables:
-            forward, backward = self._conversions.lines(key[0], key[1], differentiated=differentiated)
+            forward, backward = self._conversions.lines(key[0], key[1], value_bytes, differentiated=differentiated)
             table = forward_runs * (forward[0] + forward[1] * value_bytes)
             self._tables[key] = table + (backward[0] + backward[1] * value_bytes) if differentiated else table
         return self._tables[key]
+
+    def moved_seconds(self, value_bytes: float, source: Spec, target: Spec) -> float:
+        """Seconds of the forward collectives of one conversion, which exists."""
+        if source == target:
+            return 0.0
+        key = value_bytes, source, target
+        if key not in self._moved:
+            steps = convert(source, target)
+            assert steps is not None, (source, target)
+            self._moved[key] = sum(
+                self.collective(step.forward, value_bytes * step.buffer_fraction(self.sizes), step.axes)
+                for step in steps
+                if step.forward is not None
+            )
+        return self._moved[key]
 
     def operator(
         self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int

@@ -9,14 +9,17 @@ solved ranges only (`pipeline`). What is the same program, whatever its place, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from ..program.staged import StagedProgram
 from .inter_op import Crossing, Option
 from .intra_op import ParameterInfo
 from .pins import Pins
 from .stage_estimates import StageEstimates, best_of, in_parts
+from .stage_segments import stage_segments
 from .stage_solver import Place, SolvedStage, StageSolver, WantedMesh
 from .submeshes import Submesh, Submeshes
 
@@ -32,6 +35,7 @@ class StageCosts:
       remat: "none", "layer", or None to choose for each stage.
       meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
       own_meshes: the same for submeshes that have their own.
+      coarser: of the same program in fewer microbatches, whose estimates bound these; None for none.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class StageCosts:
         remat: str | None,
         meshes: Sequence[WantedMesh] = (),
         own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
+        coarser: StageCosts | None = None,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -55,7 +60,8 @@ class StageCosts:
 
         parts = in_parts(program)
         self.solver = solver(program)
-        self.estimates = StageEstimates(program, self.solver if parts is program else solver(parts), remat)
+        of_parts = self.solver if parts is program else solver(parts)
+        self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
@@ -88,6 +94,33 @@ class StageCosts:
         if (*key, fewer) not in self._corrections:
             self._corrections[*key, fewer] = self._corrected(self._estimated[key], known[fewer])
         return self._corrections[*key, fewer]
+
+    def shared_options(self, share: float) -> Callable[[int, int, Submesh, int], Sequence[Option]]:
+        """As `options`, for microbatches of this share of the program's: too low by what smaller microbatches lose."""
+        known: dict[tuple[int, int, int, int], Sequence[Option]] = {}
+
+        def options(first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
+            key = first, last, self.solver.kind_of[submesh], in_flight
+            if key not in known:
+                known[key] = self.estimates.estimate(*key, share)
+            return known[key]
+
+        return options
+
+    def least(self, submesh: Submesh, share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a microbatch of this share, both passes and forward, that every range takes at least on a submesh,
+        each `[layers + 1, layers + 1]`."""
+        both, forward = self.estimates.least(self.solver.kind_of[submesh])
+        return share * both, share * forward
+
+    def limit(self, limit_bytes: float) -> None:
+        """From now on so many bytes may be counted on a device."""
+        if self.solver.limit_bytes != limit_bytes:
+            self.solver.limit_bytes = limit_bytes
+            self.estimates.limit(limit_bytes)
+            self._solved.clear()
+            self._shares.clear()
+            self.forget_estimates()
 
     def is_solved(self, first: int, last: int, submesh: Submesh, in_flight: int) -> bool:
         """Whether the options of a range are those of solutions."""
@@ -128,8 +161,9 @@ class StageCosts:
         self._estimated.clear()
         self._corrections.clear()
 
-    def crossings(self) -> tuple[Crossing, ...]:
-        """What layers share: values, those with the same producer and readers together, and parameters."""
+    def crossings(self, share: float = 1.0) -> tuple[Crossing, ...]:
+        """What layers share: values, those with the same producer and readers together, and parameters; values of
+        microbatches of this share of the program's."""
         graph, cutter, layers = self.program.graph, self.program.cutter, self.program.layers
         layer_of = [number for number, (first, last) in enumerate(layers) for _ in range(first, last)]
         values: dict[tuple[int, ...], list[float]] = {}
@@ -150,7 +184,10 @@ class StageCosts:
             if len(holders) > 1:
                 held[holders] = held.get(holders, 0.0) + graph.values[value].bytes
         return (
-            *(Crossing(layers=k, forward_bytes=f, backward_bytes=b) for k, (f, b) in sorted(values.items())),
+            *(
+                Crossing(layers=k, forward_bytes=share * f, backward_bytes=share * b)
+                for k, (f, b) in sorted(values.items())
+            ),
             *(Crossing(layers=k, once_bytes=size) for k, size in sorted(held.items())),
         )
 
@@ -198,6 +235,15 @@ class StageCosts:
                     best = option
             self._shares[key] = best
         return self._shares[key]
+
+    def adopted(self, option: Option, first: int, last: int) -> Option | None:
+        """A solution of the same range in another program, where scans are cut otherwise, as one of this program; None
+        if the range is not the same there."""
+        solved, cut = option.tag, self.solver.cut(first, last)
+        if not isinstance(solved, SolvedStage) or cut.fingerprint != solved.cut.fingerprint:
+            return None
+        segments = stage_segments(cut, self.program.layers[first:last])[0] if solved.segments else {}
+        return replace(option, tag=replace(solved, cut=cut, segments=segments))
 
 
 def _option_of(stage: SolvedStage) -> Option:

@@ -21,18 +21,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from math import ceil, log
 
 import numpy as np
 
 from ..program.staged import StagedProgram
 from .inter_op import Option
-from .stage_solver import Place, StageSolver
+from .stage_solver import Place, SolvedStage, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
 _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
 # Below this share of the memory limit rematerialisation is not tried.
 _EASY = 0.5
+
+# Ranges solved whole can be faster than their parts by themselves, by no more than this.
+_PARTS_ALONE = 0.97
+
+# Less than this between two ways is no difference worth looking at.
+_SAME = 1.01
 
 # A layer is taken apart into this many equal blocks at most.
 _MOST_BLOCKS = 8
@@ -61,9 +68,13 @@ class StageEstimates:
       program: in layers.
       solver: of a program of the same equations in `parts`.
       remat: "none", "layer", or None to choose for each range.
+      coarser: of the same layers in fewer microbatches, or None. Cutting a microbatch makes no work less: what they
+        take is a bound that saves looking at most logical meshes.
     """
 
-    def __init__(self, program: StagedProgram, solver: StageSolver, remat: str | None) -> None:
+    def __init__(
+        self, program: StagedProgram, solver: StageSolver, remat: str | None, coarser: StageEstimates | None = None
+    ) -> None:
         self.program = program
         self.solver = solver
         # Ranges that alone take longer than this, in all microbatches, are left out.
@@ -71,17 +82,48 @@ class StageEstimates:
         # While it is set, so are ranges whose fastest layouts do not fit.
         self.only_easy = False
         self._remat = remat
-        self._limit = solver.limit_bytes
+        self._limit = self._unit = solver.limit_bytes
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
-        self._columns: dict[tuple[int, int, str, int, int], _Column] = {}
-        self._parts: dict[tuple[int, int, int, str, int, int], tuple[tuple[float, ...], float]] = {}
-        self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
+        self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
+        self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
+        self._parts: dict[tuple[int, int, int, str, int, float], tuple[tuple[float, ...], float]] = {}
+        self._ladders: dict[tuple[int, int, int, str, float], list[SolvedStage | None]] = {}
+        self._leasts: dict[tuple[int, int, str], tuple[np.ndarray, tuple[float, ...]]] = {}
         self._weights: dict[tuple[int, int], float] = {}
+        self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def estimate(self, first: int, last: int, kind: int, in_flight: int) -> tuple[Option, ...]:
-        """Ways to run the layers `first` to before `last` on submeshes of one kind."""
-        return best_of([option for _, _, _, option in self._ways(first, last, kind, in_flight) if option is not None])
+    def limit(self, limit_bytes: float) -> None:
+        """From now on so many bytes may be counted on a device; prices stay what they are."""
+        self._limit = self.solver.limit_bytes = limit_bytes
+
+    def least(self, kind: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a microbatch, both passes and forward, that no way to run a range of layers on submeshes of one
+        kind is below, each `[layers + 1, layers + 1]` by first layer and one past the last; infinite for no range."""
+        if self._coarser is not None:
+            share = self._coarser.program.microbatches / self.program.microbatches
+            both, forward = self._coarser.least(kind)
+            return share * both, share * forward
+        if kind not in self._fastest:
+            starts = np.array(self._starts)
+            remat = "none" if self._remat in (None, "none") else "layer"
+            fastest = np.full((2, len(starts), len(starts)), np.inf)
+            for number in range(len(self.solver.meshes[kind])):
+                sums = self._column(kind, number, remat, 0, 1).sums
+                received = sums[starts, 3][None, :] - sums[np.minimum(starts + 1, len(sums) - 1), 3][:, None]
+                forward = np.maximum(sums[starts, 0][None, :] - sums[starts, 0][:, None] - received, 0.0)
+                both = forward + np.maximum(sums[starts, 1][None, :] - sums[starts, 1][:, None], 0.0)
+                missing = sums[starts, 8][None, :] > sums[starts, 8][:, None]
+                np.minimum(fastest, np.where(missing, np.inf, [both, forward]), out=fastest)
+            fastest[:, ~np.triu(np.ones(fastest.shape[1:], dtype=bool), 1)] = np.inf
+            self._fastest[kind] = _PARTS_ALONE * fastest[0], _PARTS_ALONE * fastest[1]
+        return self._fastest[kind]
+
+    def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
+        """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
+        the program's: as if these took and kept that share of what its own do."""
+        ways = self._ways(first, last, kind, in_flight, share)
+        return best_of([option for _, _, _, option in ways if option is not None])
 
     def ranked(self, first: int, last: int, kind: int, in_flight: int) -> list[tuple[float, int, str]]:
         """Logical meshes, each with and without rematerialisation as far as that can matter, with the least seconds
@@ -90,84 +132,111 @@ class StageEstimates:
         return sorted((self.weight(option) if option else weight, n, remat) for weight, n, remat, option in ways)
 
     def _ways(
-        self, first: int, last: int, kind: int, in_flight: int
+        self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0
     ) -> Iterator[tuple[float, int, str, Option | None]]:
         """Each way with what it takes at least; None for the estimate of one that another is better than whatever
         memory makes of it."""
         parts = self._starts[first], self._starts[last]
         wishes = [remat for remat in ("none", "layer") if self._remat in (None, remat)]
-        free = []
-        for number in range(len(self.solver.meshes[kind])):
-            option = self._sum(*parts, kind, number, wishes[0], 0, in_flight)
-            if option is not None and self._is_of_interest(option):
-                free.append((self.weight(option), number, option))
         found: list[Option] = []
-        for weight, number, fastest in sorted(free, key=lambda one: one[:2]):
-            if any(o.seconds <= fastest.seconds and self.weight(o) <= weight for o in found):
+        for weight, seconds, number in self._bounds(*parts, kind, wishes[0], share):
+            if any(o.seconds <= _SAME * seconds and self.weight(o, share) <= _SAME * weight for o in found):
                 yield from ((weight, number, remat, None) for remat in wishes)
                 continue
-            for remat in wishes:
-                option = self._on(*parts, kind, number, remat, in_flight)
+            fits = [r for r in wishes if self._at_least(*parts, kind, number, r, in_flight, share) <= self._limit]
+            fastest = self._sum(*parts, kind, number, wishes[0], 0, in_flight, share) if fits else None
+            if fastest is None or not self._is_of_interest(fastest, share):
+                continue
+            weight = self.weight(fastest, share)
+            if any(o.seconds <= fastest.seconds and self.weight(o, share) <= weight for o in found):
+                yield from ((weight, number, remat, None) for remat in wishes)
+                continue
+            for remat in fits:
+                option = self._on(*parts, kind, number, remat, in_flight, share)
                 if option is not None:
                     found.append(option)
                     yield weight, number, remat, option
                     if option.constant_bytes + in_flight * option.in_flight_bytes <= _EASY * self._limit:
                         break  # memory does not bind: nothing to gain by computing anything twice
 
-    def weight(self, option: Option) -> float:
+    def _bounds(self, first: int, last: int, kind: int, remat: str, share: float) -> list[tuple[float, float, int]]:
+        """Of each logical mesh on which a range can be of interest what it takes in a step at least, the seconds of a
+        microbatch, and its number, ascending."""
+        of = self._coarser if self._coarser is not None else self
+        share = share * of.program.microbatches / self.program.microbatches
+        found = []
+        for number in range(len(self.solver.meshes[kind])):
+            option = of._sum(first, last, kind, number, remat, 0, 1, 1.0)
+            if option is not None and of.program.microbatches * option.seconds <= self.bound_seconds:
+                found.append((of.weight(option), share * option.seconds, number))
+        return sorted(found)
+
+    def weight(self, option: Option, share: float = 1.0) -> float:
         """Seconds a step of a stage that sets the period: what its problem minimises."""
-        return self.program.microbatches * option.seconds + option.once_seconds
+        return self.program.microbatches / share * option.seconds + option.once_seconds
 
-    def _is_of_interest(self, option: Option) -> bool:
-        return self.program.microbatches * option.seconds <= self.bound_seconds
+    def _is_of_interest(self, option: Option, share: float) -> bool:
+        return self.program.microbatches / share * option.seconds <= self.bound_seconds
 
-    def _on(self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int) -> Option | None:
+    def _on(
+        self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int, share: float
+    ) -> Option | None:
         """Parts `first` to before `last` on one logical mesh: the least price of memory at which they fit together."""
         before: Option | None = None
         for price in range(len(_PRICES) + 1):
-            option = self._sum(first, last, kind, number, remat, price, in_flight)
+            option = self._sum(first, last, kind, number, remat, price, in_flight, share)
             if option is None:
                 return None
             held = option.constant_bytes + in_flight * option.in_flight_bytes
             if held <= self._limit:
                 if before is None:
-                    return option if self._is_of_interest(option) else None
+                    return option if self._is_of_interest(option, share) else None
                 over = before.constant_bytes + in_flight * before.in_flight_bytes
                 return _between(before, option, (over - self._limit) / (over - held))
             if price == 0 and (
                 self.only_easy
-                or not self._is_of_interest(option)
-                or self._least(first, last, kind, number, remat, in_flight) > self._limit
+                or not self._is_of_interest(option, share)
+                or self._least(first, last, kind, number, remat, in_flight, share) > self._limit
             ):
                 return None
             before = option
         return None
 
-    def _least(self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int) -> float:
-        """Bytes on a device that no layout of the parts is below."""
+    def _at_least(
+        self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int, share: float
+    ) -> float:
+        """As `_least`, from fewer microbatches where there are any: what a microbatch keeps shrinks with it at most."""
+        if self._coarser is None:
+            return self._least(first, last, kind, number, remat, in_flight, share)
+        share = share * self._coarser.program.microbatches / self.program.microbatches
+        return self._coarser._least(first, last, kind, number, remat, in_flight, share)
+
+    def _least(self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int, share: float) -> float:
+        """Bytes on a device that no layout of the parts is below, for microbatches of this share of these."""
         key = kind, number, remat
         if key not in self._leasts:
-            rows = [(0.0, 0.0, 0.0)]
+            rows, again = [(0.0, 0.0, 0.0)], []
             for part in range(self._starts[-1]):
                 place = Place(part, part + 1, kind, number)
                 built = self.solver.problem(place, remat) or self.solver.problem(place, "none")
                 assert built is not None
                 rows.append(built[0].least_bytes)
-            self._leasts[key] = np.cumsum(rows, axis=0)
-        sums = self._leasts[key]
+                again.append(built[0].workspace_bytes)
+            self._leasts[key] = np.cumsum(rows, axis=0), tuple(again)
+        sums, workspace = self._leasts[key]
         constant, kept, _ = sums[last] - sums[first]
         # Inside a range what a part receives another one keeps, or nobody.
         received = sums[last, 2] - sums[first + 1, 2]
-        return float(constant + in_flight * (kept - received))
+        return float(constant + share * (in_flight * (kept - received) + max(workspace[first:last])))
 
     def _sum(
-        self, first: int, last: int, kind: int, number: int, remat: str, price: int, in_flight: int
+        self, first: int, last: int, kind: int, number: int, remat: str, price: int, in_flight: int, share: float
     ) -> Option | None:
         """The parts of a range, each by itself at one price of memory."""
         # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
-        about = 1
-        while price > 0 and about < in_flight:
-            about *= 4
+        about = 1.0
+        if price > 0:
+            about = 4.0 ** ceil(log(in_flight * share, 4) - 1e-9)
         column = self._column(kind, number, remat, price, about)
         total = column.sums[last] - column.sums[first]
         forward, backward, weight, _, once, shared, constant, kept, missing = total.tolist()
@@ -176,16 +245,16 @@ class StageEstimates:
         # Inside the range nothing is received, and gradients are summed by one collective.
         received = float(column.sums[last, 3] - column.sums[first + 1, 3])
         return Option(
-            forward_seconds=max(0.0, forward - received),
-            backward_seconds=max(0.0, backward),
-            weight_seconds=min(max(0.0, weight), max(0.0, backward)),
+            forward_seconds=share * max(0.0, forward - received),
+            backward_seconds=share * max(0.0, backward),
+            weight_seconds=share * min(max(0.0, weight), max(0.0, backward)),
             once_seconds=max(0.0, once - shared + max(column.fixed[first:last])),
-            constant_bytes=constant + max(column.workspace[first:last]),
-            in_flight_bytes=kept,
+            constant_bytes=constant + share * max(column.workspace[first:last]),
+            in_flight_bytes=share * kept,
             tag=number,
         )
 
-    def _column(self, kind: int, number: int, remat: str, price: int, in_flight: int) -> _Column:
+    def _column(self, kind: int, number: int, remat: str, price: int, in_flight: float) -> _Column:
         key = kind, number, remat, price, in_flight
         if key not in self._columns:
             rows: list[tuple[float, ...]] = [(0.0,) * 9]
@@ -198,21 +267,20 @@ class StageEstimates:
             self._columns[key] = _Column(sums=np.cumsum(rows, axis=0), fixed=tuple(fixed), workspace=tuple(workspace))
         return self._columns[key]
 
-    def _part(self, place: Place, remat: str, price: int, in_flight: int) -> tuple[tuple[float, ...], float]:
+    def _part(self, place: Place, remat: str, price: int, in_flight: float) -> tuple[tuple[float, ...], float]:
         """A part by itself at one price of memory (0 for none): a row of a column, and its workspace."""
         key = (self.solver.number(place.first, place.last), place.kind, place.mesh, remat, price, in_flight)
         if key not in self._parts:
             self._parts[key] = self._solve_part(place, remat, price, in_flight)
         return self._parts[key]
 
-    def _solve_part(self, place: Place, remat: str, price: int, in_flight: int) -> tuple[tuple[float, ...], float]:
+    def _solve_part(self, place: Place, remat: str, price: int, in_flight: float) -> tuple[tuple[float, ...], float]:
         if remat == "layer" and self.solver.problem(place, remat) is None:
             remat = "none"  # it has nothing to compute again
         if price == 0:
             stage = self.solver.free(place, remat)
         else:
-            seconds = _PRICES[price - 1] * self._free_weight(place.kind, place.mesh) / self._limit
-            stage = self.solver.priced(place, remat, seconds, in_flight)
+            stage = self._ladder(place, remat, in_flight)[price - 1]
         if stage is None:
             return (*(0.0,) * 8, 1.0), 0.0
         boundary, fixed = stage.boundary
@@ -222,6 +290,15 @@ class StageEstimates:
             one.synchronise_seconds + one.update_seconds, fixed, one.constant_bytes - again, one.in_flight_bytes, 0.0,
         )  # fmt: skip
         return row, again
+
+    def _ladder(self, place: Place, remat: str, in_flight: float) -> list[SolvedStage | None]:
+        """A part by itself at all prices of memory."""
+        key = (self.solver.number(place.first, place.last), place.kind, place.mesh, remat, in_flight)
+        if key not in self._ladders:
+            unit = self._free_weight(place.kind, place.mesh) / self._unit
+            prices = [(price * unit, in_flight) for price in _PRICES]
+            self._ladders[key] = self.solver.priced(place, remat, prices)
+        return self._ladders[key]
 
     def _free_weight(self, kind: int, number: int) -> float:
         """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""

@@ -107,14 +107,20 @@ class StageProblem(IntraOpProblem):
         plain = Problem(costs=tuple(self._seconds), edges=dict(self._edges))
         return plain, PricedProblem(plain, constant=self._constant_bytes, kept=self._kept_by_node)
 
-    def priced(self, price: float, in_flight: int, *, gap: float, time_limit_seconds: float) -> tuple[int, ...]:
-        """The best choice of each node where memory has no limit but a price, in seconds per byte.
+    def priced(
+        self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float
+    ) -> list[tuple[int, ...] | None]:
+        """The best choice of each node where memory has no limit but a price: `PricedProblem.choices`.
+
+        Args:
+          prices: in seconds per byte, each with the microbatches in flight.
+          gap: relative, where the graph is too wide to be solved exactly.
+          time_limit_seconds: the same, for each price.
 
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
-          solve.Unsolved: if the time ran out before there was any.
         """
-        return self._free[1].choices(price, in_flight, gap=gap, time_limit_seconds=time_limit_seconds)
+        return self._free[1].choices(prices, gap=gap, time_limit_seconds=time_limit_seconds)
 
     def chosen(self, choices: tuple[int, ...]) -> IntraOpSolution:
         """These choices as a solution of the problem without a limit, without a proof."""
@@ -138,8 +144,9 @@ class StageProblem(IntraOpProblem):
 
     @cached_property
     def least_bytes(self) -> tuple[float, float, float]:
-        """No choice needs less on a device: throughout, kept for each microbatch, and of that what is received."""
-        constant = self.workspace_bytes + sum(float(row.min()) for row in self._constant_bytes)
+        """No choice needs less on a device, workspace apart: throughout, kept for each microbatch, and of that what is
+        received."""
+        constant = sum(float(row.min()) for row in self._constant_bytes)
         kept = sum(float(row.min()) for row in self._kept_by_node)
         received = sum(float(self._kept_by_node[node].min()) for node in self._received)
         return constant, kept, received

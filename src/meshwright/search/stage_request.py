@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -25,7 +25,8 @@ class StageRequest:
     """What to plan.
 
     Args:
-      programs: the program in layers, one for each number of microbatches to be considered.
+      programs: the program in layers, one for each number of microbatches to be considered; or by these numbers, of
+        which not all may be looked at (so that they can be traced on demand).
       parameters: by position in the programs' `graph.parameters`.
       cluster: where it runs; no device need be present.
       pins: what is fixed.
@@ -40,7 +41,7 @@ class StageRequest:
       faster_than_seconds: of the step of a plan that is known; others are not wanted.
     """
 
-    programs: Sequence[StagedProgram]
+    programs: Sequence[StagedProgram] | Mapping[int, StagedProgram]
     parameters: Sequence[ParameterInfo]
     cluster: Cluster
     pins: Pins = field(default_factory=Pins)
@@ -53,6 +54,13 @@ class StageRequest:
     stage_meshes: Sequence[WantedMesh] | None = None
     time_limit_seconds: float = 60.0
     faster_than_seconds: float = float("inf")
+
+    @property
+    def by_microbatches(self) -> Mapping[int, StagedProgram]:
+        """The programs by their numbers of microbatches."""
+        if isinstance(self.programs, Mapping):
+            return self.programs
+        return {program.microbatches: program for program in self.programs}
 
     @property
     def stage_count(self) -> int | None:
@@ -73,25 +81,18 @@ def check_request(request: StageRequest) -> None:
             refused="a stage search", got="no program", needed="one for each number of microbatches", where=where,
             try_="microbatches=(4, 8, 16)",
         )  # fmt: skip
-    for program in request.programs:
-        if program.microbatches < 1:
+    for count in request.by_microbatches:
+        if count < 1:
             raise PlanError(
-                refused="the number of microbatches", got=str(program.microbatches), needed="at least 1", where=where,
+                refused="the number of microbatches", got=str(count), needed="at least 1", where=where,
                 try_="microbatches=1",
             )  # fmt: skip
     devices = request.cluster.num_devices
-    layers = max(len(program.layers) for program in request.programs)
     stages = request.stage_count
     if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
         raise PlanError(
             refused="the number of stages", got=repr(stages), needed="a whole number of at least 1", where=where,
             try_="stages=None",
-        )  # fmt: skip
-    if stages is not None and stages > min(layers, devices):
-        raise PlanError(
-            refused=f"{stages} stages", got=f"{layers} layers and {devices} devices",
-            needed="a layer and a device for each stage", where=where,
-            try_=f"stages={min(layers, devices)}, or more layers",
         )  # fmt: skip
     _check_given(request)
     if request.submeshes is not None and sum(request.submeshes) != devices:
@@ -111,6 +112,29 @@ def check_request(request: StageRequest) -> None:
                 refused=f"the schedule {name!r}", got="a name that the stage search does not try",
                 needed=f"of {', '.join(SIMULATED)}", where=where, try_="schedules=SIMULATED",
             )  # fmt: skip
+
+
+def check_layers(request: StageRequest, program: StagedProgram) -> None:
+    """Refuse a program that has not the layers for what is asked.
+
+    Raises:
+      PlanError: saying how many it has.
+    """
+    where, count, devices = "the request for stages", len(program.layers), request.cluster.num_devices
+    stages = request.stage_count
+    if stages is not None and stages > min(count, devices):
+        raise PlanError(
+            refused=f"{stages} stages", got=f"{count} layers and {devices} devices",
+            needed="a layer and a device for each stage", where=where,
+            try_=f"stages={min(count, devices)}, or more layers",
+        )  # fmt: skip
+    if request.layers is not None and (sum(request.layers) != count or min(request.layers, default=0) < 1):
+        raise PlanError(
+            refused=f"stages of {', '.join(map(str, request.layers))} layers",
+            got=f"{sum(request.layers)} layers in all", needed=f"at least one each, and the {count} there are",
+            where=where,
+            try_=f"staged_program(..., layers={sum(request.layers)}, exactly=True), or layers=None",
+        )  # fmt: skip
 
 
 def _check_given(request: StageRequest) -> None:
@@ -134,16 +158,6 @@ def _check_given(request: StageRequest) -> None:
             refused=f"the schedule {INTERLEAVED} for given stages", got="submeshes= or layers=",
             needed="nothing but their number: stages share equal submeshes", where=where, try_="stages= alone",
         )  # fmt: skip
-    if request.layers is not None:
-        for program in request.programs:
-            count = len(program.layers)
-            if sum(request.layers) != count or min(request.layers, default=0) < 1:
-                raise PlanError(
-                    refused=f"stages of {', '.join(map(str, request.layers))} layers",
-                    got=f"{sum(request.layers)} layers in all", needed=f"at least one each, and the {count} there are",
-                    where=where,
-                    try_=f"staged_program(..., layers={sum(request.layers)}, exactly=True), or layers=None",
-                )  # fmt: skip
     if request.stage_meshes is not None:
         sizes = [prod(shape) for _, shape in request.stage_meshes]
         if request.submeshes is None or sizes != list(request.submeshes):

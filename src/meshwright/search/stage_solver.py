@@ -117,7 +117,7 @@ class StageSolver:
         """The layers `first` to before `last` as a graph."""
         if (first, last) not in self._cuts:
             layers = self.program.layers
-            self._cuts[first, last] = self.program.cutter.cut(layers[first][0], layers[last - 1][1])
+            self._cuts[first, last] = self.program.folding_cutter.cut(layers[first][0], layers[last - 1][1])
         return self._cuts[first, last]
 
     def parameters_of(self, cut: Cut) -> list[ParameterInfo]:
@@ -193,26 +193,30 @@ class StageSolver:
         """The best solution whatever its memory, or None if no layout exists."""
         key = self._key(place, remat)
         if key not in self._free:
-            self._free[key] = self.priced(place, remat, 0.0, 1)
+            self._free[key] = self.priced(place, remat, [(0.0, 1)])[0]
         return self._free[key]
 
-    def priced(self, place: Place, remat: str, price: float, in_flight: int) -> SolvedStage | None:
-        """The best solution where memory has no limit but a price, in seconds per byte; None if none is."""
+    def priced(self, place: Place, remat: str, prices: Sequence[tuple[float, float]]) -> list[SolvedStage | None]:
+        """The best solutions where memory has no limit but a price, in seconds per byte, for so many microbatches in
+        flight; None for none."""
         built = self.problem(place, remat)
         if built is None:
-            return None
+            return [None] * len(prices)
         problem = built[0]
-        self.solves += 1
+        self.solves += len(prices)
         try:
-            choices = problem.priced(price, in_flight, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
-        except Unsolved:
-            return None
+            found = problem.priced(prices, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
         except Infeasible:
-            return self.priced(place, remat, price, in_flight) if self._relax(place) else None
-        # Many prices have the same answer.
+            return self.priced(place, remat, prices) if self._relax(place) else [None] * len(prices)
+        return [None if choices is None else self._once(place, remat, built, choices) for choices in found]
+
+    def _once(
+        self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...]
+    ) -> SolvedStage:
+        """Many prices have the same answer: it is looked at once."""
         key = (*self._key(place, remat), choices)
         if key not in self._same:
-            self._same[key] = self._solved(place, built, problem.chosen(choices))
+            self._same[key] = self._solved(place, built, built[0].chosen(choices))
         return self._same[key]
 
     def within(
@@ -224,7 +228,7 @@ class StageSolver:
         if free is None or free.held_bytes(in_flight) <= limit:
             return free
         constant, kept, _ = free.problem.least_bytes
-        if constant + in_flight * kept > limit:
+        if free.problem.workspace_bytes + constant + in_flight * kept > limit:
             return None
         return self._limited(place, remat, in_flight, limit)
 

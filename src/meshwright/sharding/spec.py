@@ -47,8 +47,11 @@ class Spec:
         return hash((self.dims, self.partial, self.broadcast))
 
     def __post_init__(self) -> None:
-        axes = [*self.sharded_axes, *self.partial, *self.broadcast]
-        if len(set(axes)) != len(axes):
+        split = tuple(axis for dim in self.dims for axis in dim) if any(self.dims) else ()
+        # The search makes very many specs: this is looked up in the instance, without a descriptor.
+        self.__dict__["sharded_axes"] = split
+        axes = (*split, *self.partial, *self.broadcast)
+        if len(axes) > 1 and len(set(axes)) != len(axes):
             raise ValueError(
                 f"refused the sharding spec {self!r}: got an axis with two states, needed each axis once; "
                 "try to remove the axis from all places but one"
@@ -62,7 +65,7 @@ class Spec:
     @cached_property
     def sharded_axes(self) -> tuple[str, ...]:
         """The axes that split a dim, in dim order."""
-        return tuple(axis for dim in self.dims for axis in dim)
+        raise AssertionError("set when the spec is made")
 
     @property
     def is_replicated(self) -> bool:

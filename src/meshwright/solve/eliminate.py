@@ -158,6 +158,41 @@ class Elimination:
             choices[step.node] = int(vector.argmin())
         return tuple(choices), total
 
+    def minimise_each(self, costs: Sequence[np.ndarray]) -> list[tuple[tuple[int, ...], float]]:
+        """The same for many costs at once, in little more time than for one where tables are small.
+
+        Args:
+            costs: per node, the seconds of each choice in each case, shape (k_v, cases).
+
+        Returns:
+            For each case the choices and their total.
+        """
+        cases = costs[0].shape[1] if costs else 1
+        messages: list[np.ndarray] = []
+        for step in self.steps:
+            self.deadline.check("exact elimination")
+            parts = [part[..., None] for part in _spread(step, None, ())]
+            parts.append(costs[step.node].reshape((step.shape[0],) + (1,) * (len(step.shape) - 1) + (cases,)))
+            for child, dims in zip(step.children, step.dims[len(step.edges) :], strict=True):
+                parts.append(_placed(messages[child], (*dims, len(step.shape)), len(step.shape) + 1))
+            messages.append(min_sum(parts, (*step.shape, cases), self.deadline))
+        found = []
+        for case in range(cases):
+            total = math.fsum(
+                float(m[case]) for m, step in zip(messages, self.steps, strict=True) if not step.separator
+            )
+            choices = [0] * len(self.steps)
+            for step in reversed(self.steps):
+                vector = costs[step.node][:, case]
+                for u, table in zip(step.edges, step.tables, strict=True):
+                    vector = vector + table[:, choices[u]]
+                for c in step.children:
+                    picked = tuple(choices[u] for u in self.steps[c].separator[1:])
+                    vector = vector + messages[c][(slice(None), *picked, case)]
+                choices[step.node] = int(vector.argmin())
+            found.append((tuple(choices), total))
+        return found
+
     def beliefs(self, costs: Sequence[np.ndarray], messages: list[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
         """Of every step, last first, its number and its whole table of min-marginals; the total must be finite."""
         roots = [i for i, step in enumerate(self.steps) if not step.separator]
@@ -245,17 +280,23 @@ def solve_by_elimination(
     )
 
 
-def _spread(step: Step, costs: Sequence[np.ndarray], messages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Everything summed at a step, each with the step's number of dims (1 where it does not depend on that dim)."""
+def _spread(step: Step, costs: Sequence[np.ndarray] | None, messages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Everything summed at a step, each with the step's number of dims (1 where it does not depend on that dim).
+    Without costs the tables of its edges alone."""
     rank = len(step.shape)
-    parts = [costs[step.node].reshape((-1,) + (1,) * (rank - 1))]
+    if costs is None:
+        return [_placed(table, dims, rank) for table, dims in zip(step.tables, step.dims, strict=False)]
     sources = (*step.tables, *(messages[c] for c in step.children))
-    for source, dims in zip(sources, step.dims, strict=True):
-        shape = [1] * rank
-        for dim, size in zip(dims, source.shape, strict=True):
-            shape[dim] = size
-        parts.append(source.reshape(shape))
-    return parts
+    spread = [_placed(source, dims, rank) for source, dims in zip(sources, step.dims, strict=True)]
+    return [costs[step.node].reshape((-1,) + (1,) * (rank - 1)), *spread]
+
+
+def _placed(source: np.ndarray, dims: Sequence[int], rank: int) -> np.ndarray:
+    """`source` with `rank` dims, its own at `dims`."""
+    shape = [1] * rank
+    for dim, size in zip(dims, source.shape, strict=True):
+        shape[dim] = size
+    return source.reshape(shape)
 
 
 def _min_over_others(table: np.ndarray, dims: tuple[int, ...]) -> np.ndarray:

@@ -260,7 +260,7 @@ class _Work:
         if limit < 0:
             raise Infeasible.no_finite("the memory of the nodes that have one choice left, which exceeds the limit")
         return Reduction(
-            problem=Problem(
+            problem=Problem.unchecked(
                 costs=tuple(self.costs[v][n] for v, n in zip(nodes, names, strict=True)),
                 edges=edges,
                 memory=tuple(self.memory[v][n] for v, n in zip(nodes, names, strict=True)) if self.limited else None,

@@ -141,6 +141,21 @@ class Problem:
         object.__setattr__(self, "memory", memory)
         object.__setattr__(self, "memory_limit", limit)
 
+    @classmethod
+    def unchecked(
+        cls,
+        *,
+        costs: tuple[np.ndarray, ...],
+        edges: Mapping[tuple[int, int], np.ndarray],
+        memory: tuple[np.ndarray, ...] | None = None,
+        memory_limit: float = math.inf,
+    ) -> Problem:
+        """The problem of arrays that come from a problem, or were made like one's: float64, nothing is looked at."""
+        made = object.__new__(cls)
+        for name, value in (("costs", costs), ("edges", edges), ("memory", memory), ("memory_limit", memory_limit)):
+            object.__setattr__(made, name, value)
+        return made
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """The number of choices of each node."""
@@ -191,7 +206,7 @@ class Problem:
         Args:
             kept: per node, the numbers of the choices that stay.
         """
-        return Problem(
+        return Problem.unchecked(
             costs=tuple(c[k] for c, k in zip(self.costs, kept, strict=True)),
             edges={(u, v): table[np.ix_(kept[u], kept[v])] for (u, v), table in self.edges.items()},
             memory=None if self.memory is None else tuple(m[k] for m, k in zip(self.memory, kept, strict=True)),

@@ -1,8 +1,8 @@
 """GPT-3: a pre-norm causal transformer with learned positions and a head tied to the token embedding.
 
 Shapes: Brown et al. 2020 (125M to 175B), the suite of Zheng et al. (Alpa, OSDI 2022) and the 1T model of Narayanan et
-al. (Megatron-LM, SC 2021). Layers are an unrolled Python loop; from 39B on, one scan over stacked parameters, as models of
-so many layers are written, since an unrolled one takes minutes to compile. A planner may cut either between any two.
+al. (Megatron-LM, SC 2021). Layers are an unrolled Python loop; from 39B on, one scan over stacked parameters, as
+models of so many layers are written, since an unrolled one takes minutes to compile. Both may be cut between any two.
 Model FLOPs of a sample: 3 * (layers * (24 * s * m**2 + 4 * s**2 * m) + 2 * s * m * v) for sequence s, hidden m and
 vocabulary v: Megatron-LM's 96 * b * s * l * m**2 * (...) without its fourth, the rematerialised forward pass.
 """

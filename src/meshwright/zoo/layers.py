@@ -64,10 +64,59 @@ def causal_mask(queries: int, keys: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, shape, 0) >= lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool) -> jax.Array:
-    """Multi-head self-attention, (b, s, m) -> (b, s, m); one product makes queries, keys and values."""
+def _plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
+    scores = scores * query.shape[-1] ** -0.5
+    scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgqs,bskd->bqkgd", weights, value)
+
+
+@jax.custom_vjp
+def fused_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal attention as one operator that keeps no scores for the backward pass (Dao et al. 2022).
+
+    What a fused kernel is to a planner: it reads queries, keys and values and writes what they mix to, and its
+    derivative reads the same again. Numbers are those of plain attention; without a kernel, so are its temporaries.
+
+    Args:
+        query: (b, s, k, g, d), key heads k each shared by a group g of queries.
+        key: (b, s, k, d).
+        value: (b, s, k, d).
+    """
+    return _plain_attention(query, key, value)
+
+
+def _fused_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return fused_attention(query, key, value), (query, key, value)
+
+
+def _fused_backward(
+    kept: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    _, pull = jax.vjp(_plain_attention, *kept)
+    return pull(cotangent)
+
+
+fused_attention.defvjp(_fused_forward, _fused_backward)
+
+
+def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool, fused: bool = False) -> jax.Array:
+    """Multi-head self-attention, (b, s, m) -> (b, s, m); one product makes queries, keys and values.
+
+    Args:
+        params: as `attention_parameters` declares them.
+        x: activations.
+        causal: whether a query sees no later keys.
+        fused: whether the inner part is one operator (`fused_attention`), which is always causal.
+    """
     qkv = jnp.einsum("bsm,mthd->bsthd", x, params["qkv"].astype(x.dtype)) + params["qkv_bias"].astype(x.dtype)
     query, key, value = (lax.index_in_dim(qkv, i, axis=2, keepdims=False) for i in range(3))  # (b, s, h, d) each
+    if fused and causal:
+        mixed = fused_attention(query[:, :, :, None, :], key, value)[:, :, :, 0, :]
+        return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     scores = scores * query.shape[-1] ** -0.5
     if causal:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .layers import causal_mask, embed, random_tokens, rms_norm, token_cross_entropy
+from .layers import causal_mask, embed, fused_attention, random_tokens, rms_norm, token_cross_entropy
 from .parameters import normal, ones, stacked
 from .train import Batch, Model, Optimizer, Target, make_target
 
@@ -23,7 +23,12 @@ ROPE_THETA = 500_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a Llama; `dtype` is that of the activations, parameters stay float32."""
+    """Shape of a Llama; `dtype` is that of the activations, parameters stay float32.
+
+    Attributes:
+        fused_attention: attention as one operator (`layers.fused_attention`).
+        head_dim: features of a head; None for an equal share of `hidden`.
+    """
 
     name: str
     hidden: int
@@ -35,6 +40,8 @@ class LlamaConfig:
     sequence: int = 8192
     global_batch: int = 2048  # 16 Mi tokens a step, the last stage of Llama 3's pre-training
     dtype: str = "bfloat16"
+    fused_attention: bool = False
+    head_dim: int | None = None
 
 
 CONFIGS: dict[str, LlamaConfig] = {
@@ -79,7 +86,9 @@ def rotary_angles(sequence: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def grouped_attention(params: dict[str, jax.Array], x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+def grouped_attention(
+    params: dict[str, jax.Array], x: jax.Array, cosine: jax.Array, sine: jax.Array, *, fused: bool = False
+) -> jax.Array:
     """Causal attention with each key head k shared by a group g of queries, (b, s, m) -> (b, s, m).
 
     Key heads and groups are separate dims throughout, so heads may be split over either, or over both.
@@ -89,6 +98,9 @@ def grouped_attention(params: dict[str, jax.Array], x: jax.Array, cosine: jax.Ar
     key, value = (lax.index_in_dim(key_value, i, axis=2, keepdims=False) for i in range(2))  # (b, s, k, d)
     query = rotary(query, cosine[:, None, None, :], sine[:, None, None, :])
     key = rotary(key, cosine[:, None, :], sine[:, None, :])
+    if fused:
+        mixed = fused_attention(query, key, value)
+        return jnp.einsum("bskgd,kgdm->bsm", mixed, params["out"].astype(x.dtype))
     scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
     scores = scores * query.shape[-1] ** -0.5
     scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, jnp.finfo(jnp.float32).min)
@@ -116,13 +128,13 @@ def build(config: LlamaConfig, *, optimizer: Optimizer = "adam", remat: bool = F
         ValueError: `hidden` is not a multiple of `heads`, or `heads` not one of `kv_heads`.
     """
     hidden, heads, kv_heads = config.hidden, config.heads, config.kv_heads
-    if hidden % heads or heads % kv_heads:
+    if (config.head_dim is None and hidden % heads) or heads % kv_heads:
         raise ValueError(
             f"refused to build {config.name!r}: got hidden={hidden}, heads={heads}, kv_heads={kv_heads}, needed each "
             "to be a multiple of the next; try kv_heads=1"
         )
     dtype, sequence, vocabulary = jnp.dtype(config.dtype), config.sequence, config.vocabulary
-    group, head_dim = heads // kv_heads, hidden // heads
+    group, head_dim = heads // kv_heads, config.head_dim or hidden // heads
     out_deviation = 0.02 * (2 * config.layers) ** -0.5
     layer = {
         "attention_norm": ones(hidden),
@@ -148,7 +160,9 @@ def build(config: LlamaConfig, *, optimizer: Optimizer = "adam", remat: bool = F
         cosine, sine = rotary_angles(sequence, head_dim)
 
         def decoder_layer(x: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, None]:
-            x = x + grouped_attention(params["attention"], rms_norm(params["attention_norm"], x), cosine, sine)
+            normalised = rms_norm(params["attention_norm"], x)
+            fused = config.fused_attention
+            x = x + grouped_attention(params["attention"], normalised, cosine, sine, fused=fused)
             return x + swiglu(params["feed_forward"], rms_norm(params["feed_forward_norm"], x)), None
 
         x = embed(params["embedding"], batch["tokens"], dtype)  # (b, s, m)

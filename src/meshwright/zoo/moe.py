@@ -42,6 +42,7 @@ class MoEConfig:
     Attributes:
         expert_group: tokens dealt together; must divide global_batch * sequence.
         capacity_factor: slots of all experts together, per token.
+        intermediate: of each feed-forward; None for eight times `hidden`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class MoEConfig:
     expert_group: int = 2048
     capacity_factor: int = 2
     dtype: str = "bfloat16"
+    intermediate: int | None = None
 
 
 CONFIGS: dict[str, MoEConfig] = {
@@ -161,7 +163,7 @@ def build(config: MoEConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
             f"global_batch={max(config.expert_group // sequence, 1)}"
         )
     capacity = config.capacity_factor * config.expert_group // config.experts
-    intermediate = 8 * hidden
+    intermediate = config.intermediate or 8 * hidden
     out_deviation = 0.02 * (2 * config.layers) ** -0.5
 
     def declare(index: int) -> dict[str, Any]:

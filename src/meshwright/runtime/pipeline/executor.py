@@ -56,6 +56,7 @@ class Executor:
         self._one_by_one = devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
         self._asynchronous = any(stage.stage.asynchronous for stage in stages)
         self._began_with: dict[int, Memory] = {}
+        self._ghosts: dict[tuple[int, Slot], Any] = {}
         self._running: Any = ()
         self._about: Callable[[], str] = str
         self._order = [one for one in order if self._takes_part(one)]
@@ -78,16 +79,16 @@ class Executor:
         sharding = stage.sharding(Slot(Role.INDEX))
         return [put(np.int32(m), sharding) for m in range(self._count)]
 
-    def _exchanged(self, number: int) -> list[tuple[int, int, Slot]]:
-        """What stages exchange after a round: source, target and array."""
-        found = []
+    def _exchanged(self, number: int) -> list[tuple[int, int, list[Slot]]]:
+        """What stages exchange after a round: source, target and arrays."""
+        found: dict[tuple[int, int], list[Slot]] = {}
         for target, stage in enumerate(self._stages):
             wanted = {slot for later in stage.update.rounds[number + 1 :] for slot in later.inputs}
             for slot in sorted(wanted):
                 made = {Role.BUNDLE: slot.position, Role.SYNCHRONISED: 0}.get(slot.role)
                 if made == number and slot.source != target:
-                    found.append((slot.source, target, slot))
-        return found
+                    found.setdefault((slot.source, target), []).append(slot)
+        return [(source, target, slots) for (source, target), slots in found.items()]
 
     def run(self, memories: list[Memory]) -> None:
         """Run one step.
@@ -142,17 +143,23 @@ class Executor:
         return made
 
     def _transport_to(
-        self, value: Any, ends: tuple[int, int], sharding: NamedSharding, slot: Slot, microbatch: int | None
-    ) -> Any:
-        """An array of one stage on another; `ends` are the two."""
+        self,
+        values: Sequence[Any],
+        ends: tuple[int, int],
+        shardings: Sequence[NamedSharding],
+        slots: Sequence[Slot],
+        microbatch: int | None,
+    ) -> list[Any]:
+        """Arrays of one stage on another; `ends` are the two."""
 
         def about() -> str:
             source, target = ends
-            what = f"value {slot.position} ({slot.role}){_of_microbatch(microbatch)}"
+            numbers = ", ".join(str(slot.position) for slot in slots)
+            what = f"value{'s' * (len(slots) > 1)} {numbers} ({slots[0].role}){_of_microbatch(microbatch)}"
             return f"the move of {what} from stage {source + 1} to stage {target + 1}, {self._with(*ends)}"
 
         self._wait_for_last()
-        moved = self._transport.move(value, sharding, about)
+        moved = self._transport.move(values, shardings, about)
         self._running, self._about = moved if self._one_by_one else (), about
         return moved
 
@@ -202,20 +209,27 @@ class Executor:
 
     def _move(self, one: Move, passing: list[list[Memory]]) -> None:
         source, target = passing[one.source][one.microbatch], passing[one.target][one.microbatch]
-        value = self._moved(source, one.sent, one.source, one.target, one.received, one.microbatch)
+        values = self._moved(source, one.sent, one.source, one.target, one.received, one.microbatch)
         if self._stages[one.target].is_mine:
-            target[one.received] = value
-        if one.last:
-            source.pop(one.sent, None)
+            target.update(zip(one.received, values, strict=True))
+        for slot in one.last:
+            source.pop(slot, None)
 
     def _moved(
-        self, memory: Memory, sent: Slot, source: int, target: int, received: Slot, microbatch: int | None = None
-    ) -> Any:
-        """An array of one stage's memory, on another stage."""
-        stage = self._stages[source]
-        value = memory[sent] if stage.is_mine else stage.ghost(sent)
-        sharding = self._stages[target].sharding(received)
-        return self._transport_to(value, (source, target), sharding, sent, microbatch)
+        self, memory: Memory, sent: Sequence[Slot], source: int, target: int, received: Sequence[Slot],
+        microbatch: int | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Arrays of one stage's memory, on another stage."""
+        here, there = self._stages[source], self._stages[target]
+        values = [memory[slot] if here.is_mine else self._ghost(source, slot) for slot in sent]
+        shardings = [there.sharding(slot) for slot in received]
+        return self._transport_to(values, (source, target), shardings, sent, microbatch)
+
+    def _ghost(self, source: int, slot: Slot) -> Any:
+        """What this process has of an array of a stage that is not its own."""
+        if (source, slot) not in self._ghosts:
+            self._ghosts[source, slot] = self._stages[source].ghost(slot)
+        return self._ghosts[source, slot]
 
     def _update_now(self, one: Update, memory: Memory, passing: Memory) -> None:
         """The update of one microbatch: the next forward has the new weights."""
@@ -263,11 +277,11 @@ class Executor:
                 for place, (stage, memory) in enumerate(zip(self._stages, memories, strict=True)):
                     if stage.is_mine and number < len(stage.rounds):
                         self._round(place, number, memory)
-            for source, target, slot in exchanged:
+            for source, target, slots in exchanged:
                 if self._stages[source].is_mine or self._stages[target].is_mine:
-                    value = self._moved(memories[source], slot, source, target, slot)
+                    values = self._moved(memories[source], slots, source, target, slots)
                     if self._stages[target].is_mine:
-                        memories[target][slot] = value
+                        memories[target].update(zip(slots, values, strict=True))
 
     def deliver(self, memories: Sequence[Memory], slot: Slot, source: int) -> None:
         """Give a small result of one stage to all others, so that every process can read it."""
@@ -277,7 +291,7 @@ class Executor:
                 there = NamedSharding(stage.mesh, PartitionSpec())
                 maker = self._stages[source]
                 value = memories[source][slot] if maker.is_mine else maker.ghost(slot)
-                memories[target][whole] = self._transport_to(value, (source, target), there, slot, None)
+                (memories[target][whole],) = self._transport_to([value], (source, target), [there], [slot], None)
 
 
 def _of_microbatch(number: int | None) -> str:

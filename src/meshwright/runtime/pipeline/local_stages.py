@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,8 +15,9 @@ from ...program.trace import Program
 from ...schedule import Mode, Schedule
 from ...simulate import Timeline, Timing, plan_schedule, plan_timing, simulate
 from ..microbatches import grown_dims
+from .alike import likeness
 from .asynchronous import check_asynchronous
-from .stage_memory import StageMemory, stage_memory
+from .stage_memory import StageMemory, passed_on, stage_memory
 from .stage_program import StageProgram
 from .surroundings import Surroundings
 from .update_program import UpdateProgram
@@ -26,10 +27,11 @@ class LocalStages:
     """The stages of a step, as programs of one device each.
 
     Args:
-      program: the traced step.
+      program: the traced step; one in stages whose scans are split as the plan's saves building that again.
       plan: for this program.
       meshes: of the stages; None for meshes without devices.
       platform: of the devices.
+      counted: what stages hold that were counted before, of this or other plans for the program; it learns new ones.
 
     Attributes:
       schedule: the plan's.
@@ -42,13 +44,20 @@ class LocalStages:
     """
 
     def __init__(
-        self, program: Program, plan: Plan, meshes: Sequence[Mesh] | None = None, platform: str = "cpu"
+        self,
+        program: Program | StagedProgram,
+        plan: Plan,
+        meshes: Sequence[Mesh] | None = None,
+        platform: str = "cpu",
+        *,
+        counted: MutableMapping[Hashable, StageMemory] | None = None,
     ) -> None:
-        _check(program, plan)
-        self.program = program
+        staged = _staged(program, plan)
+        self.program = program = staged.source
         self.plan = plan
         self._platform = platform
-        staged = _staged(program, plan)
+        self._counted = {} if counted is None else counted
+        self._core = staged.core
         self.schedule: Schedule = plan_schedule(plan)
         numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
         asynchronous = self.schedule.mode is Mode.ASYNCHRONOUS
@@ -60,12 +69,16 @@ class LocalStages:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
-        splits = self.schedule.splits_backward
-        return tuple(
-            stage_memory(stage, update, splits_backward=splits, platform=self._platform)
-            for stage, update in zip(self.stages, self.updates, strict=True)
-        )
+        """For each stage what it holds on one device, from its traced programs: nothing is compiled. Of stages that
+        are the same program one is traced."""
+        splits, found = self.schedule.splits_backward, []
+        for stage, update in zip(self.stages, self.updates, strict=True):
+            key = likeness(self._core, stage, update, self.around), stage.microbatches, splits, self._platform
+            if key not in self._counted:
+                counted = stage_memory(stage, update, splits_backward=splits, platform=self._platform)
+                self._counted[key] = counted
+            found.append(passed_on(self._counted[key], stage))
+        return tuple(found)
 
     def timing(self) -> Timing:
         """The plan's seconds, with the bytes of the traced programs.
@@ -135,9 +148,14 @@ class LocalStages:
         return replace(self.plan, stages=tuple(stages))
 
 
-def _staged(program: Program, plan: Plan) -> StagedProgram:
-    """The program with its scans split as the plan says."""
-    return staged_program(program, scan_splits=dict(plan.scan_splits))
+def _staged(given: Program | StagedProgram, plan: Plan) -> StagedProgram:
+    """The program with its scans split as the plan says; the plan's stages are its layers."""
+    program = given.source if isinstance(given, StagedProgram) else given
+    _check(program, plan)
+    if isinstance(given, StagedProgram) and dict(given.scan_splits) == dict(plan.scan_splits):
+        return given
+    cuts = [stage.equations[0] for stage in plan.stages[1:] if stage.equations is not None]
+    return staged_program(program, layers=1, cuts=cuts, scan_splits=dict(plan.scan_splits))
 
 
 def _check(program: Program, plan: Plan) -> None:

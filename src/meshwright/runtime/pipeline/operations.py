@@ -43,23 +43,23 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A value of a microbatch goes from one stage to another.
+    """What a microbatch sends from one stage to another in one go.
 
     Args:
       source: the stage that has it.
       target: the stage that gets it.
       microbatch: which.
-      sent: the array at the source.
-      received: the array at the target.
-      last: whether nobody reads it at the source afterwards.
+      sent: the arrays at the source.
+      received: the arrays at the target.
+      last: those that nobody reads at the source afterwards.
     """
 
     source: int
     target: int
     microbatch: int
-    sent: Slot
-    received: Slot
-    last: bool
+    sent: tuple[Slot, ...]
+    received: tuple[Slot, ...]
+    last: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +139,16 @@ def _moves(
     programs: Sequence[Mapping[Work, Access]],
 ) -> Iterable[Operation]:
     values = [value for value, target in sent[edge.source] if target == edge.target]
-    for value in values:
-        if direction is Direction.FORWARD:
-            source, target = edge.source, edge.target
-            out, into = Slot(Role.SENT, value), Slot(Role.RECEIVED, value)
-        else:
-            source, target = edge.target, edge.source
-            out, into = Slot(Role.RETURNED, value), Slot(Role.COTANGENT, value, edge.target)
-        if any(into in access.inputs for access in programs[target].values()):
-            yield Move(source=source, target=target, microbatch=microbatch, sent=out, received=into, last=False)
+    if direction is Direction.FORWARD:
+        source, target = edge.source, edge.target
+        ends = [(Slot(Role.SENT, value), Slot(Role.RECEIVED, value)) for value in values]
+    else:
+        source, target = edge.target, edge.source
+        ends = [(Slot(Role.RETURNED, value), Slot(Role.COTANGENT, value, edge.target)) for value in values]
+    read = {slot for access in programs[target].values() for slot in access.inputs}
+    if found := [(out, into) for out, into in ends if into in read]:
+        out, into = zip(*found, strict=True)
+        yield Move(source=source, target=target, microbatch=microbatch, sent=out, received=into, last=())
 
 
 def _with_versions(order: Sequence[Operation]) -> tuple[Operation, ...]:
@@ -187,9 +188,8 @@ def _with_last_uses(
             used.update((one.stage, one.microbatch, s) for s in touched)
             one = Run(stage=one.stage, work=one.work, microbatch=one.microbatch, last=last)
         elif isinstance(one, Move):
-            key = (one.source, one.microbatch, one.sent)
-            last = key not in used
-            used.add(key)
+            last = tuple(slot for slot in one.sent if (one.source, one.microbatch, slot) not in used)
+            used.update((one.source, one.microbatch, slot) for slot in one.sent)
             one = Move(
                 source=one.source, target=one.target, microbatch=one.microbatch, sent=one.sent,
                 received=one.received, last=last,

@@ -10,7 +10,7 @@ Cost: tracing each stage, as running it would, and no compiling.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._jax.liveness_adapter import program_of
@@ -93,6 +93,15 @@ def stage_memory(
         handed_bytes=handed,
         workspace_bytes=max(_predicted(piece, platform).temp_bytes for piece in pieces),
         update_workspace_bytes=_update_workspace(update, collected, platform),
+        sent_bytes=_by_stage((target, stage.local_shape(Slot(Role.SENT, value))) for value, target in stage.sent),
+        received_bytes=_by_stage((stage.source_of[s.position], stage.local_shape(s)) for s in stage.received),
+    )
+
+
+def passed_on(memory: StageMemory, stage: StageProgram) -> StageMemory:
+    """What another stage of the same program holds: `memory` with this stage's neighbours."""
+    return replace(
+        memory,
         sent_bytes=_by_stage((target, stage.local_shape(Slot(Role.SENT, value))) for value, target in stage.sent),
         received_bytes=_by_stage((stage.source_of[s.position], stage.local_shape(s)) for s in stage.received),
     )

@@ -13,8 +13,9 @@ Nothing here needs a device.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,8 +25,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from ..._jax.accumulate import accumulate_in_scans
 from ..._jax.jaxpr import ClosedJaxpr, Equation, open_jaxpr
 from ..._jax.passes import Halves, size_bytes, split_program, trace_local
+from ...errors import PlanError
 from ...plan import Plan, Stage
 from ...program.cut import Cut
 from ...program.reduction import Reduction
@@ -55,6 +58,9 @@ class StageProgram:
       mesh: its mesh; None for one without devices, whose programs can be looked at and not be compiled.
       asynchronous: whether each microbatch has an update of its own: gradients and results are then not added up.
 
+    Raises:
+      PlanError: the plan's transfers to this stage are not what it reads.
+
     Attributes:
       cut: the stage's equations as a graph.
       stage: its part of the plan.
@@ -77,6 +83,7 @@ class StageProgram:
         self.microbatches = plan.microbatches
         self.cut: Cut = staged.cutter.cut(*self.stage.equations)
         self.sizes = self.stage.sizes
+        _check_transfers(staged, plan, number, self.cut)
         self.sent = tuple((t.value, t.target) for t in plan.transfers if t.source == number)
         self.source_of = {t.value: t.source for t in plan.transfers if t.target == number}
         self._closed, self._positions = stage_jaxpr(staged, self.cut)
@@ -340,15 +347,17 @@ class StageProgram:
         """What it sends, and its sums with this microbatch added."""
         return self._halves[0]
 
-    @property
+    @cached_property
     def backward(self) -> Piece:
         """The cotangents of what it received, and its gradients with this microbatch added."""
-        return self._halves[1]
+        piece = self._halves[1]
+        return replace(piece, program=accumulate_in_scans(piece.program, self.mesh))
 
     @cached_property
     def backward_halves(self) -> tuple[Piece, Piece]:
         """The cotangents of what it received alone, and the gradients."""
-        backward = self.backward
+        # Gradients that are added up in a scan could not come later than the cotangents that it makes.
+        backward = self._halves[1]
         returned = [slot for slot in backward.outputs if slot.role is Role.RETURNED]
         return _cut(backward, returned, [slot for slot in backward.inputs if slot.role is Role.GRADIENT])
 
@@ -402,3 +411,27 @@ def abstract_mesh(stage: Stage) -> AbstractMesh:
 def _axes(stage: Stage) -> tuple[tuple[str, ...], tuple[int, ...]]:
     axes = stage.mesh or (("device", 1),)
     return tuple(name for name, _ in axes), tuple(size for _, size in axes)
+
+
+def _check_transfers(staged: StagedProgram, plan: Plan, number: int, cut: Cut) -> None:
+    """Refuse a plan in which a stage sends what it does not compute, or does not get what it reads."""
+    ends = [stage.equations[1] for stage in plan.stages if stage.equations is not None]
+    needed = {(bisect_right(ends, staged.cutter.made_at[value]), value) for value in cut.received}
+    planned = {(t.source, t.value) for t in plan.transfers if t.target == number}
+    for transfer in plan.transfers:
+        if transfer.source == number and transfer.value not in cut.sent:
+            raise PlanError(
+                refused="the plan", got=f"a transfer of value {transfer.value} from stage {number + 1}",
+                needed=f"values that the stage computes and later ones read: {', '.join(map(str, cut.sent)) or 'none'}",
+                where=f"transfers, stage {number + 1} of {len(plan.stages)}",
+                try_="the transfers as planned, or planning again",
+            )  # fmt: skip
+    for source, value in sorted(needed ^ planned):
+        said = "a transfer of" if (source, value) in planned else "no transfer of"
+        wanted = ", ".join(f"value {v} from stage {s + 1}" for s, v in sorted(needed)) or "none"
+        raise PlanError(
+            refused="the plan", got=f"{said} value {value} from stage {source + 1} to stage {number + 1}",
+            needed=f"a transfer of each value that the stage reads and other stages compute: {wanted}",
+            where=f"transfers, stage {number + 1} of {len(plan.stages)}",
+            try_="the transfers as planned, or planning again",
+        )  # fmt: skip

@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from ...errors import PlanError
 from .rows import Rows
 
 
-class StagedArray:
+class StagedArray(NDArrayOperatorsMixin):
     """One array, on the meshes of several stages.
 
-    It comes out of a step run by a plan of several stages and goes into the next one. `numpy.asarray` reads it. It is a
-    leaf of a pytree.
+    It comes out of a step run by a plan of several stages and goes into the next one. `numpy.asarray` reads it, and
+    arithmetic gives arrays of NumPy. It is a leaf of a pytree.
 
     >>> import jax.numpy as jnp
     >>> array = StagedArray({0: jnp.ones(2), 3: jnp.ones(2)})
@@ -24,6 +26,8 @@ class StagedArray:
     StagedArray(float32[2] on stages 1, 4)
     >>> float(np.asarray(array).sum())
     2.0
+    >>> array + 1
+    array([2., 2.], dtype=float32)
 
     Args:
       parts: for each stage the array on its mesh.
@@ -40,7 +44,7 @@ class StagedArray:
     def _any(self) -> jax.Array:
         """A part that this process can read, if there is one."""
         parts = list(self.parts.values())
-        return next((part for part in parts if part.is_fully_addressable), parts[0])
+        return next((part for part in parts if _is_readable(part)), parts[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,7 +94,27 @@ class StagedArray:
     def __float__(self) -> float:
         return float(np.asarray(self))
 
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(self)[index]
+
+    def __len__(self) -> int:
+        return len(np.asarray(self))
+
+    def __array_ufunc__(self, function: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        """NumPy's functions and operators, on the whole array."""
+        taken = [np.asarray(x) if isinstance(x, StagedArray) else x for x in inputs]
+        return getattr(function, method)(*taken, **options)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if not all(map(_is_readable, [self._any] if self.rows is None else self.parts.values())):
+            raise PlanError(
+                refused="to read an array of the state", got=f"{self!r}, of which other processes hold parts",
+                needed="an array that this process holds whole", where=f"process {jax.process_index()}",
+                try_="reading it from the metrics that the step returns",
+            )  # fmt: skip
         if self.rows is not None:
             parts = [np.asarray(self.parts[stage]) for stage, _, _ in sorted(self.rows.parts, key=lambda part: part[1])]
             return np.concatenate(parts, axis=self.rows.dim).astype(dtype or self.dtype, copy=False)
@@ -99,3 +123,8 @@ class StagedArray:
     def __repr__(self) -> str:
         stages = ", ".join(str(stage + 1) for stage in self.parts)
         return f"StagedArray({self.dtype}{list(self.shape)} on stages {stages})"
+
+
+def _is_readable(part: jax.Array) -> bool:
+    """Whether this process can read an array: it has all of it."""
+    return part.is_fully_addressable or (part.is_fully_replicated and bool(part.addressable_shards))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from ..._jax.jaxpr import open_jaxpr
 from ...errors import PlanError
 from ...plan import Plan
 from ...program.trace import Program
+from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from .executor import Executor, Memory
 from .local_stages import LocalStages
@@ -24,7 +25,7 @@ from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
 from .staged_array import StagedArray
 from .surroundings import is_small
-from .transport import LocalTransport, ProcessTransport
+from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 
 
 class PipelinedStep:
@@ -34,6 +35,8 @@ class PipelinedStep:
       program: the traced step.
       plan: for this program and these devices.
       devices: those of the plan's cluster, in its order; `plan.stages[i].devices` are positions among them.
+      transport: "planned", by `meshwright.resharding`; or "naive", each device sent its piece apart, to compare with.
+      network: for the planned one, the machines by device id; None for each process as one machine, all alike.
 
     Attributes:
       local: its programs.
@@ -45,7 +48,10 @@ class PipelinedStep:
       PlanError: if the plan is for another program or other devices, or asks for what the runtime cannot do.
     """
 
-    def __init__(self, program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self, program: Program, plan: Plan, devices: Sequence[jax.Device], *,
+        transport: Literal["planned", "naive"] = "planned", network: Network | None = None,
+    ) -> None:  # fmt: skip
         _check_devices(plan, devices)
         self.program = program
         self.plan = plan
@@ -60,8 +66,9 @@ class PipelinedStep:
         programs = [_accesses(stage, self.schedule) for stage in self.local.stages]
         order = operations(self.schedule, [stage.sent for stage in self.local.stages], programs)
         self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
-        transport = LocalTransport() if self._one_process else ProcessTransport()
-        self._executor = Executor(self.stages, self._around, order, transport, plan.microbatches)
+        naive = LocalTransport() if self._one_process else ProcessTransport()
+        between: Transport = naive if transport == "naive" else PlannedTransport(network)
+        self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
         self._kept = [update.kept for update in self.local.updates]
         shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
         self._copies = shared  # stages on the same devices must not keep one buffer
@@ -150,18 +157,34 @@ class PipelinedStep:
         if isinstance(leaf, StagedArray) and leaf.rows == rows:
             leaf = leaf.parts.get(number, next(iter(leaf.parts.values())))
         elif isinstance(leaf, StagedArray):
+            self._check_within_reach(leaf, number, index, sharding)
             leaf = self._part(np.asarray(leaf), number, index)
         elif rows is not None:
+            self._check_within_reach(leaf, number, index, sharding)
             leaf = self._part(leaf if isinstance(leaf, jax.Array) else self._host(leaf, index), number, index)
         if isinstance(leaf, jax.Array):
             if getattr(leaf, "weak_type", False):  # would be another signature, and compile programs again
                 leaf = jax.lax.convert_element_type(leaf, leaf.dtype)
             if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 return leaf
+            self._check_within_reach(leaf, number, index, sharding)
         else:
             leaf = self._host(leaf, index)
         placed = put(leaf, sharding)
         return jax.numpy.copy(placed) if self._copies else placed
+
+    def _check_within_reach(self, leaf: Any, number: int, index: int, sharding: NamedSharding) -> None:
+        """Refuse an array of which this process has a part only: a step moves no arguments between processes."""
+        for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
+            if isinstance(part, jax.Array) and not part.is_fully_addressable:
+                name = self.program.input_names[index]
+                raise PlanError(
+                    refused="an argument of the step", got=f"{name}, shared by several processes as {part.sharding}",
+                    needed=f"what this plan keeps on stage {number + 1}, {sharding}, or an array that each process has "
+                    "whole: a step moves no arguments between processes", where=name,
+                    try_="the state that step.init made; or meshwright.reshard(state, shardings), which moves the "
+                    "state of another plan",
+                )  # fmt: skip
 
     def _rows(self, index: int) -> Rows | None:
         """The rows of an argument that lie on several stages."""

@@ -1,4 +1,4 @@
-"""How a value gets from the devices of one stage to those of another."""
+"""How values get from the devices of one stage to those of another."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..._jax.random import is_key
+from ...resharding import Move, Network, ReshardError, plan_reshard
+from ..agree import exchange_texts
+from ..resharding.layouts import block_boxes, layout_of, network_of
+from ..resharding.one_program import OneProgram
+from ..resharding.words import as_bits, from_bits, item_bytes
 from ..watch import watch
 from .placing import ghost
 
+# Of relayed data. More would save less than an eighth of the time, and take longer to compile: rounds are unrolled.
+_MOST_CHUNKS = 4
+
+# How long a process waits for the others to say what they plan.
+_AGREE_SECONDS = 300.0
+
 
 def _something() -> str:
-    return "a value from other devices"
+    return "values from other devices"
 
 
 class Transport(Protocol):
@@ -27,45 +38,142 @@ class Transport(Protocol):
     Between processes every process that has a device of either side calls `move`, all in one order.
     """
 
-    def move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str] = _something) -> jax.Array:
-        """The value in another layout on other devices.
+    def move(
+        self, values: Sequence[jax.Array], targets: Sequence[NamedSharding], about: Callable[[], str] = _something
+    ) -> list[jax.Array]:
+        """The values, all of one stage, in other layouts on the devices of another.
 
         Args:
-          value: on the mesh of the sending stage; of a process without a device of it, an array without shards.
-          target: the layout on the receiving stage's mesh.
+          values: on the mesh of the sending stage; of a process without a device of it, arrays without shards.
+          targets: the layouts on the receiving stage's mesh.
           about: says what is moved and between which processes.
 
-        Returns: the array there; of a process without a device of it, an array without shards.
+        Returns: the arrays there; of a process without a device of it, arrays without shards.
         """
         ...
 
 
-class LocalTransport:
-    """Between devices of one process: JAX copies each block to where it is wanted."""
+_Way = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], Any]]
+"""Values to where they are needed, and what is ready when they are there (None if nobody else has a part in it)."""
 
-    def move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str] = _something) -> jax.Array:
+
+class PlannedTransport:
+    """By the plans of `meshwright.resharding`: all values of a call planned together, what many devices of a host need
+    sent there once, relayed where that helps, and all of it one program (`runtime.resharding.one_program`).
+
+    Plans and programs are made when values of their shapes and layouts are first moved; processes then compare their
+    plans before a byte moves. Inside one process, unless it is said to be several machines, JAX copies the blocks where
+    that does not take them through the host.
+
+    Args:
+      network: the machines of the devices, by id; None for each process as one machine, all alike.
+    """
+
+    def __init__(self, network: Network | None = None) -> None:
+        self._network = network
+        self._ways: dict[Any, _Way] = {}
+        self._zeros: dict[Any, jax.Array] = {}
+
+    def move(
+        self, values: Sequence[jax.Array], targets: Sequence[NamedSharding], about: Callable[[], str] = _something
+    ) -> list[jax.Array]:
         """See `Transport`."""
-        return jax.device_put(value, target)
+        keys = [is_key(value) for value in values]
+        if any(keys):
+            plain = [jax.random.key_data(v) if k else v for k, v in zip(keys, values, strict=True)]
+            there = [NamedSharding(t.mesh, t.spec) if k else t for k, t in zip(keys, targets, strict=True)]
+            moved = self.move(plain, there, about)
+            return [
+                jax.random.wrap_key_data(m, impl=jax.random.key_impl(v)) if k else m
+                for k, v, m in zip(keys, values, moved, strict=True)
+            ]
+        which = (tuple((v.shape, v.dtype, v.sharding) for v in values), tuple(targets))
+        with watch.over(about):  # where a process has one CPU device, issuing a collective waits for it
+            way = self._ways.get(which)
+            if way is None:
+                way = self._ways[which] = self._way(values, targets, about)
+            moved, token = way(values)
+        if token is not None:
+            watch.follow(about, token)
+        return moved
+
+    def _way(self, values: Sequence[jax.Array], targets: Sequence[NamedSharding], about: Callable[[], str]) -> _Way:
+        devices = {d for s in (*(v.sharding for v in values), *targets) for d in s.device_set}
+        processes = sorted({d.process_index for d in devices})
+        # The memory of CPU devices is the host's; and collectives of many of them in one process want a thread each.
+        near = all(d.platform == "cpu" for d in devices) or all(map(_same_blocks, values, targets))
+        if self._network is None and len(processes) == 1 and near:
+            return lambda values: (jax.device_put(list(values), list(targets)), None)
+        moves = [
+            Move(
+                name=f"value {i}", shape=v.shape, item_bytes=item_bytes(v.dtype), source=layout_of(v.sharding, v.shape),
+                destination=layout_of(t, v.shape),
+            )
+            for i, (v, t) in enumerate(zip(values, targets, strict=True))
+        ]  # fmt: skip
+        plan = plan_reshard(self._network or network_of(devices), moves, most_chunks=_MOST_CHUNKS)
+        if len(processes) > 1:
+            _agree(plan.fingerprint, processes, about)
+        arrays = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        return OneProgram(plan, arrays, [v.sharding for v in values], targets, nothing=self._nothing)
+
+    def _nothing(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
+        if (shape, dtype, device) not in self._zeros:
+            self._zeros[shape, dtype, device] = jax.device_put(np.zeros(shape, dtype), device)
+        return self._zeros[shape, dtype, device]
+
+
+def _same_blocks(value: jax.Array, target: NamedSharding) -> bool:
+    """Whether every block of the target is one of the source's: then JAX does not pass through the host."""
+    have = set(block_boxes(value.sharding, value.shape).values())
+    return have.issuperset(block_boxes(target, value.shape).values())
+
+
+def _agree(fingerprint: str, processes: Sequence[int], about: Callable[[], str]) -> None:
+    """Refuse a plan that is not that of all processes that take part in it."""
+    said = exchange_texts(fingerprint, among=processes, about=about(), timeout_seconds=_AGREE_SECONDS)
+    for process, other in said.items():
+        if other != fingerprint:
+            raise ReshardError(
+                refused="to move values between stages", got=f"the plan {other} in process {process}",
+                needed=f"one plan in all processes; here it is {fingerprint}", where=about(),
+                try_="the same plan, network and versions in every process",
+            )  # fmt: skip
+
+
+class LocalTransport:
+    """The naive one between devices of one process: whatever JAX does, through the host where layouts differ."""
+
+    def move(
+        self, values: Sequence[jax.Array], targets: Sequence[NamedSharding], about: Callable[[], str] = _something
+    ) -> list[jax.Array]:
+        """See `Transport`."""
+        return jax.device_put(list(values), list(targets))
 
 
 class ProcessTransport:
-    """Between devices of several processes: one program over the devices of both sides, in which blocks are permuted.
+    """The naive one between devices of several processes, to compare with: one program for each value, in which blocks
+    are permuted.
 
     Each block that a receiver needs is sent by one of the devices that have it, the one with the least to send so far.
     A round of the program permutes pieces of one shape between disjoint pairs of devices. A program is compiled once
     for each shape and pair of layouts.
 
-    Known limit: what many devices need is sent to each of them apart. The planner of `meshwright.resharding` knows
-    better.
+    What many devices need is sent to each of them apart.
     """
 
     def __init__(self) -> None:
         self._programs: dict[Any, _Program] = {}
 
-    def move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str] = _something) -> jax.Array:
+    def move(
+        self, values: Sequence[jax.Array], targets: Sequence[NamedSharding], about: Callable[[], str] = _something
+    ) -> list[jax.Array]:
         """See `Transport`."""
+        return [self._move(value, target, about) for value, target in zip(values, targets, strict=True)]
+
+    def _move(self, value: jax.Array, target: NamedSharding, about: Callable[[], str]) -> jax.Array:
         if is_key(value):
-            data = self.move(jax.random.key_data(value), NamedSharding(target.mesh, target.spec), about)
+            data = self._move(jax.random.key_data(value), NamedSharding(target.mesh, target.spec), about)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         key = (value.shape, value.dtype, value.sharding, target)
         if key not in self._programs:
@@ -111,7 +219,7 @@ class _Program:
     def _run(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """On one device: a block, with a leading dim of one, to the block it needs; and a byte that is there when the
         block is, for who only wants to know that."""
-        x, me = block.reshape(self._block), lax.axis_index("device")
+        x, me = as_bits(block.reshape(self._block)), lax.axis_index("device")
         x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
         made = jnp.zeros(self._result, x.dtype)
         for pieces in self._rounds:
@@ -126,7 +234,8 @@ class _Program:
             part = lax.ppermute(part, "device", [(p.sender, p.receiver) for p in pieces])
             moved = lax.dynamic_update_slice(made, part, [stop[d] for d in range(rank)])
             made = jnp.where(jnp.asarray(receives)[me], moved, made)
-        return made.astype(self._dtype).reshape(_stacked(self._result, 1)), jnp.zeros(1, jnp.uint8)
+        made = made.astype(jnp.bool_) if self._dtype == jnp.bool_ else from_bits(made, self._dtype)
+        return made.reshape(_stacked(self._result, 1)), jnp.zeros(1, jnp.uint8)
 
     def __call__(self, value: jax.Array) -> tuple[jax.Array, Any]:
         """The array in its new place, and what is ready when it is there."""

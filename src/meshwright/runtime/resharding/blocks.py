@@ -1,9 +1,13 @@
 """Parts of slices into and out of the blocks that devices hold, on one device, one small program for each kind.
 
+Blocks that are being made hold bits (`words.as_bits`), so that pieces are written in place; `finished` gives them their
+dtype.
+
 A piece is a range of the elements of a data slice, in row-major order. A whole slice is one box, copied as such. A part
-of one (relays pass on chunks) is addressed element by element: positions are computed from its first element, carried
-from dim to dim so that no number exceeds an extent, and lengths are rounded up to powers of two, so that however
-many chunks there are, a few programs do.
+of one (relays pass on chunks) is one run of elements where the slice is whole rows of the block, and copied as that:
+chunks have few different lengths. Elsewhere it is addressed element by element: positions are computed from its first
+element, carried from dim to dim so that no number exceeds an extent, and lengths are rounded up to powers of two, so
+that however many chunks there are, a few programs do.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from jax import lax
 
 from ...resharding import Piece
 from ...resharding.layout import Box
-from .words import from_words, item_bytes, to_words
+from .words import as_bits, bits_dtype, from_bits, from_words, item_bytes, to_words
 
 # The shortest part of a slice that gets a program of its own.
 _SHORTEST = 256
@@ -44,33 +48,56 @@ def take(buffer: jax.Array, block: jax.Array, origin: Box, piece: Piece, offset:
       piece: of the whole array.
       offset: in words.
     """
+    if (run := _run(origin, piece)) is not None:
+        return _take_run(buffer, block, np.int32(run), np.int32(offset), length=piece.stop - piece.start)
     return _take(buffer, block, *_address(origin, piece), np.int32(offset), **_shape(piece))
 
 
 def give(block: jax.Array, origin: Box, piece: Piece, buffer: jax.Array, offset: int) -> jax.Array:
-    """A block with a piece from a buffer of words written into it; the block is donated. Arguments as of `take`."""
+    """A block in the making, donated, with a piece from a buffer of words written into it; arguments as of `take`."""
+    if (run := _run(origin, piece)) is not None:
+        return _give_run(block, buffer, np.int32(run), np.int32(offset), length=piece.stop - piece.start)
     return _give(block, buffer, *_address(origin, piece), np.int32(offset), **_shape(piece))
 
 
 def whole(buffer: jax.Array, piece: Piece, dtype: Any, offset: int) -> jax.Array:
-    """A block that is one piece, from a buffer of words."""
+    """A block in the making that is one piece, from a buffer of words."""
     return _whole(buffer, np.int32(offset), tuple(b - a for a, b in piece.slice), np.dtype(dtype))
 
 
 def part(block: jax.Array, origin: Box, box: Box) -> jax.Array:
-    """A box of the whole array, out of a block that has it; the block itself where that is all of it."""
+    """A box of the whole array, out of a block that has it, as bits; the block itself where that is all of it."""
     if origin == box:
         return block
     return _part(block, _starts(origin, box), tuple(b - a for a, b in box))
 
 
 def place(block: jax.Array, origin: Box, box: Box, value: jax.Array) -> jax.Array:
-    """A block with a box written into it; the block is donated."""
+    """A block in the making with a box written into it; it is donated."""
     return _place(block, value, _starts(origin, box))
+
+
+def empty(box: Box, dtype: Any, device: Any) -> jax.Array:
+    """A block to be made, of zeros."""
+    return jnp.zeros(tuple(b - a for a, b in box), bits_dtype(dtype), device=device)
+
+
+def finished(block: jax.Array, dtype: Any) -> jax.Array:
+    """A block that has been made, in its dtype; it is donated."""
+    return block if block.dtype == dtype else _finished(block, np.dtype(dtype))
 
 
 def _starts(origin: Box, box: Box) -> np.ndarray:
     return np.array([a - o for (a, _), (o, _) in zip(box, origin, strict=True)], np.int32)
+
+
+def _run(origin: Box, piece: Piece) -> int | None:
+    """Where a part of a slice begins in the block, as one run of its elements; None for a whole slice, or if it is
+    several runs or begins beyond what 32 bits count."""
+    if piece.stop - piece.start == prod(b - a for a, b in piece.slice) or piece.slice[1:] != origin[1:]:
+        return None
+    first = (piece.slice[0][0] - origin[0][0]) * prod(b - a for a, b in origin[1:]) + piece.start
+    return first if prod(b - a for a, b in origin) < 1 << 31 else None
 
 
 def _address(origin: Box, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.int32]:
@@ -91,6 +118,7 @@ def _take(
     sizes: tuple[int, ...], length: int, whole: bool,
 ) -> jax.Array:  # fmt: skip
     del count
+    block = as_bits(block)
     if whole:
         values = lax.dynamic_slice(block, [start[d] for d in range(block.ndim)], sizes).reshape(-1)
     else:
@@ -113,20 +141,37 @@ def _give(
     return block.at[outer, *rest].set(values, mode="drop", unique_indices=True)
 
 
+@partial(jax.jit, static_argnames=("length",), donate_argnums=(0,))
+def _take_run(buffer: jax.Array, block: jax.Array, first: Any, offset: Any, *, length: int) -> jax.Array:
+    values = lax.dynamic_slice(as_bits(block).reshape(-1), (first,), (length,))
+    return lax.dynamic_update_slice(buffer, to_words(values, buffer.dtype), (offset,))
+
+
+@partial(jax.jit, static_argnames=("length",), donate_argnums=(0,))
+def _give_run(block: jax.Array, buffer: jax.Array, first: Any, offset: Any, *, length: int) -> jax.Array:
+    words = lax.dynamic_slice(buffer, (offset,), (length * item_bytes(block.dtype) // buffer.dtype.itemsize,))
+    return lax.dynamic_update_slice(block.reshape(-1), from_words(words, block.dtype), (first,)).reshape(block.shape)
+
+
 @partial(jax.jit, static_argnums=(2, 3))
 def _whole(buffer: jax.Array, offset: Any, sizes: tuple[int, ...], dtype: Any) -> jax.Array:
     words = lax.dynamic_slice(buffer, (offset,), (prod(sizes) * item_bytes(dtype) // buffer.dtype.itemsize,))
-    return from_words(words, dtype).reshape(sizes)
+    return from_words(words, bits_dtype(dtype)).reshape(sizes)
 
 
 @partial(jax.jit, static_argnums=(2,))
 def _part(block: jax.Array, start: Any, sizes: tuple[int, ...]) -> jax.Array:
-    return lax.dynamic_slice(block, [start[d] for d in range(block.ndim)], sizes)
+    return lax.dynamic_slice(as_bits(block), [start[d] for d in range(block.ndim)], sizes)
 
 
 @partial(jax.jit, donate_argnums=(0,))
 def _place(block: jax.Array, value: jax.Array, start: Any) -> jax.Array:
-    return lax.dynamic_update_slice(block, value, [start[d] for d in range(block.ndim)])
+    return lax.dynamic_update_slice(block, as_bits(value), [start[d] for d in range(block.ndim)])
+
+
+@partial(jax.jit, static_argnums=(1,), donate_argnums=(0,))
+def _finished(block: jax.Array, dtype: Any) -> jax.Array:
+    return from_bits(block, dtype)
 
 
 def _positions(start: Any, first: Any, sizes: tuple[int, ...], length: int) -> tuple[jax.Array, ...]:

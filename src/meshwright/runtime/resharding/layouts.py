@@ -57,6 +57,16 @@ def block_boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Any, Box]:
     }
 
 
+def boxes_by_id(sharding: Sharding, shape: Sequence[int]) -> dict[int, Box]:
+    """The same by device id."""
+    return {device.id: box for device, box in block_boxes(sharding, shape).items()}
+
+
+def holds(outer: Box | None, inner: Box) -> bool:
+    """Whether a box, if there is one, has all of another."""
+    return outer is not None and all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))
+
+
 def network_of(devices: Iterable[jax.Device]) -> Network:
     """The machines of devices: each process is a domain, which a byte needs to enter once, with a NIC of its own."""
     of_process: dict[int, list[int]] = {}

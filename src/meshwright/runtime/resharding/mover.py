@@ -19,10 +19,9 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
-from ...resharding.layout import Box
-from .blocks import give, padded_elements, part, place, take, whole
+from .blocks import empty, finished, give, padded_elements, part, place, take, whole
 from .exchange import Exchange
-from .layouts import block_boxes
+from .layouts import boxes_by_id, holds
 from .words import item_bytes, word_of
 
 Blocks = list[dict[int, jax.Array]]
@@ -48,8 +47,8 @@ class Mover:
         self._given = rounds
         self._arrays = arrays
         self._targets = targets
-        self._from = [_by_id(block_boxes(s, a.shape)) for s, a in zip(sources, arrays, strict=True)]
-        self._to = [_by_id(block_boxes(s, a.shape)) for s, a in zip(targets, arrays, strict=True)]
+        self._from = [boxes_by_id(s, a.shape) for s, a in zip(sources, arrays, strict=True)]
+        self._to = [boxes_by_id(s, a.shape) for s, a in zip(targets, arrays, strict=True)]
         devices = {d.id: d for s in (*sources, *targets) for d in s.device_set}
         self._devices = dict(sorted(devices.items()))
         self._word = word_of(a.dtype for a in arrays)
@@ -110,7 +109,10 @@ class Mover:
                         block.delete()
         return [
             jax.make_array_from_single_device_arrays(
-                array.shape, target, [self._block(made, i, d.id) for d in target.addressable_devices], dtype=array.dtype
+                array.shape,
+                target,
+                [finished(self._block(made, i, d.id), array.dtype) for d in target.addressable_devices],
+                dtype=array.dtype,
             )
             for i, (array, target) in enumerate(zip(self._arrays, self._targets, strict=True))
         ]
@@ -176,7 +178,7 @@ class Mover:
         for piece in message.pieces:
             i = piece.move
             origin, block = self._from[i].get(message.sender), held[i].get(message.sender)
-            if origin is None or not _holds(origin, piece.slice):  # a relay
+            if origin is None or not holds(origin, piece.slice):  # a relay
                 origin, block = self._to[i][message.sender], made[i][message.sender]
             assert block is not None
             buffer = take(buffer, block, origin, piece, offset)
@@ -197,14 +199,6 @@ class Mover:
     def _block(self, made: Blocks, number: int, device: int) -> jax.Array:
         """The new block of a device of this process; made here when its first piece comes."""
         if device not in made[number]:
-            shape = tuple(b - a for a, b in self._to[number][device])
-            made[number][device] = jnp.zeros(shape, self._arrays[number].dtype, device=self._devices[device])
+            box, dtype = self._to[number][device], self._arrays[number].dtype
+            made[number][device] = empty(box, dtype, self._devices[device])
         return made[number][device]
-
-
-def _by_id(boxes: dict[Any, Box]) -> dict[int, Box]:
-    return {device.id: box for device, box in boxes.items()}
-
-
-def _holds(outer: Box, inner: Box) -> bool:
-    return all(a <= c and d <= b for (a, b), (c, d) in zip(outer, inner, strict=True))

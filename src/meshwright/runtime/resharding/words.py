@@ -28,6 +28,26 @@ def word_of(dtypes: Iterable[Any]) -> Any:
     return _WORDS[min(4, *(item_bytes(dtype) for dtype in dtypes))]
 
 
+def as_bits(x: jax.Array) -> jax.Array:
+    """The same elements; floating-point numbers of less than 32 bits as unsigned integers of their width.
+
+    To be done before anything else is: compilers may carry narrow floats as wider ones, which quiets NaNs that signal.
+    """
+    return lax.bitcast_convert_type(x, bits_dtype(x.dtype)) if bits_dtype(x.dtype) != x.dtype else x
+
+
+def from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `as_bits`."""
+    return lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
+
+
+def bits_dtype(dtype: Any) -> Any:
+    """In which `as_bits` has elements of a dtype."""
+    if not jnp.issubdtype(dtype, jnp.floating) or _bits(dtype) >= 32:
+        return np.dtype(dtype)
+    return _unsigned(dtype) or np.dtype(f"uint{_bits(dtype)}")
+
+
 def to_words(x: jax.Array, word: Any) -> jax.Array:
     """A vector as a vector of words."""
     if x.dtype == jnp.bool_:
@@ -63,4 +83,4 @@ def _bits(dtype: Any) -> int:
 
 
 def _unsigned(dtype: Any) -> Any:
-    return {2: jnp.uint2, 4: jnp.uint4}[_bits(dtype)] if _bits(dtype) < 8 else None
+    return jnp.dtype({2: jnp.uint2, 4: jnp.uint4}[_bits(dtype)]) if 1 < _bits(dtype) < 8 else None

@@ -1,0 +1,121 @@
+"""Efficiency profiles and memory layouts of the frameworks that published measurements (`benchmarks/published.py`).
+
+Profiles are fitted and kept in `published_profiles.json`, one for each generation of a framework and kind of device.
+Layouts of memory are known from documents and code, but for two numbers of each generation: how many copies of the
+logits are alive at once, and what the framework reserves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from published_rows import Row, StatedRow
+
+from meshwright.cost.efficiency import EfficiencyProfile, default_profile
+from meshwright.stated import MemoryLayout
+from meshwright.zoo import wide_resnet
+
+FILE = Path(__file__).with_name("published_profiles.json")
+
+Profiles = Mapping[str, EfficiencyProfile]
+
+_GIB = 2.0**30
+
+# ZeRO (Rajbhandari et al. 2020): two-byte parameters and gradients, 12 bytes of Adam.
+ZERO_PAPER = MemoryLayout(weights=2.0, gradients=2.0, optimizer=12.0)
+
+LAYOUTS: Mapping[str, MemoryLayout] = {
+    "megatron-2020": MemoryLayout(
+        weights=2, gradients=2, optimizer=12, fuses=False, masks=True, reserve_bytes=2 * _GIB
+    ),
+    "megatron-2021": MemoryLayout(
+        weights=2, gradients=4, optimizer=12, fuses=False, masks=True, reserve_bytes=2 * _GIB
+    ),
+    "megatron-deepspeed": MemoryLayout(
+        weights=2, gradients=4, optimizer=12, fuses=False, masks=True, reserve_bytes=2 * _GIB
+    ),
+    "megatron-2022": MemoryLayout(
+        weights=2, gradients=4, optimizer=12, fuses=False, masks=True, reserve_bytes=2 * _GIB
+    ),
+    "megatron-core": MemoryLayout(weights=2, gradients=4, optimizer=12, fuses=False, reserve_bytes=3 * _GIB),
+    "deepspeed-zero3": MemoryLayout(
+        weights=2, gradients=2, optimizer=12, fuses=False, masks=True, gathered=4, reserve_bytes=3 * _GIB
+    ),
+    "metaseq": MemoryLayout(weights=2, gradients=2, optimizer=12, fuses=False, masks=True, reserve_bytes=3 * _GIB),
+    "gpt-neox": MemoryLayout(weights=2, gradients=2, optimizer=16, fuses=False, masks=True, reserve_bytes=3 * _GIB),
+    "alpa": MemoryLayout(weights=2, gradients=2, optimizer=12, whole_gradients=True),
+    "maxtext": MemoryLayout(gathered=4),
+    "llm-foundry": MemoryLayout(fuses=False, reserve_bytes=1 * _GIB),
+    "torchtitan-eager": MemoryLayout(fuses=True, logits=10, inside=2),
+    "torchtitan": MemoryLayout(fuses=True, logits=10, inside=2),
+    "fms-fsdp": MemoryLayout(fuses=True, reserve_bytes=2 * _GIB),
+    # Measured from outside: with the allocator's pool and the buckets of gradients.
+    "internevo": MemoryLayout(
+        weights=2, gradients=2, optimizer=16, fuses=True, logits=14, inside=3, reserve_bytes=16 * _GIB
+    ),
+}
+
+
+def read_profiles() -> dict[str, EfficiencyProfile]:
+    """The fitted profiles, by generation and kind of device."""
+    if not FILE.exists():
+        return {}
+    known = {field.name for field in fields(EfficiencyProfile)}
+    content = json.loads(FILE.read_text())["profiles"]
+    return {
+        key: EfficiencyProfile(**{name: value for name, value in entry.items() if name in known})
+        for key, entry in content.items()
+    }
+
+
+def write_profiles(profiles: Profiles, fit: Mapping[str, Any]) -> None:
+    """Keep fitted profiles, with how well they do on the rows they were fitted to and on rows left out."""
+    content = {
+        "how": "benchmarks/published.py --fit: least squares of the logarithm of predicted over measured step time, "
+        "with a weak pull to the default profile of the device; nothing is fitted for a single row",
+        "profiles": {key: asdict(profile) for key, profile in sorted(profiles.items())},
+        "fit": {key: fit[key] for key in sorted(fit)},
+    }
+    FILE.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def prior_of(stated: StatedRow) -> EfficiencyProfile:
+    """What a profile is before anything is fitted: of the device, with overlap as the framework has it."""
+    return default_profile(stated.cluster.device.kind).but(
+        name=stated.profile_key, hidden_weights=0.7, broadcasts=stated.generation.name == "internevo",
+        recipe="not fitted",
+    )  # fmt: skip
+
+
+def profile_of(stated: StatedRow, profiles: Profiles) -> EfficiencyProfile:
+    """A row's: fitted, or that of the same framework on a like device, or that of the device."""
+    if stated.profile_key in profiles:
+        return profiles[stated.profile_key]
+    generation, kind = stated.profile_key.split("/", 1)
+    like = [key for key in sorted(profiles) if key.split("/")[1][:4] == kind[:4] and key.startswith(generation[:8])]
+    return profiles[like[0]] if like else prior_of(stated)
+
+
+def layout_of(row: Row, stated: StatedRow) -> MemoryLayout:
+    """A row's layout of memory."""
+    layout = LAYOUTS[stated.generation.name]
+    plan = stated.candidates[0]
+    if stated.family is wide_resnet:
+        # float32 parameters and momentum; what convolutions work in.
+        return replace(layout, weights=4, gradients=4, optimizer=4, reserve_bytes=2 * _GIB)
+    if stated.generation.name == "llm-foundry" and "PURE" in row["precision"]:
+        # Parameters, gradients and optimizer state all in two bytes.
+        return replace(layout, weights=2, gradients=2, optimizer=4)
+    if stated.generation.name.startswith("torchtitan") and plan.pipeline > 1:
+        # Parameters stay gathered in two bytes, wide ones and their optimizer state are split.
+        return replace(layout, weights=2, gradients=4, optimizer=12, whole_gradients=True)
+    return layout
+
+
+def usable_bytes(stated: StatedRow) -> float:
+    """What a device lets a program use: what software reserves is counted in the prediction, so nearly all."""
+    return 0.985 * stated.cluster.device.memory_bytes

@@ -1,0 +1,109 @@
+"""How much of a device's peak a program reaches, by class of operation: one profile per software and device kind.
+
+A device's peak FLOP/s and bytes/s are facts of the hardware. What a framework makes of them is not: the library of
+matrix products, whether attention is one kernel, what the compiler fuses, which collectives run beside compute. A
+profile is these few fractions, equal for all models and plans; `cost.kernels` applies them to each operation at its
+size, so a profile can be fitted to measurements of some models and used for others (Williams, Waterman and Patterson,
+"Roofline", 2009, with a ceiling per class of operation).
+
+Defaults are physically motivated, per kind of device; `benchmarks/published_profiles.json` holds fitted ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+# Fractions have to be in (0, 1]; the rest at least 0.
+_FRACTIONS = ("matmul", "narrow", "convolution", "attention", "memory", "network")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EfficiencyProfile:
+    """Fractions of a device's peaks.
+
+    >>> EfficiencyProfile(name="toy", matmul=0.8).but(matmul=0.5).matmul
+    0.5
+
+    Args:
+      name: of the software and the device.
+      matmul: of peak FLOP/s that a large matrix product reaches.
+      narrow: the same for types of one byte, of their own (higher) peak.
+      convolution: the same for a convolution.
+      attention: the same for fused attention, of the FLOPs that the mask leaves.
+      memory: of the memory bandwidth of the device (which presets give as large operations reach it).
+      passes: how often a value that is stored passes through memory for each time it is made: once written, once or
+        more read. Compilers that fuse less have more.
+      fused_share: of that traffic, what is left of operations that are fused into their readers.
+      launch_seconds: fixed cost of a kernel that is not hidden behind the one before.
+      tiles: whether products pay for tiles that their result does not fill, and for a last wave of tiles that leaves
+        processors idle.
+      network: of the collectives' bandwidth.
+      hidden_weights: the share of collectives on parameters and their gradients that runs beside compute where there is
+        enough of it.
+      hidden_activations: the same for collectives on activations.
+      broadcasts: whether parts of updated parameters are sent round by one broadcast after the other, one for each
+        device that holds a part, in the place of an all-gather.
+      idle: seconds a step beside what the program does (loading data, logging), as a share of the step.
+      recipe: where its numbers come from.
+
+    Raises:
+      ValueError: for numbers that are out of range.
+    """
+
+    name: str
+    matmul: float = 0.8
+    narrow: float = 0.6
+    convolution: float = 0.6
+    attention: float = 0.5
+    memory: float = 1.0
+    passes: float = 2.0
+    fused_share: float = 0.1
+    launch_seconds: float = 4e-6
+    tiles: bool = True
+    network: float = 1.0
+    hidden_weights: float = 0.0
+    hidden_activations: float = 0.0
+    broadcasts: bool = False
+    idle: float = 0.0
+    recipe: str = "default"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (str, bool)):
+                continue
+            top = 1.0 if field.name in _FRACTIONS or field.name.startswith("hidden") else math.inf
+            if not (math.isfinite(value) and 0 <= value <= top and (value > 0 or field.name not in _FRACTIONS)):
+                raise ValueError(
+                    f"refused the efficiency profile {self.name!r}: got {field.name}={value!r}; needed a number from 0 "
+                    f"{'to 1' if top == 1 else 'up'}; where: EfficiencyProfile({field.name}=); "
+                    "try: a fraction of what the datasheet says"
+                )
+
+    def but(self, **changes: Any) -> EfficiencyProfile:
+        """The same with some numbers changed."""
+        return replace(self, **changes)
+
+
+# Fractions that large operations reach where nothing is known of the software. matmul: the best bfloat16 products that
+# stas00/ml-engineering measured (A100 0.869, H100 0.803 of the datasheet), less what a mix of shapes and forms
+# (transposed operands in the backward pass) loses. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's peak.
+_BY_DEVICE: Mapping[str, EfficiencyProfile] = {
+    "V100": EfficiencyProfile(name="default V100", matmul=0.75, attention=0.4, convolution=0.75),
+    "A100": EfficiencyProfile(name="default A100", matmul=0.78, attention=0.5),
+    "H100": EfficiencyProfile(name="default H100", matmul=0.68, narrow=0.6, attention=0.45),
+    "TPU": EfficiencyProfile(name="default TPU", matmul=0.85, attention=0.4, tiles=False, launch_seconds=1e-6),
+    "": EfficiencyProfile(name="default"),
+}
+
+
+def default_profile(kind: str) -> EfficiencyProfile:
+    """The profile of a device where nothing is known of the software.
+
+    >>> default_profile("NVIDIA H100 80GB HBM3").name
+    'default H100'
+    """
+    return next(profile for part, profile in _BY_DEVICE.items() if part in kind)

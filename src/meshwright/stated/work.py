@@ -1,0 +1,240 @@
+"""What one device does in a solved stage: kernels and collectives with how often each runs, forward and backward.
+
+The list holds no prices but what prices need, so one solved stage can be priced under many efficiency profiles
+(`cost.efficiency`): fitting a profile solves nothing anew. Kernels are those of `search.prices`, collectives those of
+`search.account`: each conversion of a value once for readers that want it in the same spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+from ..cost.kernels import ATTENTION_BACKWARD, Kernel
+from ..program.graph import Graph, Operator
+from ..search.intra_op import IntraOpSolution
+from ..search.stage_problem import StageProblem
+from ..sharding import Algorithm, Conversion, Spec, convert
+
+# Results smaller than this are no kernels of their own anywhere.
+_SMALLEST_BYTES = 4096.0
+
+_Thing = TypeVar("_Thing", Kernel, "Movement")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """How often something runs for one microbatch.
+
+    Args:
+      forward: in the forward pass.
+      again: in the backward pass, because it is rematerialised.
+      backward: for the derivative.
+    """
+
+    forward: float = 0.0
+    again: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """A collective.
+
+    Args:
+      kind: see `cost.collective`.
+      size_bytes: its buffer, as `cost.collective` counts it.
+      axes: it spans.
+      weights: whether it moves parameters or their gradients, which can run ahead of or behind compute.
+    """
+
+    kind: str
+    size_bytes: float
+    axes: tuple[str, ...]
+    weights: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """All of a stage.
+
+    Args:
+      kernels: with their runs a microbatch.
+      movements: with their runs a microbatch.
+      synchronise: once a step: of gradients before the update.
+      fetch: once a step: of parameters after the update.
+      update_bytes: that the optimizer reads and writes.
+    """
+
+    kernels: tuple[tuple[Kernel, Runs], ...]
+    movements: tuple[tuple[Movement, Runs], ...]
+    synchronise: tuple[Movement, ...]
+    fetch: tuple[Movement, ...]
+    update_bytes: float
+
+
+def stage_work(problem: StageProblem, chosen: IntraOpSolution) -> StageWork:
+    """What a solution of a stage's problem does."""
+    synchronise, fetch, update = _parameters(problem, chosen)
+    return StageWork(
+        kernels=_merged(_kernels(problem, chosen)), movements=_merged(_movements(problem, chosen)),
+        synchronise=synchronise, fetch=fetch, update_bytes=update,
+    )  # fmt: skip
+
+
+def _merged(found: Iterable[tuple[_Thing, Runs]]) -> tuple[tuple[_Thing, Runs], ...]:
+    total: dict[_Thing, Runs] = {}
+    for one, runs in found:
+        have = total.get(one, Runs())
+        total[one] = Runs(
+            forward=have.forward + runs.forward, again=have.again + runs.again, backward=have.backward + runs.backward
+        )
+    return tuple(total.items())
+
+
+def _kernels(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Kernel, Runs]]:
+    graph, sizes = problem.graph, problem.sizes
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None or operator.is_link:
+            continue
+        again = problem.forward_runs(operator) - 1
+        moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
+        if operator.matmul:
+            kernel = _product(graph, operator, choice.algorithm, sizes)
+            backward = float(len(moving)) if operator.differentiated else 0.0
+            if kernel.kind == "attention" and backward:
+                backward = ATTENTION_BACKWARD
+        else:
+            written = sum(
+                graph.values[v].bytes / choice.algorithm.results[i].shards(sizes)
+                for i, v in enumerate(operator.results)
+                if v is not None
+            )
+            if written < _SMALLEST_BYTES:
+                continue
+            stored = problem.prices.is_stored(graph, operator)
+            kernel = Kernel("memory", 0.0, written, "stored" if stored else "fused")
+            backward = float(operator.differentiated)
+        n = operator.repeats
+        yield kernel, Runs(forward=n, again=n * again, backward=n * backward)
+
+
+def _product(graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int]) -> Kernel:
+    def local(factors: set[int]) -> float:
+        return prod(operator.rule.factors[f].size / prod(sizes[a] for a in algorithm.axes[f]) for f in factors)
+
+    flops = operator.flops / prod(sizes[axis] for split in algorithm.axes for axis in split)
+    moved = 0.0
+    for values, specs in ((operator.operands, algorithm.operands), (operator.results, algorithm.results)):
+        moved += sum(
+            graph.values[v].bytes / spec.shards(sizes) for v, spec in zip(values, specs, strict=True) if v is not None
+        )
+    operands = [graph.values[v] for v in operator.operands if v is not None]
+    # Products of two-byte operands run at their rate, whatever they are summed and left in.
+    dtype = max(operands, key=lambda value: value.itemsize).dtype if operands else "float32"
+    if operator.name == "custom_vjp_call":
+        return Kernel("attention", flops, moved, dtype)
+    if operator.name != "dot_general":
+        return Kernel("convolution", flops, moved, dtype)
+    left, right, result = (
+        {f for dim in tensor for f in dim}
+        for tensor in (operator.rule.operands[0], operator.rule.operands[1], operator.rule.results[0])
+    )
+    shape = (
+        local(left & right & result), local((left & result) - right), local((right & result) - left),
+        local((left & right) - result),
+    )  # fmt: skip
+    return Kernel("product", flops, moved, dtype, shape)
+
+
+def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Movement, Runs]]:
+    graph, sizes = problem.graph, problem.sizes
+    for conversion, value, again, count in _conversions(problem, chosen):
+        array = graph.values[value]
+        if prod(array.shape) == 1:
+            continue
+        weights = value in problem.of_parameters
+        for step in conversion:
+            size = array.bytes * step.buffer_fraction(sizes)
+            if step.forward is not None:
+                yield _movement(step.forward, size, step.axes, weights), Runs(forward=count, again=again * count)
+            if step.backward is not None and array.differentiated:
+                yield _movement(step.backward, size, step.axes, weights), Runs(backward=count)
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
+        again = problem.forward_runs(operator) - 1
+        for inner in problem.prices.inner_collectives(graph, operator, choice.algorithm):
+            n = operator.repeats
+            runs = Runs(forward=n, again=n * again, backward=n * float(inner.mirrored))
+            yield _movement(inner.kind, inner.size_bytes, inner.axes, False), runs
+
+
+def _movement(kind: str, size: float, axes: Sequence[str], weights: bool) -> Movement:
+    return Movement(kind=kind, size_bytes=size, axes=tuple(axes), weights=weights)
+
+
+def _conversions(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
+    """Conversion, value, how often it runs again in the backward pass, and how often in the forward pass."""
+    graph = problem.graph
+    spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is not None:
+            spec_of.update({v: choice.algorithm.results[i] for i, v in enumerate(operator.results) if v is not None})
+    for value, target in chosen.settled.items():
+        maker = graph.operators[graph.producer[value][0]]
+        runs = problem.forward_runs_of(value, maker)
+        yield _plain(graph, value, spec_of[value], target), value, runs - 1, problem.trips(maker, value)
+        spec_of[value] = target
+    seen: set[tuple[object, ...]] = set()
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
+        for position, value in enumerate(operator.operands):
+            if value is None or value not in spec_of:
+                continue
+            target, repeats = choice.algorithm.operands[position], operator.operand_repeats[position]
+            key = (value, target, operator.region, repeats)
+            if key not in seen:
+                seen.add(key)
+                runs = problem.forward_runs_of(value, operator)
+                yield _plain(graph, value, spec_of[value], target), value, runs - 1, repeats
+    for value in graph.outputs:
+        if value is not None and value in spec_of:
+            yield _plain(graph, value, spec_of[value], Spec(spec_of[value].dims)), value, 0, 1
+
+
+def _plain(graph: Graph, value: int, source: Spec, target: Spec) -> Conversion:
+    if not graph.values[value].differentiated:
+        source, target = source.without_broadcast(), target.without_broadcast()
+    conversion = convert(source, target)
+    assert conversion is not None, (source, target)
+    return conversion
+
+
+def _parameters(
+    problem: StageProblem, chosen: IntraOpSolution
+) -> tuple[tuple[Movement, ...], tuple[Movement, ...], float]:
+    """Collectives of gradients and of updated parameters, once a step; those of one kind and axes together."""
+    graph, sizes = problem.graph, problem.sizes
+    totals: tuple[dict[tuple[str, tuple[str, ...]], float], ...] = ({}, {})
+    update = 0.0
+    for info, position, choice in zip(problem.parameters, graph.parameters, chosen.parameters, strict=True):
+        size = graph.values[graph.inputs[position]].bytes
+        gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
+        fetch = convert(choice.storage, Spec(choice.use.dims))
+        assert gradient is not None
+        assert fetch is not None
+        for total, conversion in zip(totals, (gradient, fetch), strict=True):
+            for step in conversion:
+                if step.forward is not None:
+                    key = step.forward, tuple(step.axes)
+                    total[key] = total.get(key, 0.0) + size * step.buffer_fraction(sizes)
+        shards = choice.storage.shards(sizes)
+        update += (2 * info.optimizer_bytes + 3 * size) / shards
+    both = tuple(
+        tuple(_movement(kind, size, axes, True) for (kind, axes), size in sorted(total.items())) for total in totals
+    )
+    return both[0], both[1], update

@@ -1,0 +1,81 @@
+"""Kernels by class and size: roofs, tiles, and what a profile may say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.cluster import load_cluster
+from meshwright.cost.efficiency import EfficiencyProfile, default_profile
+from meshwright.cost.kernels import Kernel, kernel_seconds
+
+A100 = load_cluster("dgx-a100-80").device
+PLAIN = EfficiencyProfile(
+    name="plain", matmul=0.8, attention=0.5, memory=1.0, passes=2.0, launch_seconds=0.0, tiles=False
+)
+
+
+def product(m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16") -> Kernel:
+    moved = 2 * batch * (m * k + k * n + m * n)
+    return Kernel("product", 2 * batch * m * n * k, moved, dtype, (batch, m, n, k))
+
+
+def rate(kernel: Kernel, profile: EfficiencyProfile) -> float:
+    return kernel.flops / kernel_seconds(kernel, A100, profile)
+
+
+def test_a_large_product_reaches_its_fraction_of_the_peak() -> None:
+    assert rate(product(16384, 16384, 16384), PLAIN) == pytest.approx(0.8 * 312e12, rel=0.02)
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    thin = product(8, 8192, 8192)
+    assert kernel_seconds(thin, A100, PLAIN) >= thin.moved_bytes / A100.memory_bandwidth_bytes_per_second
+
+
+@pytest.mark.parametrize("sizes", [(512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096)])
+def test_larger_products_run_at_a_higher_rate(sizes: tuple[int, int, int]) -> None:
+    profile = default_profile(A100.kind)
+    larger = product(*(2 * size for size in sizes))
+    assert rate(larger, profile) > rate(product(*sizes), profile)
+
+
+def test_a_last_wave_of_few_tiles_costs_a_whole_one() -> None:
+    profile = replace(PLAIN, tiles=True)
+    # 108 processors: 12 x 9 tiles of 256 x 128 fill one wave; one row of tiles more needs most of a second.
+    one, more = product(12 * 256, 9 * 128, 8192), product(13 * 256, 9 * 128, 8192)
+    assert rate(one, profile) > 1.2 * rate(more, profile)
+
+
+def test_attention_counts_what_a_causal_mask_leaves() -> None:
+    kernel = Kernel("attention", 1e12, 1e6, "bfloat16")
+    assert kernel_seconds(kernel, A100, PLAIN) == pytest.approx(0.5e12 / (0.5 * 312e12))
+
+
+def test_memory_passes_as_often_as_the_profile_says() -> None:
+    kernel = Kernel("memory", 0.0, 1e9, "stored")
+    expected = 2e9 / A100.memory_bandwidth_bytes_per_second
+    assert kernel_seconds(kernel, A100, PLAIN) == pytest.approx(expected)
+
+
+def test_narrow_types_have_a_fraction_of_their_own() -> None:
+    device = replace(A100, peak_flops={**A100.peak_flops, "float8_e4m3fn": 624e12})
+    profile = replace(PLAIN, narrow=0.4)
+    narrow = product(16384, 16384, 16384, dtype="float8_e4m3fn")
+    assert narrow.flops / kernel_seconds(narrow, device, profile) == pytest.approx(0.4 * 624e12, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"matmul": 1.2}, {"matmul": 0.0}, {"network": float("nan")}, {"hidden_weights": -0.1}, {"passes": -1.0}]
+)
+def test_a_profile_refuses_what_no_device_does(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="refused the efficiency profile"):
+        EfficiencyProfile(name="wrong", **wrong)
+
+
+def test_every_device_has_a_default() -> None:
+    names = {kind: default_profile(kind).name for kind in ("Tesla V100", "NVIDIA H100", "TPU v5 lite", "cpu")}
+    assert names == {
+        "Tesla V100": "default V100", "NVIDIA H100": "default H100", "TPU v5 lite": "default TPU", "cpu": "default",
+    }  # fmt: skip

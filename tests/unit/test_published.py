@@ -1,0 +1,92 @@
+"""Rows of published measurements: what they state, what they measured, and reasons where they state no plan of ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from published import evaluate_rows, report, summary
+from published_profiles import read_profiles
+from published_rows import Inexpressible, Row, measured_memory, measured_step_seconds, sharding_of, stated_row
+
+ROW: Row = {
+    "row_id": "X1", "source": "here", "source_date": "2021-06", "framework": "Megatron-LM", "model": "GPT",
+    "n_layers": "8", "d_model": "1024", "n_heads": "16", "n_kv_heads": "16", "d_ff": "4096", "mlp_gated": "0",
+    "vocab": "51200", "seq_len": "512", "accelerator": "A100-SXM-80GB", "n_devices": "16", "devices_per_node": "8",
+    "interconnect": "8x200Gb/s HDR IB per node", "gbs": "64", "mbs": "2", "tp": "2", "pp": "2", "dp": "4",
+    "shard": "none", "sp": "0", "recompute": "full", "precision": "fp16", "step_time_s": "0.3", "status": "ok",
+}  # fmt: skip
+
+
+def test_a_row_states_a_plan() -> None:
+    (plan,) = stated_row(ROW).candidates
+    assert (plan.tensor, plan.pipeline, plan.data, plan.microbatches) == (2, 2, 4, 8)
+    assert plan.recompute == "layer"
+    assert stated_row(ROW).cluster.hosts[0].nics == 8
+
+
+def test_a_row_that_leaves_the_microbatch_open_has_candidates() -> None:
+    plans = stated_row({**ROW, "mbs": ""}).candidates
+    assert [plan.microbatches for plan in plans] == [16, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gbs": ""}, "global batch is not stated"),
+        ({"dp": "3"}, "is not 16 devices"),
+        ({"gbs": "60"}, "not a multiple"),
+        ({"accelerator": "abacus"}, "'abacus' is not known"),
+        ({"framework": "pencil"}, "'pencil' is not known"),
+        ({"recompute": "sometimes"}, "'sometimes' is not known"),
+        ({"shard": "in thirds"}, "no layout of ours"),
+        ({"model": "AmoebaNet-D (18,256)"}, "batch size and depth are not stated"),
+    ],
+)
+def test_what_cannot_be_expressed_says_why(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(Inexpressible, match=reason):
+        stated_row({**ROW, **changes})
+
+
+def test_every_rate_gives_the_step() -> None:
+    tokens = 64 * 512
+    assert measured_step_seconds(ROW) == 0.3
+    for name, value in (("tokens_per_s", tokens / 0.3), ("tokens_per_s_per_dev", tokens / 0.3 / 16)):
+        assert measured_step_seconds({**ROW, "step_time_s": "", name: str(value)}) == pytest.approx(0.3)
+    # 96 s l h^2 (1 + s / 6h) + 6 s h v for each sample, as Narayanan et al. count with the rematerialised forward pass.
+    flops = 64 * 512 * (96 * 8 * 1024**2 * (1 + 512 / (6 * 1024)) + 6 * 1024 * 51200)
+    rate = {"step_time_s": "", "tflops_per_dev": str(flops / 0.3 / 16 / 1e12), "tflops_kind": "hardware"}
+    assert measured_step_seconds({**ROW, **rate}) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "zero", "replicas"),
+    [("none", 0, 1), ("zero1 within 8", 1, 8), ("fsdp2", 3, 1), ("hsdp: fsdp 16 within a slice", 3, 4), ("hsdp", 3, 8)],
+)
+def test_shardings_are_a_zero_stage_and_replicas(text: str, zero: int, replicas: int) -> None:
+    assert sharding_of({**ROW, "shard": text}, 0, 64) == (zero, replicas)
+
+
+def test_model_states_need_no_program() -> None:
+    row = {
+        "row_id": "M1", "source": "ZeRO", "model": "any", "params_b": "7.5", "dp": "64", "shard": "zero1 (Pos)",
+        "quantity": "model states per device", "value": "31.4", "unit": "GB",
+    }  # fmt: skip
+    (found,) = evaluate_rows([row], {})
+    assert found.error == pytest.approx(0.0, abs=1e-3)
+    assert measured_memory(row) == 31.4e9
+
+
+def test_a_report_has_every_row_and_its_reason() -> None:
+    results = evaluate_rows([ROW, {**ROW, "row_id": "X2", "gbs": ""}], read_profiles())
+    found = report(results)
+    assert found["inexpressible"] == {"X2": "the global batch is not stated"}
+    first = found["rows"][0]
+    assert first["predicted_step_seconds"] > 0
+    assert first["predicted_memory_bytes"] > 0
+    assert first["error"] == pytest.approx(first["predicted_step_seconds"] / 0.3 - 1)
+    assert summary(results)["feasibility"]["fits, ran"] == 1
