@@ -19,14 +19,11 @@ one asked for. About ten minutes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,129 +34,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_PREFIX = "meshw"
-_BURST_BYTES = 65536
-_PORT = 29555
-_LIMIT_SECONDS = 1500
+from resharding_hosts import hosts, missing, run_children
+
 _WITHIN = 1.25
 _LATENCY_SECONDS = 1e-3
 # A tensor that takes longer over one NIC is moved once by the algorithms that ours is compared with.
 _LONG_SECONDS = 1.0
 # What measurements of one thing differ by.
 _NOISE = 1.05
-
-
-# Namespaces
-
-
-def command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
-
-
-def missing() -> str | None:
-    """Why this machine cannot emulate hosts, or None."""
-    absent = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
-    if absent:
-        return f"no {', '.join(absent)} on this machine"
-    if os.geteuid() != 0:
-        return "not root"
-    try:
-        command("ip", "netns", "add", f"{_PREFIX}try")
-        command("ip", "netns", "del", f"{_PREFIX}try")
-    except subprocess.CalledProcessError as error:
-        return f"network namespaces are refused: {error.stderr.decode().strip()}"
-    return None
-
-
-@contextlib.contextmanager
-def hosts(rates: Sequence[float], core_rate: float | None = None) -> Iterator[list[str]]:
-    """Namespaces with a NIC each, 10.77.0.1 and on; gone afterwards.
-
-    Args:
-      rates: of the NICs, each way, in bytes/s.
-      core_rate: of all traffic together.
-    """
-    names = [f"{_PREFIX}{i}" for i in range(len(rates))]
-    switch = f"{_PREFIX}sw"
-    try:
-        command("ip", "netns", "add", switch)
-        command("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        command("ip", "-n", switch, "link", "set", "br0", "up")
-        if core_rate is not None:
-            command("ip", "-n", switch, "link", "add", "core", "type", "ifb")
-            command("ip", "-n", switch, "link", "set", "core", "up")
-            command("tc", "-n", switch, "qdisc", "add", "dev", "core", "root", "tbf", *_limit(core_rate))
-        for i, (name, rate) in enumerate(zip(names, rates, strict=True)):
-            command("ip", "netns", "add", name)
-            command("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{i}", "netns", switch)
-            command("ip", "-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
-            command("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-            command("ip", "-n", name, "link", "set", "eth0", "up")
-            command("ip", "-n", name, "link", "set", "lo", "up")
-            for where, nic in ((name, "eth0"), (switch, f"p{i}")):
-                command("tc", "-n", where, "qdisc", "add", "dev", nic, "root", "tbf", *_limit(rate))
-            if core_rate is not None:  # what a host sends passes the core before the bridge
-                port = ("tc", "-n", switch)
-                command(*port, "qdisc", "add", "dev", f"p{i}", "ingress")
-                through = ("u32", "match", "u32", "0", "0", "action", "mirred", "egress", "redirect", "dev", "core")
-                command(*port, "filter", "add", "dev", f"p{i}", "parent", "ffff:", "protocol", "all", *through)
-        yield names
-    finally:
-        for name in (*names, switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _limit(rate: float) -> tuple[str, ...]:
-    return ("rate", f"{round(rate * 8)}bit", "burst", str(_BURST_BYTES), "limit", "4000000")
-
-
-def start(names: Sequence[str], devices: int, job: Path) -> list[subprocess.Popen[str]]:
-    """This script as a child in every namespace, with a host name that resolves to its address there."""
-    processes = []
-    for i, name in enumerate(names):
-        table = job.parent / f"{name}.hosts"
-        table.write_text(f"127.0.0.1 localhost\n10.77.0.{i + 1} {name}\n")
-        inside = f'hostname {name} && mount --bind {table} /etc/hosts && exec "$@"'
-        words = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside, "sh"]
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "MESHWRIGHT_COORDINATOR": f"10.77.0.1:{_PORT}",
-            "MESHWRIGHT_PROCESSES": str(len(names)),
-            "MESHWRIGHT_PROCESS_ID": str(i),
-        }
-        log = open(job.parent / f"{name}.log", "w+")  # noqa: SIM115 (read after the process has ended)
-        processes.append(
-            subprocess.Popen(
-                [*words, sys.executable, __file__, "--child", str(job)],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                text=True,
-            )
-        )
-    return processes
-
-
-def run_children(names: Sequence[str], devices: int, job: Path) -> None:
-    """Run all children to their end; their logs where one fails."""
-    processes = start(names, devices, job)
-    until = time.monotonic() + _LIMIT_SECONDS
-    try:
-        while any(p.poll() is None for p in processes):
-            if any(p.poll() not in (None, 0) for p in processes) or time.monotonic() > until:
-                break
-            time.sleep(0.2)
-    finally:
-        failed = [name for name, p in zip(names, processes, strict=True) if p.poll() != 0]
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    if failed:
-        logs = "\n".join(f"--- {name}\n{(job.parent / f'{name}.log').read_text()[-3000:]}" for name in failed)
-        raise SystemExit(f"{len(failed)} of {len(names)} hosts failed:\n{logs}")
 
 
 # The cases
@@ -495,7 +377,7 @@ def measure(options: argparse.Namespace, cases: Sequence[dict[str, Any]], *, pip
         job = {"cases": cases, "pipeline": pipeline, "repeat": options.repeat, "Bps": rate, "devices": devices}
         path.write_text(json.dumps({**job, "result": str(result)}))
         with hosts(rates, None if core is None else core * rate) as names:
-            run_children(names, devices, path)
+            run_children(__file__, names, devices, path)
         return {"hosts": count, "asked_Bps": rate, **json.loads(result.read_text())}
 
 
@@ -567,7 +449,9 @@ def main() -> int:
             here = {name: result[name] for name in ("hosts", "measured_Bps", "measured_latency_seconds")}
             found["cases"].append({**one, **here})
             found["passed"] &= one["within_1.25"] and all(one["ahead_where_the_model_says_so"].values())
-    found["cases"].sort(key=lambda row: row["id"])
+        found["cases"].sort(key=lambda row: row["id"])
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")  # what is there so far
     if not options.only or "pipeline" in options.only:
         result = measure(options, [], pipeline=True)
         found["pipeline"] = {**result["pipeline"], "measured_Bps": result["measured_Bps"]}

@@ -238,25 +238,12 @@ def calibrate(
     as_json: _Json = False,
 ) -> None:
     """Measure the local devices, and fit a cluster to plan with to what was seen."""
-    with _refusals(), _stdout_for_json(as_json), _progress_bar() as tell:
-        tell("starting", 0.0)
+    with _refusals(), _stdout_for_json(as_json):
         provide_devices(_VIRTUAL_DEVICES)
-        from .calibrate.calibration import calibrate as measure, calibration_document, check_out
-        from .calibrate.text import calibration_text
+        from .calibrate.command import run
 
-        if out is not None:
-            check_out(out)
-        calibration = measure(quick=quick, tell=tell)
-        if out is not None:
-            calibration.save(out)
-    if as_json:
-        _print_json(calibration_document(calibration))
-    elif out is None:
-        # The cluster alone goes to stdout, so that it can be sent to a file.
-        print(calibration_text(calibration), file=sys.stderr)
-        print(calibration.to_toml(), end="")
-    else:
-        print(f"{calibration_text(calibration)}\n\nwritten to {out}: plan with --cluster {out}")
+        text = run(out=out, quick=quick, as_json=as_json)
+    print(text)
 
 
 @app.command()
@@ -491,23 +478,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
     ) as progress:
         task = progress.add_task("")
         yield lambda text: progress.update(task, description=text)
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar with what is being done and the share that is done, where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text, share: None
-        return
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda text, share: progress.update(task, description=text, completed=share)
 
 
 def _print_json(document: dict[str, Any]) -> None:

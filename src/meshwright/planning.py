@@ -23,7 +23,8 @@ from .stage_planning import check_stages, plan_stages
 # Several stages have to be faster by this much: one is simpler to run.
 _WORTH_STAGES = 0.02
 
-# One stage of a program of up to this many operators is planned first: it is soon done, and bounds the search for more.
+# One stage of a program that runs up to this many operators is planned first: it is soon done, and bounds the search
+# for more. A larger program is one for several stages.
 _SMALL_PROGRAM = 1200
 
 
@@ -133,7 +134,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     count = asked.microbatches if asked.microbatches is not None else 1
     if asked.cluster.num_devices == 1 or not asked.program(count).marked:
         return plan_one_stage(asked)
-    if len(asked.program(count).graph.operators) > _SMALL_PROGRAM:
+    if sum(operator.repeats for operator in asked.program(count).graph.operators) > _SMALL_PROGRAM:
         several = plan_stages(asked, None)
         if len(several.plan.stages) > 1:
             return several

@@ -106,7 +106,9 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         if MARGIN * max(peaks) <= usable:
             return _planning(asked, result, plan, programs.seconds, solve_seconds)
         unseen = max(0.0, *(peak - seen for peak, seen in zip(peaks, counted, strict=True)))
-        limit = max(min(0.98 * max(counted), usable / MARGIN - unseen), 1.0)
+        # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
+        share = min(seen / peak for peak, seen in zip(peaks, counted, strict=True))
+        limit = max(min(0.98 * max(counted), max(usable / MARGIN - unseen, usable / MARGIN * share)), 1.0)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
 
 

@@ -37,8 +37,7 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> tuple[PlacedStage
         return None
     size = devices // ranks
     places = [Submesh(rank * size, (rank + 1) * size) for rank in range(ranks)]
-    kinds = {costs.solver.kind_of.get(place) for place in places}
-    if len(kinds) > 1 or None in kinds:
+    if not all(map(costs.submeshes.is_submesh, places)) or len({costs.solver.kind_of[place] for place in places}) > 1:
         return None
     in_flight = interleaved_one_f_one_b(count, program.microbatches, chunks=chunks).in_flight
     ranges = _balanced(costs, places[0], count, max(in_flight))

@@ -72,6 +72,13 @@ def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return 2 * (prod(sizes[axis] for axis in axes) - 1)
 
 
+def trips_of(operator: Operator, value: int) -> int:
+    """How often `value`, a result of `operator`, is made: the outer result of a carry or stack is made once."""
+    if operator.name == "scan_stack" or (operator.name == "scan_carry" and operator.results[1] == value):
+        return operator.outer_repeats
+    return operator.repeats
+
+
 class IntraOpProblem:
     """Builds the problem of one stage on one mesh.
 
@@ -306,10 +313,8 @@ class IntraOpProblem:
             self._bytes[node] += self._kept_bytes(index, choices)
 
     def trips(self, operator: Operator, value: int) -> int:
-        """How often `value`, a result of `operator`, is made: the outer result of a carry or stack is made once."""
-        if operator.name == "scan_stack" or (operator.name == "scan_carry" and operator.results[1] == value):
-            return operator.outer_repeats
-        return operator.repeats
+        """As `trips_of`."""
+        return trips_of(operator, value)
 
     def _kept_bytes(self, index: int, specs: Sequence[Spec]) -> np.ndarray:
         value = self.graph.values[index]

@@ -18,12 +18,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import inf, isfinite
 
-import numpy as np
-
 from ..errors import MemoryExceeded, PlanError
 from ..plan import Plan
-from ..program.layers import equation_flops
 from ..program.staged import StagedProgram, merge_scans
+from .given_stages import equal_stages, of_layers, restricted
 from .inter_op import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage, solve_inter_op
 from .interleaving import CHUNKS, interleaved
 from .stage_costs import StageCosts
@@ -45,6 +43,9 @@ _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 # An estimated plan may turn out to take this much longer.
 _ESTIMATE_SLACK = 1.5
+
+# Labels of a state; and the submeshes from which on there are fewer.
+_MOST_LABELS, _MANY_PLACES = 256, 400
 
 # Labels of a state where a plan is only wanted to compare numbers of microbatches.
 _FEW = 8
@@ -258,6 +259,11 @@ class StageSearch:
             found.append((best.seconds if best is not None else inf, count))
         return sorted(found)
 
+    @property
+    def beam(self) -> int:
+        """Labels of a state: fewer on a large cluster, where what is looked at is many times what there is to gain."""
+        return _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
+
     def _problems(
         self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
     ) -> list[InterOpProblem]:
@@ -294,7 +300,7 @@ class StageSearch:
         if bounded:
             self._bound(costs, problem)
         for _ in range(_MOST_ROUNDS):
-            found = solve_inter_op(problem, upper_bound=self.best_objective * _WORTH_SIMULATING)
+            found = solve_inter_op(problem, beam=self.beam, upper_bound=self.best_objective * _WORTH_SIMULATING)
             if found is None:
                 self.considered.append(f"{name}: nothing that fits or is as fast")
                 return
@@ -318,25 +324,10 @@ class StageSearch:
             estimates.only_easy = True
             easy = solve_inter_op(problem, beam=1)
             estimates.only_easy = False
-            plain = [easy] if easy is not None else [self._equal_stages(costs, problem, n) for n in _POWERS_OF_TWO]
+            plain = [easy] if easy is not None else [equal_stages(costs.program, problem, n) for n in _POWERS_OF_TWO]
             known = [found.seconds for found in plain if found is not None]
             estimates.bound_seconds = min([estimates.bound_seconds, *(_ESTIMATE_SLACK * seconds for seconds in known)])
         estimates.bound_seconds = min(estimates.bound_seconds, self.best_objective * _WORTH_SIMULATING)
-
-    def _equal_stages(self, costs: StageCosts, problem: InterOpProblem, count: int) -> Found | None:
-        """The plan of `count` stages of like work on as many devices each, by estimates; None if there is none."""
-        layers, devices = problem.layers, problem.devices
-        if count > layers or devices % count or problem.num_stages not in (None, count):
-            return None
-        program, size = costs.program, devices // count
-        work = equation_flops(program.graph, program.equations)
-        done = np.cumsum([work[first:last].sum() for first, last in program.layers])
-        ends = np.searchsorted(done, done[-1] * np.arange(1, count) / count) + 1
-        bounds = [0, *(int(end) for end in ends), layers]
-        chain = {(first, last, Submesh(n * size, (n + 1) * size)) for n, (first, last) in enumerate(pairwise(bounds))}
-        if any(first >= last or submesh not in problem.submeshes for first, last, submesh in chain):
-            return None
-        return solve_inter_op(_restricted(problem, chain, count))
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -356,7 +347,7 @@ class StageSearch:
             num_stages=request.stage_count,
             least=lambda submesh: costs.least(submesh, share),
         )
-        return problem if request.layers is None else _of_layers(problem, request.layers)
+        return problem if request.layers is None else of_layers(problem, request.layers)
 
     def _solve(self, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> int:
         """Solve what is not; how many there were."""
@@ -376,7 +367,7 @@ class StageSearch:
             for place, s in enumerate(reversed(stages), start=1)
         ):
             return
-        fixed = _restricted(problem, chain, len(stages))
+        fixed = restricted(problem, chain, len(stages))
         found: Found | None = solve_inter_op(fixed, upper_bound=self.best_objective * _WORTH_SIMULATING)
         if found is not None:
             self._learn(problem, found)
@@ -467,27 +458,6 @@ class StageSearch:
             where="the stage search",
             try_="more microbatches, more devices" + ("" if request.remat == "layer" else ', or remat="layer"'),
         )
-
-
-def _restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], count: int) -> InterOpProblem:
-    """The problem whose only plan is the given stages, each with all its options."""
-    inner = problem.options
-    return replace(
-        problem,
-        submeshes=sorted({submesh for _, _, submesh in chain}),
-        options=lambda first, last, submesh, k: (
-            inner(first, last, submesh, k) if (first, last, submesh) in chain else ()
-        ),
-        num_stages=count,
-    )
-
-
-def _of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
-    """The problem whose stages have so many layers each."""
-    inner, ranges = problem.options, set(pairwise(accumulate(layers, initial=0)))
-    return replace(
-        problem, options=lambda first, last, place, k: inner(first, last, place, k) if (first, last) in ranges else ()
-    )
 
 
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:

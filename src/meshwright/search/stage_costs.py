@@ -20,7 +20,7 @@ from .intra_op import ParameterInfo
 from .pins import Pins
 from .stage_estimates import StageEstimates, best_of, in_parts
 from .stage_segments import stage_segments
-from .stage_solver import Place, SolvedStage, StageSolver, WantedMesh
+from .stage_solver import Kinds, Place, SolvedStage, StageSolver, WantedMesh
 from .submeshes import Submesh, Submeshes
 
 
@@ -53,10 +53,10 @@ class StageCosts:
         self.program = program
         self.submeshes = submeshes
 
+        kinds = coarser.solver.kind_of if coarser is not None else Kinds(submeshes, meshes, own_meshes)
+
         def solver(of: StagedProgram) -> StageSolver:
-            return StageSolver(
-                of, parameters=parameters, submeshes=submeshes, pins=pins, meshes=meshes, own_meshes=own_meshes or {}
-            )
+            return StageSolver(of, parameters=parameters, submeshes=submeshes, pins=pins, kinds=kinds)
 
         parts = in_parts(program)
         self.solver = solver(program)

@@ -218,10 +218,18 @@ class StageEstimates:
             rows, again = [(0.0, 0.0, 0.0)], []
             for part in range(self._starts[-1]):
                 place = Place(part, part + 1, kind, number)
-                built = self.solver.problem(place, remat) or self.solver.problem(place, "none")
+                built = self.solver.problem(place, "none")
                 assert built is not None
-                rows.append(built[0].least_bytes)
-                again.append(built[0].workspace_bytes)
+                constant, kept, received = built[0].least_bytes
+                workspace = 0.0
+                if remat == "layer":
+                    # At best all of it is split over all devices: no problem need be built to know that.
+                    segments, whole, kept_whole = self.solver.segments(part, part + 1)
+                    devices = self.solver.meshes[kind][number].num_devices
+                    if segments:
+                        workspace, kept = whole / devices, received + kept_whole / devices
+                rows.append((constant, kept, received))
+                again.append(workspace)
             self._leasts[key] = np.cumsum(rows, axis=0), tuple(again)
         sums, workspace = self._leasts[key]
         constant, kept, _ = sums[last] - sums[first]

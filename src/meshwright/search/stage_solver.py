@@ -9,10 +9,11 @@ from typing import Any
 
 from ..cluster import Cluster, LogicalMesh
 from ..program.cut import Cut
+from ..program.residuals import kept_values
 from ..program.segments import Segments, rematerialise
 from ..program.staged import StagedProgram
 from ..solve import Infeasible, Unsolved
-from .intra_op import IntraOpSolution, ParameterInfo
+from .intra_op import IntraOpSolution, ParameterInfo, trips_of
 from .pins import Pins
 from .stage_problem import StageProblem, StageSeconds
 from .stage_segments import stage_segments
@@ -20,6 +21,9 @@ from .submeshes import Submesh, Submeshes
 
 # A logical mesh that is asked for: names and sizes of its axes.
 WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
+
+# On more hosts than these not every logical mesh is looked at.
+_FEW_HOSTS = 4
 
 # Ranges are solved to this relative gap: more than the cost model knows.
 _GAP = 1e-2
@@ -66,6 +70,40 @@ class Place:
     mesh: int
 
 
+class Kinds:
+    """Submeshes on which a stage costs the same and has the same logical meshes, numbered as they are asked for.
+
+    Args:
+      submeshes: of the cluster.
+      meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
+      own_meshes: the same for submeshes that have their own.
+
+    Attributes:
+      meshes: of each kind its logical meshes.
+    """
+
+    def __init__(
+        self,
+        submeshes: Submeshes,
+        meshes: Sequence[WantedMesh] = (),
+        own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
+    ) -> None:
+        self.meshes: list[tuple[LogicalMesh, ...]] = []
+        self._submeshes, self._wanted, self._own = submeshes, meshes, own_meshes or {}
+        self._numbers: dict[Any, int] = {}
+        self._of: dict[Submesh, int] = {}
+
+    def __getitem__(self, submesh: Submesh) -> int:
+        if submesh not in self._of:
+            wanted = self._own.get(submesh, self._wanted)
+            kind = self._submeshes.kind(submesh), tuple(wanted)
+            if kind not in self._numbers:
+                self._numbers[kind] = len(self._numbers)
+                self.meshes.append(_meshes_of(self._submeshes.part(submesh), wanted))
+            self._of[submesh] = self._numbers[kind]
+        return self._of[submesh]
+
+
 class StageSolver:
     """Solves ranges of layers of one program.
 
@@ -74,8 +112,7 @@ class StageSolver:
       parameters: by position in the program's `graph.parameters`.
       submeshes: of the cluster.
       pins: what the user has fixed.
-      meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
-      own_meshes: the same for submeshes that have their own.
+      kinds: of submeshes; who shares them can share numbers.
     """
 
     def __init__(
@@ -85,29 +122,20 @@ class StageSolver:
         parameters: Sequence[ParameterInfo],
         submeshes: Submeshes,
         pins: Pins,
-        meshes: Sequence[WantedMesh],
-        own_meshes: Mapping[Submesh, Sequence[WantedMesh]],
+        kinds: Kinds,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
         self.parameters = parameters
         self.limit_bytes = submeshes.cluster.device.usable_memory_bytes
         self.solves = 0
-        self.kind_of: dict[Submesh, int] = {}
-        self.meshes: list[tuple[LogicalMesh, ...]] = []
+        self.kind_of, self.meshes = kinds, kinds.meshes
         self._pins = pins
-        kinds: dict[Any, int] = {}
-        for submesh in submeshes.all:
-            wanted = own_meshes.get(submesh, meshes)
-            kind = submeshes.kind(submesh), tuple(wanted)
-            if kind not in kinds:
-                kinds[kind] = len(kinds)
-                self.meshes.append(_meshes_of(submeshes.part(submesh), wanted))
-            self.kind_of[submesh] = kinds[kind]
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
+        self._segments: dict[int, tuple[Segments, float, float]] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
@@ -146,6 +174,19 @@ class StageSolver:
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
         return self._identity[first, last]
 
+    def segments(self, first: int, last: int) -> tuple[Segments, float, float]:
+        """What a range rematerialises, the bytes of what is computed again at one time, and those that are kept for
+        each microbatch; all of the whole range, on however many devices."""
+        number = self.number(first, last)
+        if number not in self._segments:
+            cut = self.cut(first, last)
+            segments, again = stage_segments(cut, self.program.layers[first:last])
+            graph = rematerialise(cut.graph, segments)
+            makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
+            kept = sum(graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items())
+            self._segments[number] = segments, again, kept
+        return self._segments[number]
+
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:
         """The problem of a range, built once for all ranges that are the same program, with the cut it was built of;
         None where there is nothing to rematerialise."""
@@ -153,10 +194,7 @@ class StageSolver:
         if key not in self._problems:
             cut = self.cut(place.first, place.last)
             mesh = self.meshes[place.kind][place.mesh]
-            segments: Segments = {}
-            again = 0.0
-            if remat == "layer":
-                segments, again = stage_segments(cut, self.program.layers[place.first : place.last])
+            segments, again = self.segments(place.first, place.last)[:2] if remat == "layer" else ({}, 0.0)
             if remat == "layer" and not segments:
                 self._problems[key] = None
                 return None
@@ -256,11 +294,15 @@ class StageSolver:
 
 
 def _meshes_of(part: Cluster, wanted: Sequence[WantedMesh]) -> tuple[LogicalMesh, ...]:
-    """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans."""
+    """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans. On many
+    hosts one of the two axes spans two of them at most: what is exchanged in every layer does not go further."""
     if wanted:
         return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted if prod(sizes) == part.num_devices)
     found: dict[Any, LogicalMesh] = {}
+    near = 2 * max(host.devices for host in part.hosts)
     for shape in part.logical_shapes(max_axes=2):
+        if len(part.hosts) > _FEW_HOSTS and min(shape) > near:
+            continue
         mesh = part.logical_mesh(shape)
         key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
         found.setdefault(key, mesh)

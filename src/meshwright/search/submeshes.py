@@ -2,7 +2,8 @@
 
 A submesh is a range of neighbouring devices: a power of two of the devices of one host, or whole hosts (a power of two
 of them, a divisor of their number, or all). Stages are placed on submeshes in program order, one next to the other, so
-neighbours in the pipeline are neighbours in the cluster.
+neighbours in the pipeline are neighbours in the cluster. Of very many hosts several are one unit, of which stages have
+whole numbers: more stages than there are layers are none.
 
 **Transfers** are priced by the alpha-beta model: a launch, a latency, and bytes over what both ends reach. Inside a
 host that is the link of each device of the smaller side; between hosts all NICs of the hosts of the smaller side. Each
@@ -21,6 +22,9 @@ from itertools import accumulate
 
 from ..cluster import Cluster, Host
 from ..errors import PlanError
+
+# More units than these are put together: a stage of the smallest size would be one of as many.
+_MOST_UNITS = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,18 +58,29 @@ class Submeshes:
 
     @cached_property
     def all(self) -> tuple[Submesh, ...]:
-        """In order of their first device, then of size."""
+        """Those that a search looks at, in order of their first device, then of size."""
         found = set()
-        for host, start in zip(self.cluster.hosts, self._bounds, strict=False):
-            size = 1
-            while size < host.devices:
-                found |= {Submesh(start + i, start + i + size) for i in range(host.devices - size + 1)}
-                size *= 2
         count = len(self.cluster.hosts)
-        for hosts in range(1, count + 1):
-            if hosts & (hosts - 1) == 0 or count % hosts == 0:
-                found |= {Submesh(self._bounds[i], self._bounds[i + hosts]) for i in range(count - hosts + 1)}
+        unit = next(n for n in range(1, count + 1) if count % n == 0 and count // n <= _MOST_UNITS)
+        if unit == 1:
+            for host, start in zip(self.cluster.hosts, self._bounds, strict=False):
+                size = 1
+                while size < host.devices:
+                    found |= {Submesh(start + i, start + i + size) for i in range(host.devices - size + 1)}
+                    size *= 2
+        units = count // unit
+        for size in range(1, units + 1):
+            if size & (size - 1) == 0 or units % size == 0:
+                starts = range(0, unit * (units - size) + 1, unit)
+                found |= {Submesh(self._bounds[i], self._bounds[i + unit * size]) for i in starts}
         return tuple(sorted(found))
+
+    def is_submesh(self, submesh: Submesh) -> bool:
+        """Whether a stage may have these devices."""
+        if not 0 <= submesh.first < submesh.stop <= self.cluster.num_devices:
+            return False
+        whole = submesh.first in self._bounds and submesh.stop in self._bounds
+        return whole or (len(self.hosts(submesh)) == 1 and submesh.size & (submesh.size - 1) == 0)
 
     def check(self, submesh: Submesh) -> None:
         """Refuse a range of devices that is no submesh.
@@ -73,7 +88,7 @@ class Submeshes:
         Raises:
           PlanError: if it is none.
         """
-        if submesh not in set(self.all):
+        if not self.is_submesh(submesh):
             sizes = sorted({piece.size for piece in self.all})
             raise PlanError(
                 refused=f"a stage on the devices {submesh.first} to {submesh.stop - 1}",

@@ -36,8 +36,8 @@ class Exchange:
         self._place = {device.id: number for number, device in enumerate(devices)}
         self._mine = [d for d in devices if d.process_index == jax.process_index()]
         self._sharding = NamedSharding(self._mesh, _SPEC)
-        # Virtual CPU devices share a few threads, in no order, and a collective holds one for each device until all have
-        # come: what it waits for must not need one.
+        # Virtual CPU devices share a few threads, and a collective holds one for each device until all have come: what
+        # it waits for must not need one.
         self._wait = devices[0].platform == "cpu"
         self.buffers: dict[int, jax.Array] = {d.id: jnp.zeros(words, dtype, device=d) for d in self._mine}
 

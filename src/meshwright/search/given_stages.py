@@ -1,0 +1,51 @@
+"""Stage searches with less to choose: the stages given, or their layers, or stages of like work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ..program.layers import equation_flops
+from ..program.staged import StagedProgram
+from .inter_op import Found, InterOpProblem, solve_inter_op
+from .submeshes import Submesh
+
+
+def restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], count: int) -> InterOpProblem:
+    """The problem whose only plan is the given stages, each with all its options."""
+    inner = problem.options
+    return replace(
+        problem,
+        submeshes=sorted({submesh for _, _, submesh in chain}),
+        options=lambda first, last, submesh, k: (
+            inner(first, last, submesh, k) if (first, last, submesh) in chain else ()
+        ),
+        num_stages=count,
+    )
+
+
+def of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
+    """The problem whose stages have so many layers each."""
+    inner, ranges = problem.options, set(pairwise(accumulate(layers, initial=0)))
+    return replace(
+        problem, options=lambda first, last, place, k: inner(first, last, place, k) if (first, last) in ranges else ()
+    )
+
+
+def equal_stages(program: StagedProgram, problem: InterOpProblem, count: int) -> Found | None:
+    """The plan of `count` stages of like work on as many devices each; None if there is none."""
+    layers, devices = problem.layers, problem.devices
+    if count > layers or devices % count or problem.num_stages not in (None, count):
+        return None
+    size = devices // count
+    work = equation_flops(program.graph, program.equations)
+    done = np.cumsum([work[first:last].sum() for first, last in program.layers])
+    ends = np.searchsorted(done, done[-1] * np.arange(1, count) / count) + 1
+    bounds = [0, *(int(end) for end in ends), layers]
+    chain = {(first, last, Submesh(n * size, (n + 1) * size)) for n, (first, last) in enumerate(pairwise(bounds))}
+    if any(first >= last or submesh not in problem.submeshes for first, last, submesh in chain):
+        return None
+    return solve_inter_op(restricted(problem, chain, count))
