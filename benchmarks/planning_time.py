@@ -1,0 +1,125 @@
+"""How long planning takes, as a user sees it: the whole command, from a cold start.
+
+    python benchmarks/planning_time.py
+    python benchmarks/planning_time.py --only gpt3-39b,gpt3-175b --growth
+
+Runs `meshwright plan` for large models on large clusters, one after the other, each in a process of its own, and prints
+one JSON object: for each the wall-clock seconds, the CPU seconds, the largest resident memory, what the plan is
+predicted to do, and the seconds that are wanted (Alpa reports 2,393 s of search for the first on its own cluster). With
+`--growth` also gpt3-39b with 12, 24, 48 and 96 layers, and on 2, 4, 8 and 16 hosts. Exit status 1 if a command fails or
+takes longer than wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A command to be timed.
+
+    Args:
+      target: of `meshwright plan`.
+      cluster: of `meshwright plan`.
+      batch: samples a step; None for the target's own.
+      wanted_seconds: of wall-clock time; None where nothing is promised.
+    """
+
+    target: str
+    cluster: str
+    batch: int | None = None
+    wanted_seconds: float | None = None
+
+
+CASES = (
+    Case(target="gpt3-39b", cluster="p3.16xlarge:8", batch=1024, wanted_seconds=10),
+    Case(target="gpt3-175b", cluster="dgx-a100-80:128", wanted_seconds=30),
+    Case(target="gpt3-1t", cluster="selene:384", wanted_seconds=60),
+    Case(target="llama3-405b", cluster="dgx-h100:2048", batch=2048, wanted_seconds=90),
+    Case(target="moe-70b", cluster="p3.16xlarge:8", wanted_seconds=20),
+    Case(target="wresnet-13b", cluster="p3.16xlarge:8", wanted_seconds=20),
+)
+
+GROWTH = tuple(Case(target="gpt3-39b", cluster=f"p3.16xlarge:{hosts}", batch=1024) for hosts in (8, 16, 32, 64))
+
+# The same layer, more often.
+DEEPER = """
+import dataclasses
+from meshwright.zoo.gpt import CONFIGS, build
+def make():
+    target = build(dataclasses.replace(CONFIGS["gpt3-39b"], layers={layers}))
+    return target.step, (target.example_state, target.example_batch)
+"""
+
+
+def timed(case: Case, target: str) -> dict[str, object]:
+    """Run one command."""
+    command = [sys.executable, "-m", "meshwright.cli", "plan", target, "--cluster", case.cluster, "--json"]
+    command += ["--global-batch", str(case.batch)] if case.batch is not None else []
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        begun = time.perf_counter()
+        process = subprocess.Popen(command, stdout=out, stderr=errors, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begun
+        out.seek(0)
+        errors.seek(0)
+        row: dict[str, object] = {**asdict(case), "target": case.target}
+        row |= {
+            "seconds": round(seconds, 2),
+            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+            "resident_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        }
+        if os.waitstatus_to_exitcode(status):
+            return {**row, "failed": errors.read().strip()[-600:]}
+        plan = json.load(out)
+    predicted, stages = plan["predicted"], plan["stages"]
+    return {
+        **row,
+        "devices": plan["devices"],
+        "predicted": {name: predicted[name] for name in ("step_seconds", "tflops_per_device", "bubble_fraction")},
+        "microbatches": plan["microbatches"],
+        "schedule": plan["schedule"],
+        "stages": [f"{len(s['devices'])} devices {'x'.join(map(str, s['mesh'].values()))}" for s in stages],
+    }
+
+
+def main() -> int:
+    """Time all cases and print them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="targets, comma-separated; all if none")
+    parser.add_argument("--growth", action="store_true", help="also with more layers, and on more hosts")
+    given = parser.parse_args()
+    only = {name for name in given.only.split(",") if name}
+    rows = []
+    for case in CASES:
+        if not only or case.target in only:
+            rows.append(timed(case, case.target))
+            print(f"{case.target} on {case.cluster}: {rows[-1]['seconds']} s", file=sys.stderr)
+    growth: dict[str, list[dict[str, object]]] = {}
+    if given.growth:
+        growth["devices"] = [timed(case, case.target) for case in GROWTH]
+        growth["layers"] = []
+        for layers in (12, 24, 48, 96):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "deeper.py"
+                file.write_text(DEEPER.format(layers=layers))
+                case = Case(target=f"gpt3-39b with {layers} layers", cluster="p3.16xlarge:32")
+                growth["layers"].append(timed(case, f"{file}:make"))
+    machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    print(json.dumps({"machine": machine, "cases": rows, "growth": growth}, indent=2))
+    late = [r for r in rows if "failed" in r or (r["wanted_seconds"] or float("inf")) < r["seconds"]]  # type: ignore[operator]
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
