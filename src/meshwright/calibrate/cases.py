@@ -1,0 +1,74 @@
+"""Which cases tell the constants of a cluster: products over sizes, shapes and dtypes, chains, collectives over groups.
+
+Sizes go from what costs a start and nothing else to what costs bytes or FLOPs and nothing else; devices differ by five
+orders of magnitude, so a series ends where a case takes too long (`measure`). Groups are the different axes of the
+logical meshes of up to two axes that the cluster has: different by what they cross, not by where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..cluster import Axis, Cluster
+from ..cost.collective import KINDS
+from .case import CHAINS, Case, Chain, Collective, Product, Starts
+from .written import written
+
+_EDGES = (64, 256, 512, 1024, 2048, 4096, 8192)
+# Shapes as tensor parallelism (thin) and large batches (tall) make them, scaled up by these.
+_SCALES = (1, 4, 8, 16, 32)
+_THIN = (32, 256, 256)
+_TALL = (1024, 64, 64)
+_CHAIN_BYTES = tuple(2**power for power in (17, 20, 23, 26))
+_MESSAGE_BYTES = tuple(2**power for power in (10, 16, 20, 24, 28))
+# Virtual CPU devices share the caches of one machine, and the programs that run on them are small.
+_CPU_MESSAGE_BYTES = tuple(2**power for power in (10, 14, 17, 20, 22))
+# A quick calibration has few sizes: of messages what a start costs and what bytes do.
+_QUICK_MESSAGE_BYTES = (2**10, 2**20, 2**26)
+
+
+def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
+    """All series of cases worth measuring on a cluster, the most telling first.
+
+    Args:
+      cluster: described as far as it is known.
+      quick: fewer dtypes, groups and sizes.
+    """
+    dtypes = list(dtypes_of(cluster))
+    step = 2 if quick else 1
+    found: list[list[Case]] = [[Starts(kernels=8)]]
+    for dtype in dtypes[:2] if quick else dtypes:
+        found.append([Product(dtype=dtype, m=edge, k=edge, n=edge) for edge in _EDGES[::step]])
+        for m, k, n in (_THIN, _TALL) if dtype == dtypes[0] else ():
+            found.append([Product(dtype=dtype, m=s * m, k=s * k, n=s * n) for s in _SCALES[::step]])
+    for name in CHAINS:
+        found.append([_chain(name, size) for size in _CHAIN_BYTES[: 2 if quick else None]])
+    small = cluster.device.platform == "cpu"
+    messages = _QUICK_MESSAGE_BYTES[: 2 if small else 3] if quick else _CPU_MESSAGE_BYTES if small else _MESSAGE_BYTES
+    for number, (shape, axis, _) in enumerate(groups_of(cluster)):
+        # What a step of a collective takes is seen in groups of two sizes.
+        for kind in KINDS if not quick or number == 0 else KINDS[:1] if number == 1 else ():
+            found.append([Collective(kind=kind, size_bytes=size, shape=shape, axis=axis) for size in messages])
+    return found
+
+
+def _chain(name: str, size_bytes: int) -> Chain:
+    moved, kernels = written(name, size_bytes)
+    return Chain(name=name, size_bytes=size_bytes, written_bytes=moved, kernels=kernels)
+
+
+def dtypes_of(cluster: Cluster) -> Iterable[str]:
+    """Dtypes whose products are worth timing: float32 and what the description has peaks of and JAX can multiply."""
+    wide = ("float32", "bfloat16", "float16")
+    return (dtype for dtype in wide if dtype == "float32" or dtype in cluster.device.peak_flops)
+
+
+def groups_of(cluster: Cluster) -> Iterable[tuple[tuple[int, ...], int, Axis]]:
+    """Logical mesh, position of an axis in it, and the axis: each once of all that cross the same links."""
+    seen = set()
+    for shape in cluster.logical_shapes(max_axes=2):
+        for position, axis in enumerate(cluster.logical_mesh(shape).axes):
+            crossed = (axis.size, axis.bandwidth_bytes_per_second, axis.levels)
+            if axis.size > 1 and crossed not in seen:
+                seen.add(crossed)
+                yield shape, position, axis

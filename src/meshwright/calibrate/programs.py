@@ -1,0 +1,119 @@
+"""Programs that do one case over and over on all devices at once, and how long one time takes.
+
+The repetitions are a loop on the devices whose number is an argument: one compilation serves any number of them, and
+zero of them is what calling the program costs by itself, which is taken off. What the loop adds to each repetition is
+what a kernel of any program pays for being started.
+
+Values neither grow nor vanish in a loop: arithmetic on numbers too small for their type is slower than any plan's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .case import Case, Chain, Collective, Product, Starts
+
+# A chain works on rows of this many elements.
+_ROW = 64
+
+# Edge of the matrices of a kernel that does next to nothing; products are not fused into one another.
+_TINY = 8
+
+# What one repetition makes of arrays, their shapes on one device, their dtype.
+_Work = tuple[Callable[..., tuple[jax.Array, ...]], Sequence[tuple[int, ...]], Any]
+
+
+class Repeated:
+    """A case as a program on some devices.
+
+    Args:
+      case: what it does.
+      devices: all of them, in the order of the cluster.
+    """
+
+    def __init__(self, case: Case, devices: Sequence[jax.Device]) -> None:
+        self.case = case
+        shape = case.shape if isinstance(case, Collective) else (len(devices),)
+        names = tuple(f"axis{position}" for position in range(len(shape)))
+        mesh = Mesh(np.array(devices, dtype=object).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+        body, local, dtype = _work_of(case, names)
+
+        def run(times: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return jax.lax.fori_loop(0, times, lambda _, carried: body(*carried), arrays)
+
+        spec = PartitionSpec(names)
+        whole = jax.shard_map(
+            run, mesh=mesh, in_specs=(PartitionSpec(), *(spec for _ in local)), out_specs=spec, check_vma=False
+        )
+        self._operands = [
+            _filled((len(devices) * rows, *rest), dtype, NamedSharding(mesh, spec)) for rows, *rest in local
+        ]
+        self._program = jax.jit(whole)
+
+    def seconds(self, times: int) -> float:
+        """Measured, of so many repetitions and of calling the program. The first call compiles."""
+        count = np.int32(times)
+        begun = time.perf_counter()
+        jax.block_until_ready(self._program(count, *self._operands))
+        return time.perf_counter() - begun
+
+
+def chain_function(name: str) -> Callable[[jax.Array], jax.Array]:
+    """What a chain computes, of an array [rows, elements of a row]."""
+    return {
+        "add": lambda x: x * 1.0001 + 0.0001,
+        "gelu": lambda x: jax.nn.gelu(x) + 0.3,
+        "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+        "normalise": lambda x: (
+            (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * 1.1 + 0.1
+        ),
+    }[name]
+
+
+def chain_shape(size_bytes: int) -> tuple[int, int]:
+    """Of the float32 operand of a chain."""
+    return max(size_bytes // 4 // _ROW, 1), _ROW
+
+
+def _filled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+    # A product with the second operand and its transpose leaves the first as it is, and so does that of a square one
+    # with itself. One block on the host serves all devices, and nothing is compiled for it.
+    local = sharding.shard_shape(shape)
+    block = np.full(local, float(np.prod(local)) ** -0.5, dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: block)
+
+
+def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
+    if isinstance(case, Chain):
+        function = chain_function(case.name)
+        return (lambda x: (function(x),)), [chain_shape(case.size_bytes)], jnp.float32
+    if isinstance(case, Product):
+        return (lambda x, w: ((x @ w) @ w.T, w)), [(case.m, case.k), (case.k, case.n)], jnp.dtype(case.dtype)
+    if isinstance(case, Starts):
+        return (lambda *arrays: tuple(x @ x for x in arrays)), [(_TINY, _TINY)] * case.kernels, jnp.float32
+    function, elements = _collective(case, names[case.axis])
+    return (lambda x: (function(x),)), [(elements,)], jnp.float32
+
+
+def _collective(case: Collective, axis: str) -> tuple[Callable[[jax.Array], jax.Array], int]:
+    """One repetition, and elements of its operand. Sums grow without bound, which costs nothing."""
+    group = case.shape[case.axis]
+    part = max(case.size_bytes // 4 // group, 1)
+    if case.kind == "all_reduce":
+        return (lambda x: jax.lax.psum(x, axis)), group * part
+    if case.kind == "all_gather":
+        # Keeping a part is a copy beside the collective, much the smaller of the two.
+        return (lambda x: jax.lax.all_gather(x, axis, tiled=True)[:part]), part
+    if case.kind == "reduce_scatter":
+        return (lambda x: jnp.tile(jax.lax.psum_scatter(x, axis, tiled=True), group)), group * part
+    if case.kind == "all_to_all":
+        return (lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True)), group * part
+    ring = [(position, (position + 1) % group) for position in range(group)]
+    return (lambda x: jax.lax.ppermute(x, axis, ring)), group * part
