@@ -53,6 +53,7 @@ def changed(cluster: Cluster) -> Cluster:
     link = replace(
         host.link, bandwidth_bytes_per_second=0.5 * host.link.bandwidth_bytes_per_second, latency_seconds=9e-6,
         launch_seconds=70e-6, exchange_efficiency=0.7,
+        reduction_bandwidth_bytes_per_second=0.8 * host.link.reduction_bandwidth_bytes_per_second,
     )  # fmt: skip
     return replace(cluster, hosts=tuple(replace(host, device=device, link=link) for host in cluster.hosts))
 
@@ -63,11 +64,12 @@ def close(a: Cluster, b: Cluster, tolerance: float) -> None:
         assert one.device.achievable_flops(dtype) == pytest.approx(two.device.achievable_flops(dtype), rel=tolerance)
     for name in ("memory_bandwidth_bytes_per_second", "memory_overlap", "kernel_launch_seconds"):
         assert getattr(one.device, name) == pytest.approx(getattr(two.device, name), rel=tolerance)
-    for name in ("bandwidth_bytes_per_second", "latency_seconds", "launch_seconds", "exchange_efficiency"):
+    numbers = ("bandwidth_bytes_per_second", "latency_seconds", "launch_seconds", "exchange_efficiency")
+    for name in (*numbers, "reduction_bandwidth_bytes_per_second"):
         assert getattr(one.link, name) == pytest.approx(getattr(two.link, name), rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["cpu", "dgx-a100-80"])
+@pytest.mark.parametrize("name", ["cpu", "dgx-a100-80", "dgx-h200"])
 def test_the_fit_finds_the_constants(name: str) -> None:
     described = load_cluster(name)
     truth = changed(described)

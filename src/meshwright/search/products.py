@@ -41,7 +41,9 @@ def product_seconds(
             graph.values[v].bytes / spec.shards(sizes) for v, spec in zip(values, specs, strict=True) if v is not None
         )
     result = next((graph.values[v] for v in operator.results if v is not None), None)
-    dtype = result.dtype if result is not None else "float32"
+    # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
+    multiplied = [graph.values[v] for v in operator.operands if v is not None]
+    dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
     windows = first_windows = 0.0
     if operator.name == "conv_general_dilated" and device.unfolds_convolutions and result is not None:
         made, summed = _channels(operator, algorithm, sizes)
