@@ -37,8 +37,8 @@ class Account:
 def account(problem: IntraOpProblem, chosen: IntraOpSolution) -> Account:
     """Totals of a solution. Collectives on single elements are left out: they carry no bytes worth counting."""
     total = Account()
-    for conversion, value, forward_runs, count in _conversions(problem, chosen):
-        _count(problem, total, conversion, value, forward_runs, count)
+    for conversion, value, forward_runs, count in conversions(problem, chosen):
+        _count(problem, total, conversion, value, forward_runs, problem.microbatches * count)
     _operators(problem, chosen, total)
     _parameters(problem, chosen, total)
     return total
@@ -60,9 +60,14 @@ def _count(
             total.add(step.backward, size, problem.prices.collective(step.backward, size, step.axes), count)
 
 
-def _conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
-    """Each conversion the runtime makes: readers of one value in one spec and one scope share it."""
-    graph, m = problem.graph, problem.microbatches
+def conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
+    """Each conversion that the runtime makes for a microbatch: readers of one value in one spec and one scope share it.
+
+    Yields:
+      The conversion, the value, how often it runs forward for each time it is made (twice where it is rematerialised),
+      and how often it is made.
+    """
+    graph = problem.graph
     spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
         if choice is not None:
@@ -73,7 +78,7 @@ def _conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[t
         maker = graph.operators[graph.producer[value][0]]
         runs = problem.forward_runs_of(value, maker)
         found = _plain(problem, value, spec_of[value], target)
-        yield found, value, runs, m * problem.trips(maker, value)
+        yield found, value, runs, problem.trips(maker, value)
         spec_of[value] = target
     seen: set[tuple[Any, ...]] = set()
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
@@ -88,13 +93,13 @@ def _conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[t
             if key not in seen:
                 seen.add(key)
                 found = _plain(problem, value, spec_of[value], target)
-                yield found, value, problem.forward_runs_of(value, operator), m * repeats
+                yield found, value, problem.forward_runs_of(value, operator), repeats
     for position, value in enumerate(graph.outputs):
         if value is not None and value in spec_of:
             spec = spec_of[value]
             target = chosen.inputs[position] if position < problem.carried else Spec(spec.dims)
             if (value, target, None, 1) not in seen:
-                yield _plain(problem, value, spec, target), value, 1, m
+                yield _plain(problem, value, spec, target), value, 1, 1
 
 
 def _plain(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> Conversion:

@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from ..cost.kernels import ATTENTION_BACKWARD, Kernel
 from ..program.graph import Graph, Operator
+from ..search.account import conversions
 from ..search.intra_op import IntraOpSolution
 from ..search.stage_problem import StageProblem
-from ..sharding import Algorithm, Conversion, Spec, convert
+from ..sharding import Algorithm, Spec, convert
 
 # Results smaller than this are no kernels of their own anywhere.
 _SMALLEST_BYTES = 4096.0
@@ -151,7 +152,7 @@ def _product(graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapp
 
 def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Movement, Runs]]:
     graph, sizes = problem.graph, problem.sizes
-    for conversion, value, again, count in _conversions(problem, chosen):
+    for conversion, value, forward_runs, count in conversions(problem, chosen):
         array = graph.values[value]
         if prod(array.shape) == 1:
             continue
@@ -159,7 +160,8 @@ def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple
         for step in conversion:
             size = array.bytes * step.buffer_fraction(sizes)
             if step.forward is not None:
-                yield _movement(step.forward, size, step.axes, weights), Runs(forward=count, again=again * count)
+                runs = Runs(forward=count, again=(forward_runs - 1) * count)
+                yield _movement(step.forward, size, step.axes, weights), runs
             if step.backward is not None and array.differentiated:
                 yield _movement(step.backward, size, step.axes, weights), Runs(backward=count)
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
@@ -174,44 +176,6 @@ def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple
 
 def _movement(kind: str, size: float, axes: Sequence[str], weights: bool) -> Movement:
     return Movement(kind=kind, size_bytes=size, axes=tuple(axes), weights=weights)
-
-
-def _conversions(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
-    """Conversion, value, how often it runs again in the backward pass, and how often in the forward pass."""
-    graph = problem.graph
-    spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
-    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
-        if choice is not None:
-            spec_of.update({v: choice.algorithm.results[i] for i, v in enumerate(operator.results) if v is not None})
-    for value, target in chosen.settled.items():
-        maker = graph.operators[graph.producer[value][0]]
-        runs = problem.forward_runs_of(value, maker)
-        yield _plain(graph, value, spec_of[value], target), value, runs - 1, problem.trips(maker, value)
-        spec_of[value] = target
-    seen: set[tuple[object, ...]] = set()
-    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
-        if choice is None:
-            continue
-        for position, value in enumerate(operator.operands):
-            if value is None or value not in spec_of:
-                continue
-            target, repeats = choice.algorithm.operands[position], operator.operand_repeats[position]
-            key = (value, target, operator.region, repeats)
-            if key not in seen:
-                seen.add(key)
-                runs = problem.forward_runs_of(value, operator)
-                yield _plain(graph, value, spec_of[value], target), value, runs - 1, repeats
-    for value in graph.outputs:
-        if value is not None and value in spec_of:
-            yield _plain(graph, value, spec_of[value], Spec(spec_of[value].dims)), value, 0, 1
-
-
-def _plain(graph: Graph, value: int, source: Spec, target: Spec) -> Conversion:
-    if not graph.values[value].differentiated:
-        source, target = source.without_broadcast(), target.without_broadcast()
-    conversion = convert(source, target)
-    assert conversion is not None, (source, target)
-    return conversion
 
 
 def _parameters(
