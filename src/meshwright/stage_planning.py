@@ -31,8 +31,8 @@ _MOST_MICROBATCHES = 256
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 5
 
-# What every attempt after the first is given at least.
-_LEAST_SECONDS = 10.0
+# What every attempt is given at least, as a share of the time limit: one that has found nothing yet is of no use.
+_LEAST_SHARE = 0.5
 
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}
@@ -67,7 +67,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     request = StageRequest(
         programs=programs, parameters=parameter_infos(source), cluster=cluster, pins=pins, remat=asked.remat,
         submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
-        time_limit_seconds=max(asked.left_seconds, _LEAST_SECONDS), faster_than_seconds=faster_than_seconds,
+        time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
     )  # fmt: skip
     search = StageSearch(request)
     usable = limit = cluster.device.usable_memory_bytes
@@ -78,7 +78,8 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     for _ in range(_ATTEMPTS):
         asked.tell("searching stages")
         try:
-            result = search.run(limit)
+            least_seconds = _LEAST_SHARE * asked.time_limit_seconds
+            result = search.run(limit, time_limit_seconds=max(asked.left_seconds, least_seconds))
         except MemoryExceeded as error:
             # What the search misses is mostly a microbatch's: half of it in half a microbatch.
             finer, unseen, nothing = _finer(asked, max(programs)), unseen / 2, nothing or error

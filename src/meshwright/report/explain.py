@@ -66,7 +66,9 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"Plan of program {plan.program} for cluster {plan.cluster}, {_count(plan.num_devices, 'device')}"
     if len(plan.stages) == 1:
         yield f"mesh: {mesh_words(plan.stages[0].mesh)}"
-    cut = f"{plan.microbatches}, one after the other" if plan.microbatches > 1 else "1 (the whole batch at once)"
+    cut = "1 (the whole batch at once)"
+    if plan.microbatches > 1:
+        cut = f"{plan.microbatches}" + (", one after the other" if len(plan.stages) == 1 else "")
     yield f"microbatches: {cut}"
     yield f"stages: {len(plan.stages)}" + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
     predicted = plan.predicted

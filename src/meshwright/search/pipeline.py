@@ -123,6 +123,7 @@ class StageSearch:
         self.limit = request.cluster.device.usable_memory_bytes
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
+        self._seconds = request.time_limit_seconds
         self._reset()
 
     def _reset(self) -> None:
@@ -174,19 +175,21 @@ class StageSearch:
     @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return time.perf_counter() - self.start > self.request.time_limit_seconds
+        return time.perf_counter() - self.start > self._seconds
 
-    def run(self, limit_bytes: float | None = None) -> StageSearchResult:
+    def run(self, limit_bytes: float | None = None, *, time_limit_seconds: float | None = None) -> StageSearchResult:
         """The fastest plan that fits.
 
         Args:
           limit_bytes: that the search may count on a device; None for what the cluster's devices have.
+          time_limit_seconds: for this run; None for the request's.
 
         Raises:
           MemoryExceeded: if no plan fits.
           NothingFaster: if none is faster than `request.faster_than_seconds`.
         """
         self._reset()
+        self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.limit = self.request.cluster.device.usable_memory_bytes if limit_bytes is None else limit_bytes
         known = self.request.faster_than_seconds
         self._search(bounded=True)
@@ -216,8 +219,14 @@ class StageSearch:
         longer = 1.0
         refused: PlanError | None = None
         for seconds, count in expected:
-            if seconds * (1 + longer) / 2 > self.best_objective:
+            if not isfinite(seconds):
                 self.considered.append(f"{count} microbatches: nothing that fits or is as fast")
+                continue
+            if seconds * (1 + longer) / 2 > self.best_objective:
+                self.considered.append(f"{count} microbatches: not searched, {seconds:.6g} s at the very least")
+                continue
+            if self.late and self.finished:
+                self.considered.append(f"{count} microbatches: not searched, out of time")
                 continue
             try:
                 costs = self.costs(count)
