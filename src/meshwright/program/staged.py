@@ -62,6 +62,15 @@ class StagedProgram:
         return self.layers[-1][1]
 
     @cached_property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """Of each scan that was split the equations of its pieces."""
+        scans = sorted({op.path[0] for op in self.graph.operators if len(op.path) == 3 and op.path[1] == -1})
+        found: dict[int, list[int]] = {}
+        for (position, _), start in sorted(self.piece_starts.items()):
+            found.setdefault(position, []).append(next(scan for scan in scans if scan >= start))
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
     def cutter(self) -> Cutter:
         """What cuts its graph."""
         return Cutter(self.graph, self.rows)
@@ -70,11 +79,7 @@ class StagedProgram:
     def folding_cutter(self) -> Cutter:
         """What cuts its graph as if several pieces of a scan in one range were one scan again: the program that
         `merge_scans` makes for stages of these ranges."""
-        scans = sorted({op.path[0] for op in self.graph.operators if len(op.path) == 3 and op.path[1] == -1})
-        pieces: dict[int, list[int]] = {}
-        for (position, _), start in sorted(self.piece_starts.items()):
-            pieces.setdefault(position, []).append(next(scan for scan in scans if scan >= start))
-        return Cutter(self.graph, self.rows, list(pieces.values()))
+        return Cutter(self.graph, self.rows, self.pieces)
 
 
 def staged_program(

@@ -1,8 +1,10 @@
 """Seconds of converting every spec of a value to every other, as tables: the edges of the search's problem.
 
-A search asks for a million pairs of specs, most of them over and over. Among values of about one size a price is a
-line in the bytes of the value, forward and backward, so it belongs to the pair alone; and it depends only on the dims
-that one of the two splits, in their order, so values of every rank share it. What is left to look up is done by NumPy.
+A search asks for a million pairs of specs, most of them over and over. What collectives a conversion is made of depends
+on nothing but the two specs, and there on the dims that one of the two splits, in their order: a few hundred kinds of
+conversion stand for all pairs, on every mesh whose axes have the same names (`_Catalogue`). Among values of about one
+size the price of a collective is a line in the bytes of the value. So for a mesh and a size only the few dozen
+collectives are priced; the rest is looked up and added by NumPy.
 
 Sizes are told apart by powers of two: a collective is priced by the algorithm that is the fastest in the middle.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 from math import log2
 
 import numpy as np
@@ -19,7 +22,11 @@ from ..cluster import LogicalMesh
 from ..cost.collective import KINDS, collective_lines
 from ..sharding import Spec, convert
 
-_Terms = tuple[float, float, float, float]
+# A collective of a conversion: its kind, its axes, and the axes that split its buffer.
+_Move = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+# Numbers of moves: none at all, and what stands for a conversion that does not exist.
+_NOTHING, _NEVER = 0, 1
 
 
 class ConversionPrices:
@@ -33,8 +40,9 @@ class ConversionPrices:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._sizes = {axis.name: axis.size for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
-        self._terms: dict[object, _Terms] = {}
-        self._by_rank: dict[tuple[int, int], _Known] = {}
+        # By size: fixed seconds and seconds per byte of every move; and of every conversion, forward and backward.
+        self._moves: dict[int, np.ndarray] = {}
+        self._terms: dict[int, np.ndarray] = {}
 
     def lines(
         self, sources: Sequence[Spec], targets: Sequence[Spec], value_bytes: float, *, differentiated: bool
@@ -46,16 +54,8 @@ class ConversionPrices:
         if not differentiated:
             sources = [spec.without_broadcast() for spec in sources]
             targets = [spec.without_broadcast() for spec in targets]
-        size = self._size(value_bytes)
-        known = self._by_rank.setdefault((len(sources[0].dims) if sources else 0, size), _Known())
-        rows, columns = known.positions(sources), known.positions(targets)
-        found = known.terms[:, rows[:, None], columns]
-        missing = np.isnan(found[0])
-        if missing.any():
-            pairs = {(rows[i], columns[j]): (i, j) for i, j in zip(*np.nonzero(missing), strict=True)}
-            for (row, column), (i, j) in pairs.items():
-                known.terms[:, row, column] = self._of(sources[i], targets[j], size)
-            found = known.terms[:, rows[:, None], columns]
+        numbers = _CATALOGUE.numbers(sources, targets)
+        found = self._terms_of(self._size(value_bytes))[:, numbers]
         return found[:2], found[2:]
 
     def _size(self, value_bytes: float) -> int:
@@ -71,32 +71,30 @@ class ConversionPrices:
         groups = [*each, tuple(axes)] if each else []
         return all(len(self._lines(kind, group)[0]) == 1 for kind in KINDS for group in groups)
 
-    def _of(self, source: Spec, target: Spec, size: int) -> _Terms:
-        if source == target:
-            return 0.0, 0.0, 0.0, 0.0
-        dims = tuple((a, b) for a, b in zip(source.dims, target.dims, strict=True) if a or b)
-        key = (dims, source.partial, source.broadcast, target.partial, target.broadcast, size)
-        if key not in self._terms:
-            self._terms[key] = self._price(
-                Spec(tuple(a for a, _ in dims), source.partial, source.broadcast),
-                Spec(tuple(b for _, b in dims), target.partial, target.broadcast),
-                2.0**size,
-            )
-        return self._terms[key]
+    def _terms_of(self, size: int) -> np.ndarray:
+        """Of all conversions in the catalogue: `[fixed and rate, forward and then backward; conversion]`."""
+        known = self._terms.get(size, np.zeros((4, 0)))
+        done = known.shape[1]
+        if done < len(_CATALOGUE):
+            moves, forward, backward = self._priced_moves(size), *_CATALOGUE.moves_of(done)
+            new = np.concatenate([moves[:, forward].sum(axis=2), moves[:, backward].sum(axis=2)])
+            self._terms[size] = known = np.concatenate([known, new], axis=1)
+        return known
 
-    def _price(self, source: Spec, target: Spec, size: float) -> _Terms:
-        conversion = convert(source, target)
-        if conversion is None:
-            return np.inf, 0.0, np.inf, 0.0
-        terms = [0.0, 0.0, 0.0, 0.0]
-        for step in conversion:
-            fraction = step.buffer_fraction(self._sizes)
-            for place, kind in ((0, step.forward), (2, step.backward)):
-                if kind is not None:
-                    fixed, rate = self._line(kind, step.axes, fraction * size)
-                    terms[place] += fixed
-                    terms[place + 1] += rate * fraction
-        return terms[0], terms[1], terms[2], terms[3]
+    def _priced_moves(self, size: int) -> np.ndarray:
+        """Fixed seconds and seconds per byte of the whole value of all moves in the catalogue, `[2, move]`."""
+        known = self._moves.get(size)
+        rows = [[0.0, 0.0], [np.inf, 0.0]] if known is None else known.T.tolist()
+        for kind, axes, split in _CATALOGUE.moves[len(rows) :]:
+            fraction = 1.0
+            for axis in split:
+                # Other meshes have axes of other names; nobody asks this one for what they convert.
+                fraction /= self._sizes.get(axis, 1)
+            ours = all(axis in self._axes for axis in axes)
+            fixed, rate = self._line(kind, axes, fraction * 2.0**size) if ours else (np.nan, np.nan)
+            rows.append([fixed, rate * fraction])
+        self._moves[size] = np.array(rows).T
+        return self._moves[size]
 
     def _line(self, kind: str, axes: tuple[str, ...], size: float) -> tuple[float, float]:
         """A collective's seconds as fixed plus rate times bytes, around a buffer of `size` bytes."""
@@ -112,25 +110,90 @@ class ConversionPrices:
 
 
 # Microbatches and rematerialisation change a program, not what a conversion costs on a mesh.
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def conversion_prices(mesh: LogicalMesh) -> ConversionPrices:
     """The one `ConversionPrices` of a mesh."""
     return ConversionPrices(mesh)
 
 
-class _Known:
-    """The specs of one rank met so far, and what is known of their pairs; NaN where nothing is."""
+class _Catalogue:
+    """Conversions and their moves, numbered in the order in which they are met."""
 
     def __init__(self) -> None:
-        self.position: dict[Spec, int] = {}
-        self.terms = np.full((4, 0, 0), np.nan)
+        self._numbers: dict[object, int] = {}
+        self._move_numbers: dict[_Move, int] = {}
+        self._by_rank: dict[int, _Pairs] = {}
+        self._made_of: list[tuple[list[int], list[int]]] = []
+        # The first two are no collectives: see `_NOTHING` and `_NEVER`.
+        self.moves: list[_Move] = [("nothing", (), ()), ("never", (), ())]
+
+    def __len__(self) -> int:
+        return len(self._made_of)
+
+    def moves_of(self, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of the moves of all conversions from number `first` on, forward and backward: each `[conversion,
+        move]`, filled up with `_NOTHING`."""
+        both = zip(*self._made_of[first:], strict=True)
+        forward, backward = (np.array(list(zip_longest(*rows, fillvalue=_NOTHING)), dtype=np.intp).T for rows in both)
+        width = len(self._made_of) - first
+        return forward.reshape(width, -1), backward.reshape(width, -1)
+
+    def numbers(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+        """Of each pair its conversion, `[source, target]`."""
+        rank = len(sources[0].dims) if sources else 0
+        pairs = self._by_rank.setdefault(rank, _Pairs())
+        rows, columns = pairs.positions(sources), pairs.positions(targets)
+        found = pairs.conversions[rows[:, None], columns]
+        missing = found < 0
+        if missing.any():
+            for i, j in zip(*np.nonzero(missing), strict=True):
+                if pairs.conversions[rows[i], columns[j]] < 0:
+                    pairs.conversions[rows[i], columns[j]] = self._number(sources[i], targets[j])
+            found = pairs.conversions[rows[:, None], columns]
+        return found
+
+    def _number(self, source: Spec, target: Spec) -> int:
+        dims = tuple((a, b) for a, b in zip(source.dims, target.dims, strict=True) if a or b)
+        key = (dims, source.partial, source.broadcast, target.partial, target.broadcast)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._made_of)
+            # Dims that neither splits have nothing to do with it.
+            steps = convert(
+                Spec(tuple(a for a, _ in dims), source.partial, source.broadcast),
+                Spec(tuple(b for _, b in dims), target.partial, target.broadcast),
+            )
+            if steps is None:
+                self._made_of.append(([_NEVER], [_NEVER]))
+            else:
+                forward = [(step.forward, step.axes, step.still_split) for step in steps if step.forward]
+                backward = [(step.backward, step.axes, step.still_split) for step in steps if step.backward]
+                self._made_of.append(([*map(self._move, forward)], [*map(self._move, backward)]))
+        return self._numbers[key]
+
+    def _move(self, move: _Move) -> int:
+        if move not in self._move_numbers:
+            self._move_numbers[move] = len(self.moves)
+            self.moves.append(move)
+        return self._move_numbers[move]
+
+
+class _Pairs:
+    """The specs of one rank met so far, and the number of the conversion of each pair; -1 where nobody has asked."""
+
+    def __init__(self) -> None:
+        self._position: dict[Spec, int] = {}
+        self.conversions = np.full((0, 0), -1, dtype=np.intp)
 
     def positions(self, specs: Sequence[Spec]) -> np.ndarray:
         """Where each spec stands, room made for new ones."""
-        found = np.array([self.position.setdefault(spec, len(self.position)) for spec in specs], dtype=np.intp)
-        size = self.terms.shape[1]
-        if len(self.position) > size:
-            grown = np.full((4, *(max(2 * size, len(self.position)),) * 2), np.nan)
-            grown[:, :size, :size] = self.terms
-            self.terms = grown
+        found = np.array([self._position.setdefault(spec, len(self._position)) for spec in specs], dtype=np.intp)
+        size = len(self.conversions)
+        if len(self._position) > size:
+            grown = np.full((max(2 * size, len(self._position)),) * 2, -1, dtype=np.intp)
+            grown[:size, :size] = self.conversions
+            self.conversions = grown
         return found
+
+
+# Facts about specs, the same for every search in the process.
+_CATALOGUE = _Catalogue()
