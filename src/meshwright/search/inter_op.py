@@ -26,9 +26,10 @@ depends on, is known. A state is (first layer, first device); its *labels* are t
 label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
 sum, period, and S, and if those stages of both that earlier layers will still send something to are on the same
 submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984). A known plan's
-objective prunes what cannot become better: two small dynamic programs over the least seconds of each range, whatever
-its memory, say for every (layer, device) what the stages before it add at least to the sum and to the period. Brute
-force over all plans says the same in tests/property/test_inter_op.py.
+objective prunes what cannot become better: two small dynamic programs over the least seconds of each range at each place
+say for every (layer, device, place) what the stages before it add at least to the sum and to the period. The same
+numbers say which labels are the most promising (A*). Brute force over all plans says the same in
+tests/property/test_inter_op.py.
 
 Cost: states x submeshes x layers x labels, of which the bounds leave few. Values read by very many stages make labels
 incomparable; `beam` bounds the labels of a state, and `Found.exact` says whether it ever had to.
@@ -36,7 +37,7 @@ incomparable; `beam` bounds the labels of a state, and `Found.exact` says whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -150,6 +151,8 @@ class InterOpProblem:
       least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
         (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
         look at all options.
+      fastest: the same of options that fit memory with so many microbatches in flight, for several such numbers: each
+        `[in flight, layers + 1, layers + 1]`; None for `least` whatever is in flight.
     """
 
     layers: int
@@ -164,6 +167,13 @@ class InterOpProblem:
     max_stages: int | None = None
     num_stages: int | None = None
     least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
+    fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
+
+    @property
+    def most_places(self) -> int:
+        """Of stages there can be so many."""
+        limits = (self.max_stages, self.num_stages, self.layers)
+        return min(limit for limit in limits if limit is not None)
 
     def in_flight(self, from_end: int) -> int:
         """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
@@ -235,6 +245,76 @@ def solve_inter_op(problem: InterOpProblem, *, beam: int = 256, upper_bound: flo
     return _Search(problem, beam, upper_bound).run()
 
 
+def most_seconds(problem: InterOpProblem, bound: float) -> dict[Submesh, np.ndarray]:
+    """The longest that each range of layers may take on each submesh, in one microbatch, if the plan it is a part of is
+    to take no longer than `bound` seconds: `[layers + 1, layers + 1]`; below 0 for none. The problem has its `least`."""
+    assert problem.least is not None
+    positions = _positions(problem)
+    tables = {submesh: problem.least(submesh) for submesh in problem.submeshes}
+    if problem.order != "zero_bubble":
+        tables = {submesh: (seconds, seconds) for submesh, (seconds, _) in tables.items()}
+    total, period = _before(problem, positions, tables)
+    shape, rest = total.shape, problem.microbatches - 1
+    total_after, period_after = np.full(shape, inf), np.full(shape, inf)
+    total_after[-1, -1] = period_after[-1, -1] = 0.0
+    for submesh in sorted(problem.submeshes, key=lambda one: -one.first):
+        (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
+        summed = (passage + total_after[None, :, stop]).min(axis=1)
+        longest = np.maximum(seconds, period_after[None, :, stop]).min(axis=1)
+        total_after[:, start] = np.minimum(total_after[:, start], summed)
+        period_after[:, start] = np.minimum(period_after[:, start], longest)
+    # What stands in the sum of the stage itself: of a split backward perhaps nothing.
+    times = rest + (problem.order != "zero_bubble")
+    found = {}
+    for submesh in problem.submeshes:
+        start, stop = positions[submesh.first], positions[submesh.stop]
+        around = total[:, start, None] + total_after[None, :, stop]
+        most = np.full_like(around, -inf)
+        possible = np.isfinite(around)
+        others = np.maximum(period[:, start, None], period_after[None, :, stop])[possible]
+        left = bound - around[possible]
+        alone = left / times if times else np.full_like(left, inf)
+        most[possible] = np.where(alone >= others, alone, left - rest * others)
+        found[submesh] = most
+    return found
+
+
+def _positions(problem: InterOpProblem) -> dict[int, int]:
+    """Devices at which stages begin or end, numbered."""
+    ends = {end for submesh in problem.submeshes for end in (submesh.first, submesh.stop)}
+    return {device: number for number, device in enumerate(sorted({0, problem.devices, *ends}))}
+
+
+def _before(
+    problem: InterOpProblem,
+    positions: Mapping[int, int],
+    tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]],
+    further: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """For all layers before a layer on all devices before a position, `[layer, position]`: what they add at least to
+    the sum, and the least period.
+
+    Args:
+      problem: the numbers.
+      positions: of devices.
+      tables: seconds of every range on a submesh, and what it adds to the sum: each `[first, last]`.
+      further: the same for the stages before the last one of these, where that is known; else this is found for any
+        number of stages.
+    """
+    shape = (problem.layers + 1, len(positions))
+    total, period = np.full(shape, inf), np.full(shape, inf)
+    if further is None:
+        total[0, 0] = period[0, 0] = 0.0
+    before_total, before_period = further if further is not None else (total, period)
+    for submesh in sorted(problem.submeshes, key=lambda one: one.stop):
+        (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
+        summed = (before_total[:, start, None] + passage).min(axis=0)
+        longest = np.maximum(before_period[:, start, None], seconds).min(axis=0)
+        total[:, stop] = np.minimum(total[:, stop], summed)
+        period[:, stop] = np.minimum(period[:, stop], longest)
+    return total, period
+
+
 class _Search:
     def __init__(self, problem: InterOpProblem, beam: int, bound: float) -> None:
         self.problem, self.beam, self.bound = problem, beam, bound
@@ -248,40 +328,51 @@ class _Search:
             [n for n, one in enumerate(problem.crossings) if one.layers[0] < i <= one.layers[-1]]
             for i in range(problem.layers + 1)
         ]
-        limits = (problem.max_stages, problem.num_stages, problem.layers)
-        self.most = min(limit for limit in limits if limit is not None)
-        self.fastest = {submesh: self._fastest(submesh) for submesh in problem.submeshes}
-        self.least_sum, self.least_period = self._least_before()
+        self.most = problem.most_places
+        self._positions = _positions(problem)
+        self._tables = {submesh: self._by_place(submesh) for submesh in problem.submeshes}
+        self._left = self._least_left()
+        self._steps: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
-    def _fastest(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
-        """What each range on a submesh adds at least to the sum, and to the period: `[first, last]`."""
+    def _by_place(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
+        """What each range on a submesh takes at least at each place from the end, and what it adds to the sum: each
+        `[place - 1, first, last]`."""
         problem, layers = self.problem, self.problem.layers
-        if problem.least is not None:
-            seconds, forward = problem.least(submesh)
+        in_flight = [problem.in_flight(place) for place in range(1, self.most + 1)]
+        if problem.fastest is not None:
+            seconds, forward = problem.fastest(submesh, in_flight)
+        elif problem.least is not None:
+            seconds, forward = (np.broadcast_to(one, (self.most, *one.shape)) for one in problem.least(submesh))
         else:
-            seconds = np.full((layers + 1, layers + 1), inf)
+            seconds = np.full((self.most, layers + 1, layers + 1), inf)
             forward = seconds.copy()
-            for first in range(layers):
-                for last in range(first + 1, layers + 1):
-                    options = problem.options(first, last, submesh, 1)
-                    seconds[first, last] = min((option.seconds for option in options), default=inf)
-                    forward[first, last] = min((option.forward_seconds for option in options), default=inf)
-        return (forward if problem.order == "zero_bubble" else seconds), seconds
+            for place in range(self.most):
+                for first in range(layers):
+                    for last in range(first + 1, layers + 1):
+                        options = problem.options(first, last, submesh, in_flight[place])
+                        fitting = [option for option in options if problem.fits(option, place + 1)]
+                        seconds[place, first, last] = min((option.seconds for option in fitting), default=inf)
+                        forward[place, first, last] = min((option.forward_seconds for option in fitting), default=inf)
+        return seconds, forward if problem.order == "zero_bubble" else seconds
 
-    def _least_before(self) -> tuple[np.ndarray, np.ndarray]:
-        """For all layers before a layer on all devices before a device, `[layer, device]`: what they add at least to
-        the sum, and the least period."""
-        layers, devices = self.problem.layers, self.problem.devices
-        total = np.full((layers + 1, devices + 1), inf)
-        period = total.copy()
-        total[0, 0] = period[0, 0] = 0.0
-        for stop in sorted(self.ending):
-            for submesh in self.ending[stop]:
-                passage, seconds = self.fastest[submesh]
-                np.minimum(total[:, stop], (total[:, submesh.first, None] + passage).min(axis=0), out=total[:, stop])
-                longest = np.maximum(period[:, submesh.first, None], seconds).min(axis=0)
-                np.minimum(period[:, stop], longest, out=period[:, stop])
-        return total, period
+    def _least_left(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """By places taken, what the layers before a layer on the devices before a position add at least to the sum, and
+        with their period to the objective: each `[layer, position]`."""
+        shape = (self.problem.layers + 1, len(self._positions))
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for place in range(self.most, -1, -1):
+            tables = np.full(shape, inf), np.full(shape, inf)
+            if found:
+                here = {submesh: (one[place], two[place]) for submesh, (one, two) in self._tables.items()}
+                tables = _before(self.problem, self._positions, here, found[-1])
+            if self.problem.num_stages in (None, place):
+                tables[0][0, 0] = tables[1][0, 0] = 0.0
+            found.append(tables)
+        return [(total, self._in_all(period)) for total, period in reversed(found)]
+
+    def _in_all(self, period: np.ndarray) -> np.ndarray:
+        """What a period adds to the objective; of a single microbatch nothing, however long it is."""
+        return (self.problem.microbatches - 1) * period if self.problem.microbatches > 1 else np.zeros_like(period)
 
     def run(self) -> Found | None:
         problem = self.problem
@@ -291,8 +382,8 @@ class _Search:
         for last in range(problem.layers, 0, -1):
             for device in sorted(states[last]):
                 labels = [label for group in states[last][device].values() for label in group]
-                labels.sort(key=lambda label: (self._objective(label), label.stages))
                 if len(labels) > self.beam:
+                    labels.sort(key=lambda label: (self._promise(label, last, device), label.stages))
                     self.exact = False
                     del labels[self.beam :]
                 for label in labels:
@@ -308,22 +399,26 @@ class _Search:
     def _objective(self, label: _Label) -> float:
         return label.seconds + (self.problem.microbatches - 1) * sum(label.periods) + label.late
 
+    def _promise(self, label: _Label, last: int, device: int) -> float:
+        """What the best plan with this label takes at least."""
+        total, periods = (float(table[last, self._positions[device]]) for table in self._left[label.stages])
+        own = (self.problem.microbatches - 1) * sum(label.periods)
+        return label.seconds + total + max(own, periods) + label.late
+
     def _extend(self, states: list[dict[int, dict[Any, list[_Label]]]], label: _Label, last: int, device: int) -> None:
-        problem = self.problem
-        place = label.stages + 1
-        most = self.most
-        if place > most:
+        problem, place = self.problem, label.stages + 1
+        if place > self.most or device not in self.ending:
             return
-        in_flight = problem.in_flight(place)
-        rest = problem.microbatches - 1
-        for submesh in self.ending.get(device, ()):
-            for first in self._worthwhile(label, last, submesh):
+        in_flight, rest = problem.in_flight(place), problem.microbatches - 1
+        total, periods = self._step(device, last, place)
+        least = label.seconds + total + np.maximum(periods, rest * sum(label.periods))
+        worth = np.isfinite(total) & (least <= self.bound)
+        for number, submesh in enumerate(self.ending[device]):
+            for first in np.flatnonzero(worth[number]).tolist():
                 if (first == 0) != (submesh.first == 0):
                     continue
-                if (first > 0 and place == most) or (first == 0 and place != (problem.num_stages or place)):
-                    continue
+                left = [float(table[first, self._positions[submesh.first]]) for table in self._left[place]]
                 edges: tuple[float, float, float, float] | None = None
-                least_sum, least_period = self.least_sum[first, submesh.first], self.least_period[first, submesh.first]
                 for option in problem.options(first, last, submesh, in_flight):
                     if not problem.fits(option, place):
                         continue
@@ -332,20 +427,28 @@ class _Search:
                     forward, backward, widest, exchange = edges
                     seconds = label.seconds + self._passage(option, place) + forward + backward
                     periods = self._periods(label, option, forward, backward, widest)
+                    if seconds + left[0] + max(rest * sum(periods), left[1]) > self.bound:
+                        continue
                     done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
                     late = max(0.0, option.once_seconds + exchange, label.late - done)
-                    if seconds + least_sum + rest * max(periods[0] + periods[1], least_period) > self.bound:
-                        continue
                     new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
 
-    def _worthwhile(self, label: _Label, last: int, submesh: Submesh) -> list[int]:
-        """First layers of a stage in front of a label with which a plan can be below the bound."""
-        passage, seconds = (table[:last, last] for table in self.fastest[submesh])
-        period = np.maximum(np.maximum(seconds, self.least_period[:last, submesh.first]), sum(label.periods))
-        possible = np.flatnonzero(np.isfinite(period))
-        total = label.seconds + passage[possible] + self.least_sum[possible, submesh.first]
-        return possible[total + (self.problem.microbatches - 1) * period[possible] <= self.bound].tolist()
+    def _step(self, device: int, last: int, place: int) -> tuple[np.ndarray, np.ndarray]:
+        """For a stage at a place that ends before layer `last` at a device, on each submesh and from each first layer:
+        what it and all before it add at least to the sum, and with their period to the objective: each `[submesh,
+        first]`."""
+        key = device, last, place
+        if key not in self._steps:
+            sums, longest = [], []
+            total, periods = self._left[place]
+            for submesh in self.ending[device]:
+                seconds, passage = (table[place - 1, :last, last] for table in self._tables[submesh])
+                start = self._positions[submesh.first]
+                sums.append(passage + total[:last, start])
+                longest.append(np.maximum(self._in_all(seconds), periods[:last, start]))
+            self._steps[key] = np.array(sums), np.array(longest)
+        return self._steps[key]
 
     def _passage(self, option: Option, place: int) -> float:
         """What a stage at this place from the end adds to the first sum."""

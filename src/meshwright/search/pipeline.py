@@ -22,7 +22,7 @@ from ..errors import MemoryExceeded, PlanError
 from ..plan import Plan
 from ..program.staged import StagedProgram, merge_scans
 from .given_stages import equal_stages, of_layers, restricted
-from .inter_op import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage, solve_inter_op
+from .inter_op import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage, most_seconds, solve_inter_op
 from .interleaving import CHUNKS, interleaved
 from .stage_costs import StageCosts
 from .stage_request import (
@@ -264,8 +264,10 @@ class StageSearch:
             share = self.counts[0] / count
             problem = self._problem(base, "one_f_one_b", base.crossings(share), share)
             bound = min([self.best_objective, *(seconds for seconds, _ in found)]) * _ESTIMATE_SLACK
+            base.focus(most_seconds(problem, bound))
             best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
             found.append((best.seconds if best is not None else inf, count))
+        base.forget_estimates()
         return sorted(found)
 
     @property
@@ -328,15 +330,14 @@ class StageSearch:
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        estimates = costs.estimates
-        if self.best_objective == float("inf") and estimates.bound_seconds == float("inf"):
-            estimates.only_easy = True
+        bound = self.best_objective * _WORTH_SIMULATING
+        if not isfinite(bound):
+            costs.estimates.only_easy = True
             easy = solve_inter_op(problem, beam=1)
-            estimates.only_easy = False
+            costs.estimates.only_easy = False
             plain = [easy] if easy is not None else [equal_stages(costs.program, problem, n) for n in _POWERS_OF_TWO]
-            known = [found.seconds for found in plain if found is not None]
-            estimates.bound_seconds = min([estimates.bound_seconds, *(_ESTIMATE_SLACK * seconds for seconds in known)])
-        estimates.bound_seconds = min(estimates.bound_seconds, self.best_objective * _WORTH_SIMULATING)
+            bound = min((_ESTIMATE_SLACK * found.seconds for found in plain if found is not None), default=inf)
+        costs.focus(most_seconds(problem, bound))
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -355,6 +356,7 @@ class StageSearch:
             order=order,
             num_stages=request.stage_count,
             least=lambda submesh: costs.least(submesh, share),
+            fastest=lambda submesh, in_flight: costs.fastest(submesh, in_flight, share),
         )
         return problem if request.layers is None else of_layers(problem, request.layers)
 

@@ -113,6 +113,21 @@ class StageCosts:
         both, forward = self.estimates.least(self.solver.kind_of[submesh])
         return share * both, share * forward
 
+    def fastest(
+        self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers + 1]`."""
+        return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
+
+    def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
+        """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
+        `inter_op.most_seconds`."""
+        kinds: dict[int, np.ndarray] = {}
+        for submesh, most in most_seconds.items():
+            kind = self.solver.kind_of[submesh]
+            kinds[kind] = np.maximum(kinds[kind], most) if kind in kinds else most
+        self.estimates.focus(kinds)
+
     def limit(self, limit_bytes: float) -> None:
         """From now on so many bytes may be counted on a device."""
         if self.solver.limit_bytes != limit_bytes:
@@ -157,7 +172,7 @@ class StageCosts:
 
     def forget_estimates(self) -> None:
         """Estimate every range again, whatever it takes."""
-        self.estimates.bound_seconds = float("inf")
+        self.estimates.forget()
         self._estimated.clear()
         self._corrections.clear()
 

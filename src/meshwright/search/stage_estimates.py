@@ -1,15 +1,17 @@
 """What a range of layers will cost, estimated from its parts without solving it.
 
-Each part (a layer, or a repeated block inside one) is solved by itself on each logical mesh, and the seconds are added
-up. That leaves out only the conversions between parts that want different layouts, so that an estimate is nearly always
-too low, by a few percent where parts are alike. Equal parts are solved once.
+Each part (a layer, a repeated block inside one, or a piece of a scan) is solved by itself on each logical mesh, and the
+seconds are added up. That leaves out only the conversions between parts that want different layouts, so that an estimate
+is nearly always too low, by a few percent where parts are alike. Equal parts are solved once.
 
 Memory: where the fastest layouts of all parts fit together, that is the estimate. Where they do not, each part is
 solved again with a price on memory, the same for all, and the estimate lies between the last price at which they do not
 fit and the first at which they do: what one multiplier for the whole range would find (Everett, 1963). With and without
-rematerialisation. Meshes whose fastest layouts, whatever their memory, are slower than what fits on another are left.
+rematerialisation. Meshes whose fastest layouts, whatever their memory, are slower than what fits on another are left,
+and so are those on which no range can be a part of a plan that is fast enough (`focus`).
 
-Sums over ranges are differences of running sums: an estimate takes microseconds once its parts are solved.
+All ranges of layers are looked at together, for all numbers of microbatches in flight: sums over ranges are differences
+of running sums, so a table of all of them is a few operations on small arrays once the parts are solved.
 
 Known limits: between equal parts that would rather leave their sums partial an estimate is too high, since every part
 alone has to finish them; a parameter that several parts of a range read counts in each.
@@ -18,8 +20,8 @@ alone has to finish them; a parameter that several parts of a range read counts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log
 
@@ -44,6 +46,9 @@ _SAME = 1.01
 # A layer is taken apart into this many equal blocks at most.
 _MOST_BLOCKS = 8
 
+# What a table says of a range, in this order; all but the last scale with the share of a microbatch or not at all.
+_FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
@@ -59,6 +64,22 @@ class _Column:
     sums: np.ndarray
     fixed: tuple[float, ...]
     workspace: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """Ways to run all ranges of layers on submeshes of one kind.
+
+    Args:
+      ways: number of the logical mesh, and rematerialisation.
+      fields: `[way, field, in flight, first, last]`, seconds infinite where a way is none.
+      left: further logical meshes with what they take at least, `[first, last]`: another one is better on every range
+        of interest.
+    """
+
+    ways: tuple[tuple[int, str], ...]
+    fields: np.ndarray
+    left: tuple[tuple[int, np.ndarray], ...]
 
 
 class StageEstimates:
@@ -77,25 +98,45 @@ class StageEstimates:
     ) -> None:
         self.program = program
         self.solver = solver
-        # Ranges that alone take longer than this, in all microbatches, are left out.
-        self.bound_seconds = float("inf")
-        # While it is set, so are ranges whose fastest layouts do not fit.
+        # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
-        self._remat = remat
+        self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         self._limit = self._unit = solver.limit_bytes
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
         self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
+        self._most: Mapping[int, np.ndarray] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._parts: dict[tuple[int, int, int, str, int, float], tuple[tuple[float, ...], float]] = {}
         self._ladders: dict[tuple[int, int, int, str, float], list[SolvedStage | None]] = {}
-        self._leasts: dict[tuple[int, int, str], tuple[np.ndarray, tuple[float, ...]]] = {}
+        self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
+        self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
+        self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
 
     def limit(self, limit_bytes: float) -> None:
         """From now on so many bytes may be counted on a device; prices stay what they are."""
         self._limit = self.solver.limit_bytes = limit_bytes
+        self._clear()
+
+    def focus(self, most_seconds: Mapping[int, np.ndarray]) -> None:
+        """From now on only ranges are of interest that take, in one microbatch, no longer than this.
+
+        Args:
+          most_seconds: for a kind of submesh, `[layers + 1, layers + 1]`; kinds that are not there have no bound.
+        """
+        self._most = most_seconds
+
+    def forget(self) -> None:
+        """Estimate every range again, whatever it takes."""
+        self._most = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tables.clear()
+        self._places.clear()
 
     def least(self, kind: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a microbatch, both passes and forward, that no way to run a range of layers on submeshes of one
@@ -105,114 +146,176 @@ class StageEstimates:
             both, forward = self._coarser.least(kind)
             return share * both, share * forward
         if kind not in self._fastest:
-            starts = np.array(self._starts)
-            remat = "none" if self._remat in (None, "none") else "layer"
-            fastest = np.full((2, len(starts), len(starts)), np.inf)
-            for number in range(len(self.solver.meshes[kind])):
-                sums = self._column(kind, number, remat, 0, 1).sums
-                received = sums[starts, 3][None, :] - sums[np.minimum(starts + 1, len(sums) - 1), 3][:, None]
-                forward = np.maximum(sums[starts, 0][None, :] - sums[starts, 0][:, None] - received, 0.0)
-                both = forward + np.maximum(sums[starts, 1][None, :] - sums[starts, 1][:, None], 0.0)
-                missing = sums[starts, 8][None, :] > sums[starts, 8][:, None]
-                np.minimum(fastest, np.where(missing, np.inf, [both, forward]), out=fastest)
-            fastest[:, ~np.triu(np.ones(fastest.shape[1:], dtype=bool), 1)] = np.inf
-            self._fastest[kind] = _PARTS_ALONE * fastest[0], _PARTS_ALONE * fastest[1]
+            sums = [self._sum(kind, n, self._wishes[0], 0, 1) for n in range(len(self.solver.meshes[kind]))]
+            forward = np.min([one[_FORWARD] for one in sums], axis=0)
+            both = np.min([one[_FORWARD] + one[_BACKWARD] for one in sums], axis=0)
+            self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
         return self._fastest[kind]
+
+    def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
+        layers + 1]`, for microbatches of this share of the program's."""
+        fields = self._table(kind, tuple(in_flight), share).fields
+        if not len(fields):
+            none = np.full((len(in_flight), len(self._starts), len(self._starts)), np.inf)
+            return none, none
+        both = (fields[:, _FORWARD] + fields[:, _BACKWARD]).min(axis=0)
+        return _PARTS_ALONE * both, _PARTS_ALONE * fields[:, _FORWARD].min(axis=0)
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
         the program's: as if these took and kept that share of what its own do."""
-        ways = self._ways(first, last, kind, in_flight, share)
-        return best_of([option for _, _, _, option in ways if option is not None])
+        table, at = self._place(kind, in_flight, share)
+        return best_of(
+            [
+                _option(way, number)
+                for (number, _), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
+                if np.isfinite(way[_FORWARD])
+            ]
+        )
 
     def ranked(self, first: int, last: int, kind: int, in_flight: int) -> list[tuple[float, int, str]]:
         """Logical meshes, each with and without rematerialisation as far as that can matter, with the least seconds
         that such a stage can be expected to take in a step; the least first."""
-        ways = self._ways(first, last, kind, in_flight)
-        return sorted((self.weight(option) if option else weight, n, remat) for weight, n, remat, option in ways)
-
-    def _ways(
-        self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0
-    ) -> Iterator[tuple[float, int, str, Option | None]]:
-        """Each way with what it takes at least; None for the estimate of one that another is better than whatever
-        memory makes of it."""
-        parts = self._starts[first], self._starts[last]
-        wishes = [remat for remat in ("none", "layer") if self._remat in (None, remat)]
-        found: list[Option] = []
-        for weight, seconds, number in self._bounds(*parts, kind, wishes[0], share):
-            if any(o.seconds <= _SAME * seconds and self.weight(o, share) <= _SAME * weight for o in found):
-                yield from ((weight, number, remat, None) for remat in wishes)
-                continue
-            fits = [r for r in wishes if self._at_least(*parts, kind, number, r, in_flight, share) <= self._limit]
-            fastest = self._sum(*parts, kind, number, wishes[0], 0, in_flight, share) if fits else None
-            if fastest is None or not self._is_of_interest(fastest, share):
-                continue
-            weight = self.weight(fastest, share)
-            if any(o.seconds <= fastest.seconds and self.weight(o, share) <= weight for o in found):
-                yield from ((weight, number, remat, None) for remat in wishes)
-                continue
-            for remat in fits:
-                option = self._on(*parts, kind, number, remat, in_flight, share)
-                if option is not None:
-                    found.append(option)
-                    yield weight, number, remat, option
-                    if option.constant_bytes + in_flight * option.in_flight_bytes <= _EASY * self._limit:
-                        break  # memory does not bind: nothing to gain by computing anything twice
-
-    def _bounds(self, first: int, last: int, kind: int, remat: str, share: float) -> list[tuple[float, float, int]]:
-        """Of each logical mesh on which a range can be of interest what it takes in a step at least, the seconds of a
-        microbatch, and its number, ascending."""
-        of = self._coarser if self._coarser is not None else self
-        share = share * of.program.microbatches / self.program.microbatches
-        found = []
-        for number in range(len(self.solver.meshes[kind])):
-            option = of._sum(first, last, kind, number, remat, 0, 1, 1.0)
-            if option is not None and of.program.microbatches * option.seconds <= self.bound_seconds:
-                found.append((of.weight(option), share * option.seconds, number))
-        return sorted(found)
+        table, at = self._place(kind, in_flight, 1.0)
+        found = [
+            (self.weight(_option(way, number)), number, remat)
+            for (number, remat), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
+            if np.isfinite(way[_FORWARD])
+        ]
+        left = [(float(low[first, last]), number) for number, low in table.left if np.isfinite(low[first, last])]
+        return sorted([*found, *((weight, number, remat) for weight, number in left for remat in self._wishes)])
 
     def weight(self, option: Option, share: float = 1.0) -> float:
         """Seconds a step of a stage that sets the period: what its problem minimises."""
         return self.program.microbatches / share * option.seconds + option.once_seconds
 
-    def _is_of_interest(self, option: Option, share: float) -> bool:
-        return self.program.microbatches / share * option.seconds <= self.bound_seconds
+    # Tables
 
-    def _on(
-        self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int, share: float
-    ) -> Option | None:
-        """Parts `first` to before `last` on one logical mesh: the least price of memory at which they fit together."""
-        before: Option | None = None
+    def _place(self, kind: int, in_flight: int, share: float) -> tuple[_Table, int]:
+        """A table that has so many in flight, and where."""
+        key = kind, in_flight, share, self.only_easy
+        if key not in self._places:
+            self._table(kind, (in_flight,), share)
+        return self._places[key]
+
+    def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+        key = kind, in_flight, share, self.only_easy
+        if key not in self._tables:
+            self._tables[key] = table = self._made(kind, in_flight, share)
+            for place, number in enumerate(in_flight):
+                self._places[kind, number, share, self.only_easy] = table, place
+        return self._tables[key]
+
+    def _made(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+        times = np.array(in_flight, dtype=float)[:, None, None]
+        layers = len(self._starts)
+        steps = self.program.microbatches / share
+        most = self._most.get(kind, np.full((layers, layers), np.inf))
+        best = np.full((2, len(in_flight), layers, layers), np.inf)
+        ways, fields, left = [], [], []
+        for _, number, low in self._bounds(kind, share):
+            weight = steps * low[0] + low[1]
+            better = (best[0] <= _SAME * low[0]) & (best[1] <= _SAME * weight)
+            open_ = (low[0] <= most) & ~better
+            looked_at = False
+            for remat in self._wishes:
+                constant, kept, workspace = self._least(kind, number, remat)
+                wanted = open_ & (constant + share * (times * kept + workspace) <= self._limit)
+                if not wanted.any():
+                    continue
+                found = self._priced(kind, number, remat, in_flight, share, wanted, most)
+                looked_at = True
+                ways.append((number, remat))
+                fields.append(found)
+                seconds = found[_FORWARD] + found[_BACKWARD]
+                held = found[_CONSTANT] + times * found[_KEPT]
+                np.minimum(best[0], seconds, out=best[0])
+                np.minimum(best[1], steps * seconds + found[_ONCE], out=best[1])
+                # Where memory does not bind there is nothing to gain by computing anything twice.
+                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * self._limit))
+            if not looked_at:
+                left.append((number, np.where(low[0] <= most, weight, np.inf)))
+        shape = (0, _WORKSPACE, len(in_flight), layers, layers)
+        return _Table(ways=tuple(ways), fields=np.array(fields) if fields else np.zeros(shape), left=tuple(left))
+
+    def _bounds(self, kind: int, share: float) -> list[tuple[float, int, np.ndarray]]:
+        """Of each logical mesh, the fastest first, its number and what each range takes on it at least: `[seconds of
+        a microbatch and seconds once, first, last]`."""
+        of = self._coarser if self._coarser is not None else self
+        share = share * of.program.microbatches / self.program.microbatches
+        found = []
+        for number in range(len(self.solver.meshes[kind])):
+            sums = of._sum(kind, number, self._wishes[0], 0, 1)
+            seconds = sums[_FORWARD] + sums[_BACKWARD]
+            finite = np.isfinite(seconds)
+            if finite.any():
+                low = np.array([share * seconds, sums[_ONCE]])
+                weight = of.program.microbatches * seconds[finite] + sums[_ONCE][finite]
+                found.append((float(weight.sum()), number, low))
+        return sorted(found, key=lambda one: one[:2])
+
+    def _priced(
+        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float, wanted: np.ndarray,
+        most: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, first, last]`,
+        infinite for those that are not wanted or never fit."""
+        fits = np.full((_WORKSPACE, *wanted.shape), np.inf)
+        # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
+        about = [4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight]
+        for level in sorted(set(about)):
+            rows = np.array([one == level for one in about])
+            times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
+            fits[:, rows] = self._least_price(
+                kind, number, remat, level, times[:, None, None], share, wanted[rows], most
+            )
+        return fits
+
+    def _least_price(
+        self, kind: int, number: int, remat: str, about: float, times: np.ndarray, share: float, wanted: np.ndarray,
+        most: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        found = np.full((_WORKSPACE, *wanted.shape), np.inf)
+        before: np.ndarray | None = None
+        over: np.ndarray | None = None
         for price in range(len(_PRICES) + 1):
-            option = self._sum(first, last, kind, number, remat, price, in_flight, share)
-            if option is None:
-                return None
-            held = option.constant_bytes + in_flight * option.in_flight_bytes
-            if held <= self._limit:
-                if before is None:
-                    return option if self._is_of_interest(option, share) else None
-                over = before.constant_bytes + in_flight * before.in_flight_bytes
-                return _between(before, option, (over - self._limit) / (over - held))
-            if price == 0 and (
-                self.only_easy
-                or not self._is_of_interest(option, share)
-                or self._least(first, last, kind, number, remat, in_flight, share) > self._limit
-            ):
-                return None
-            before = option
-        return None
+            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share)
+            held = now[_CONSTANT] + times * now[_KEPT]
+            here = np.broadcast_to(now[:, None], found.shape)
+            wanted = wanted & np.isfinite(now[_FORWARD])
+            take = wanted & (held <= self._limit)
+            if before is None or over is None:
+                wanted = wanted & (now[_FORWARD] + now[_BACKWARD] <= most)
+                take = take & wanted
+                found[:, take] = here[:, take]
+                if self.only_easy:
+                    break
+            elif take.any():
+                # Between the last price at which it does not fit and this one.
+                way = (over[take] - self._limit) / (over[take] - held[take])
+                found[:, take] = (1 - way) * before[:, take] + way * here[:, take]
+            wanted = wanted & ~take
+            if not wanted.any():
+                break
+            before, over = here, held
+        return found
 
-    def _at_least(
-        self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int, share: float
-    ) -> float:
-        """As `_least`, from fewer microbatches where there are any: what a microbatch keeps shrinks with it at most."""
-        if self._coarser is None:
-            return self._least(first, last, kind, number, remat, in_flight, share)
-        share = share * self._coarser.program.microbatches / self.program.microbatches
-        return self._coarser._least(first, last, kind, number, remat, in_flight, share)
+    def _shared(self, sums: np.ndarray, share: float) -> np.ndarray:
+        """The fields of microbatches of this share, workspace among what is there throughout."""
+        forward, backward, weight, once, constant, kept, workspace = sums
+        return np.array(
+            [share * forward, share * backward, share * weight, once, constant + share * workspace, share * kept]
+        )
 
-    def _least(self, first: int, last: int, kind: int, number: int, remat: str, in_flight: int, share: float) -> float:
-        """Bytes on a device that no layout of the parts is below, for microbatches of this share of these."""
+    def _least(self, kind: int, number: int, remat: str) -> np.ndarray:
+        """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while
+        it is computed again: `[3, first, last]`. From fewer microbatches where there are any: what a microbatch keeps
+        shrinks with it at most."""
+        if self._coarser is not None:
+            share = self._coarser.program.microbatches / self.program.microbatches
+            constant, kept, workspace = self._coarser._least(kind, number, remat)
+            return np.array([constant, share * kept, share * workspace])
         key = kind, number, remat
         if key not in self._leasts:
             rows, again = [(0.0, 0.0, 0.0)], []
@@ -230,37 +333,50 @@ class StageEstimates:
                         workspace, kept = whole / devices, received + kept_whole / devices
                 rows.append((constant, kept, received))
                 again.append(workspace)
-            self._leasts[key] = np.cumsum(rows, axis=0), tuple(again)
-        sums, workspace = self._leasts[key]
-        constant, kept, _ = sums[last] - sums[first]
-        # Inside a range what a part receives another one keeps, or nobody.
-        received = sums[last, 2] - sums[first + 1, 2]
-        return float(constant + share * (in_flight * (kept - received) + max(workspace[first:last])))
+            constant, kept, received = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)
+            # Inside a range what a part receives another one keeps, or nobody.
+            kept = kept - self._after_first(np.cumsum(rows, axis=0)[:, 2])
+            self._leasts[key] = np.array([constant, kept, self._largest(again)])
+        return self._leasts[key]
 
-    def _sum(
-        self, first: int, last: int, kind: int, number: int, remat: str, price: int, in_flight: int, share: float
-    ) -> Option | None:
-        """The parts of a range, each by itself at one price of memory."""
-        # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
-        about = 1.0
-        if price > 0:
-            about = 4.0 ** ceil(log(in_flight * share, 4) - 1e-9)
-        column = self._column(kind, number, remat, price, about)
-        total = column.sums[last] - column.sums[first]
-        forward, backward, weight, _, once, shared, constant, kept, missing = total.tolist()
-        if missing:
-            return None
-        # Inside the range nothing is received, and gradients are summed by one collective.
-        received = float(column.sums[last, 3] - column.sums[first + 1, 3])
-        return Option(
-            forward_seconds=share * max(0.0, forward - received),
-            backward_seconds=share * max(0.0, backward),
-            weight_seconds=share * min(max(0.0, weight), max(0.0, backward)),
-            once_seconds=max(0.0, once - shared + max(column.fixed[first:last])),
-            constant_bytes=constant + share * max(column.workspace[first:last]),
-            in_flight_bytes=share * kept,
-            tag=number,
-        )
+    def _sum(self, kind: int, number: int, remat: str, price: int, in_flight: float) -> np.ndarray:
+        """The parts of every range, each by itself at one price of memory: `[field, first, last]`, with seconds that
+        are infinite where there is no layout or no range."""
+        key = kind, number, remat, price, in_flight
+        if key not in self._sums:
+            column = self._column(*key)
+            forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(
+                column.sums
+            ).transpose(2, 0, 1)
+            # Inside the range nothing is received, and gradients are summed by one collective.
+            forward = np.maximum(forward - self._after_first(column.sums[:, 3]), 0.0)
+            backward = np.maximum(backward, 0.0)
+            weight = np.minimum(np.maximum(weight, 0.0), backward)
+            once = np.maximum(once - shared + self._largest(column.fixed), 0.0)
+            none = (missing > 0) | ~np.triu(np.ones_like(missing, dtype=bool), 1)
+            forward = np.where(none, np.inf, forward)
+            self._sums[key] = np.array(
+                [forward, backward, weight, once, constant, kept, self._largest(column.workspace)]
+            )
+        return self._sums[key]
+
+    def _differences(self, sums: np.ndarray) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers, `[first, last, ...]`."""
+        at = sums[self._starts]
+        return at[None, :] - at[:, None]
+
+    def _after_first(self, sums: np.ndarray) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers without their first part, `[first, last]`."""
+        second = np.minimum(np.array(self._starts) + 1, len(sums) - 1)
+        return sums[self._starts][None, :] - sums[second][:, None]
+
+    def _largest(self, values: Sequence[float]) -> np.ndarray:
+        """The largest of the parts of every range of layers, `[first, last]`; 0 for no range."""
+        starts = np.array(self._starts)
+        found = np.zeros((len(starts), len(starts)))
+        for number, start in enumerate(starts[:-1]):
+            found[number, number + 1 :] = np.maximum.accumulate(values[start:])[starts[number + 1 :] - start - 1]
+        return found
 
     def _column(self, kind: int, number: int, remat: str, price: int, in_flight: float) -> _Column:
         key = kind, number, remat, price, in_flight
@@ -358,11 +474,12 @@ def _between_blocks(program: StagedProgram) -> set[int]:
     return {bound for place in places for bound in (place, place + size)}
 
 
-def _between(slow: Option, fits: Option, share: float) -> Option:
-    """What lies `share` of the way from one option to the next."""
-    names = (field.name for field in fields(Option) if field.name != "tag")
-    mixed = {name: (1 - share) * getattr(slow, name) + share * getattr(fits, name) for name in names}
-    return Option(**mixed, tag=fits.tag)
+def _option(fields: np.ndarray, number: int) -> Option:
+    forward, backward, weight, once, constant, kept = fields.tolist()
+    return Option(
+        forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, once_seconds=once,
+        constant_bytes=constant, in_flight_bytes=kept, tag=number,
+    )  # fmt: skip
 
 
 def best_of(options: Sequence[Option]) -> tuple[Option, ...]:
