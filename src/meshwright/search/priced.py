@@ -60,6 +60,11 @@ class PricedProblem:
             elimination = None
         self._elimination = elimination if elimination is not None and elimination.entries <= _MOST_ENTRIES else None
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is found at a price is the best there."""
+        return self._elimination is not None
+
     def choices(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
     ) -> list[tuple[int, ...] | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
 from .priced import PricedProblem
+
+# Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
+_FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
+_ROUNDS_OF_PRICES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +127,64 @@ class StageProblem(IntraOpProblem):
         """
         return self._free[1].choices(prices, gap=gap, time_limit_seconds=time_limit_seconds)
 
+    def within(self, limit_bytes: float, in_flight: int, *, gap: float) -> IntraOpSolution | None:
+        """The best solution within a limit of memory, as far as a price on memory finds it (Everett, 1963): at every
+        price what is best there bounds all that fits from below.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          in_flight: microbatches kept.
+          gap: relative, between the best found and the best bound.
+
+        Returns:
+          None where prices do not come as close, which says nothing of whether there is a solution.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        plain, ready = self._free
+        limit = limit_bytes - self.workspace_bytes
+        if not ready.is_exact or limit <= 0:
+            return None
+        (free,) = self.priced([(0.0, in_flight)], gap=0.0, time_limit_seconds=inf)
+        assert free is not None
+        unit = max(plain.objective(free), 1e-12) / limit
+        cheap, dear = 0.0, inf
+        best: tuple[float, tuple[int, ...]] | None = None
+        bound = -inf
+        prices = unit * np.array(_FIRST_PRICES)
+        for _ in range(_ROUNDS_OF_PRICES):
+            for price, choices in zip(
+                prices.tolist(),
+                self.priced([(price, in_flight) for price in prices.tolist()], gap=0.0, time_limit_seconds=inf),
+                strict=True,
+            ):
+                assert choices is not None
+                seconds, held = plain.objective(choices), self._held(choices, in_flight)
+                bound = max(bound, seconds + price * (held - limit))
+                if held > limit:
+                    cheap = max(cheap, price)
+                else:
+                    dear = min(dear, price)
+                    best = min(best, (seconds, choices)) if best is not None else (seconds, choices)
+            if best is None or not cheap < dear:
+                return None
+            if best[0] - bound <= gap * abs(best[0]):
+                return self.chosen(best[1])
+            prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
+        return None
+
+    def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
+        held = zip(self._constant_bytes, self._kept_by_node, choices, strict=True)
+        return sum(float(once[c] + in_flight * each[c]) for once, each, c in held)
+
     def chosen(self, choices: tuple[int, ...]) -> IntraOpSolution:
         """These choices as a solution of the problem without a limit, without a proof."""
         plain, _ = self._free
         objective = plain.objective(choices)
-        held = zip(self._constant_bytes, self._kept_by_node, choices, strict=True)
         solution = Solution(
             choices=choices, objective=objective, lower_bound=objective, method="elimination", proven=True, seconds=0.0,
-            memory=sum(float(once[c] + self.in_flight * each[c]) for once, each, c in held),
+            memory=self._held(choices, self.in_flight),
         )  # fmt: skip
         graph, nodes = self.graph, self.operator_node
         picked = [row[c] for row, c in zip(self.choices, choices, strict=True)]

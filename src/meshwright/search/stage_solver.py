@@ -278,7 +278,9 @@ class StageSolver:
         self.solves += 1
         problem.in_flight = in_flight
         try:
-            chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
+            chosen = problem.within(limit, in_flight, gap=_GAP)
+            if chosen is None:
+                chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
         except (Infeasible, Unsolved):
             return None
         finally:
