@@ -70,8 +70,9 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
     )  # fmt: skip
     search = StageSearch(request)
-    usable = limit = cluster.device.usable_memory_bytes
-    solve_seconds = unseen = 0.0
+    usable = cluster.device.usable_memory_bytes
+    limits = _Limits(usable)
+    solve_seconds = 0.0
     leanest = float("inf")
     nothing: MemoryExceeded | None = None
     known: dict[Hashable, StageMemory] = {}
@@ -79,15 +80,13 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         asked.tell("searching stages")
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds
-            result = search.run(limit, time_limit_seconds=max(asked.left_seconds, least_seconds))
+            result = search.run(limits, time_limit_seconds=max(asked.left_seconds, least_seconds))
         except MemoryExceeded as error:
-            # What the search misses is mostly a microbatch's: half of it in half a microbatch.
-            finer, unseen, nothing = _finer(asked, max(programs)), unseen / 2, nothing or error
+            finer, nothing = _finer(asked, max(programs)), nothing or error
             if not finer:
                 break
             programs = _Programs(asked, stages, finer)
             search = StageSearch(replace(request, programs=programs))
-            limit = usable / MARGIN - unseen if unseen else usable
             continue
         solve_seconds += result.seconds
         plan = replace(result.plan, cluster_fingerprint=cluster.fingerprint())
@@ -106,11 +105,39 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         leanest = min(leanest, MARGIN * max(peaks))
         if MARGIN * max(peaks) <= usable:
             return _planning(asked, result, plan, programs.seconds, solve_seconds)
-        unseen = max(0.0, *(peak - seen for peak, seen in zip(peaks, counted, strict=True)))
-        # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
-        share = min(seen / peak for peak, seen in zip(peaks, counted, strict=True))
-        limit = max(min(0.98 * max(counted), max(usable / MARGIN - unseen, usable / MARGIN * share)), 1.0)
+        limits.learn(plan.microbatches, counted, peaks)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
+
+
+class _Limits:
+    """What the search may count on a device in so many microbatches, as traced peaks have shown it to count too little.
+
+    What it misses is mostly a microbatch's: half of it in half a microbatch.
+
+    Args:
+      usable: bytes of a device.
+    """
+
+    def __init__(self, usable: float) -> None:
+        self._usable = usable
+        self._missed: list[tuple[int, float, float]] = []
+        self._most: dict[int, float] = {}
+
+    def __call__(self, microbatches: int) -> float:
+        """Bytes."""
+        limit = self._usable
+        for count, unseen, share in self._missed[-1:]:
+            # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
+            part = count / microbatches
+            limit = max(self._usable / MARGIN - part * unseen, self._usable / MARGIN * (1 - min(part * (1 - share), 1)))
+        return max(min(limit, self._most.get(microbatches, limit)), 1.0)
+
+    def learn(self, microbatches: int, counted: Sequence[float], peaks: Sequence[float]) -> None:
+        """Of a plan that is too large, by rank: what was counted, and what it is."""
+        unseen = max(0.0, *(peak - seen for peak, seen in zip(peaks, counted, strict=True)))
+        share = min(1.0, *(seen / peak for peak, seen in zip(peaks, counted, strict=True)))
+        self._missed.append((microbatches, unseen, share))
+        self._most[microbatches] = 0.98 * max(counted)
 
 
 def _over(asked: PlanRequest, leanest: float) -> MemoryExceeded:

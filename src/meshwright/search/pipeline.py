@@ -12,7 +12,7 @@ Nothing here needs a device: the cluster is a description, and programs are shap
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -41,14 +41,17 @@ _WORTH_SIMULATING = 1.05
 
 _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
-# An estimated plan may turn out to take this much longer.
-_ESTIMATE_SLACK = 1.5
+# An estimated plan may turn out to take this much longer: less is tried first.
+_ESTIMATE_SLACK = (1.1, 1.5)
 
 # Labels of a state; and the submeshes from which on there are fewer.
 _MOST_LABELS, _MANY_PLACES = 256, 400
 
 # Labels of a state where a plan is only wanted to compare numbers of microbatches.
 _FEW = 8
+
+# Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
+_MAY_BE_BEST = 1.25
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
@@ -120,10 +123,12 @@ class StageSearch:
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = _placements(request, self.submeshes)
-        self.limit = request.cluster.device.usable_memory_bytes
+        self.usable = request.cluster.device.usable_memory_bytes
+        self.limit: Callable[[int], float] = lambda count: self.usable
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
         self._seconds = request.time_limit_seconds
+        self._slack = _ESTIMATE_SLACK[0]
         self._reset()
 
     def _reset(self) -> None:
@@ -139,7 +144,7 @@ class StageSearch:
           PlanError: if the step cannot be cut so, which only who traces it on demand finds out here.
         """
         if count not in self._made:
-            coarser = self._base if count != self.counts[0] else None
+            coarser = self._coarser(count)
             try:
                 program = self.request.by_microbatches[count]
                 check_layers(self.request, program)
@@ -149,7 +154,7 @@ class StageSearch:
         made = self._made[count]
         if isinstance(made, PlanError):
             raise made
-        made.limit(self.limit)
+        made.limit(self.limit(count))
         return made
 
     @property
@@ -159,6 +164,13 @@ class StageSearch:
             return self.costs(self.counts[0])
         except PlanError:
             return None
+
+    def _coarser(self, count: int) -> StageCosts | None:
+        """Of the most microbatches, fewer than these, that have been looked at; or of the fewest."""
+        fewer = [other for other in self._made if other < count and isinstance(self._made[other], StageCosts)]
+        if count == self.counts[0]:
+            return None
+        return self.costs(max(fewer)) if fewer else self._base
 
     @property
     def _all_costs(self) -> list[StageCosts]:
@@ -177,11 +189,14 @@ class StageSearch:
         """Whether the time is over."""
         return time.perf_counter() - self.start > self._seconds
 
-    def run(self, limit_bytes: float | None = None, *, time_limit_seconds: float | None = None) -> StageSearchResult:
+    def run(
+        self, limit_bytes: Callable[[int], float] | None = None, *, time_limit_seconds: float | None = None
+    ) -> StageSearchResult:
         """The fastest plan that fits.
 
         Args:
-          limit_bytes: that the search may count on a device; None for what the cluster's devices have.
+          limit_bytes: that the search may count on a device in so many microbatches; None for what the cluster's
+            devices have.
           time_limit_seconds: for this run; None for the request's.
 
         Raises:
@@ -190,10 +205,14 @@ class StageSearch:
         """
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-        self.limit = self.request.cluster.device.usable_memory_bytes if limit_bytes is None else limit_bytes
+        self.limit = limit_bytes if limit_bytes is not None else lambda count: self.usable
         known = self.request.faster_than_seconds
-        self._search(bounded=True)
-        best = self._simulate()
+        best: _Candidate | None = None
+        for self._slack in _ESTIMATE_SLACK:
+            self._search(bounded=True)
+            best = self._simulate()
+            if best is not None:
+                break
         if isfinite(known) and (best is None or best.weight >= known):
             raise NothingFaster
         if best is None:
@@ -214,16 +233,19 @@ class StageSearch:
         )  # fmt: skip
 
     def _search(self, *, bounded: bool) -> None:
-        expected = self._expected() if bounded else [(0.0, count) for count in reversed(self.counts)]
-        # By how much the best plan so far took longer than was expected of it: others will too, if perhaps not so much.
-        longer = 1.0
+        expected = self._expected(self._base, self.counts) if bounded else {count: 0.0 for count in self.counts}
+        left = sorted(self.counts, reverse=True)
         refused: PlanError | None = None
-        for seconds, count in expected:
-            if not isfinite(seconds):
+        if bounded:
+            for count in [count for count in left if not isfinite(expected[count])]:
+                left.remove(count)
                 self.considered.append(f"{count} microbatches: nothing that fits or is as fast")
-                continue
-            if seconds * (1 + longer) / 2 > self.best_objective:
-                self.considered.append(f"{count} microbatches: not searched, {seconds:.6g} s at the very least")
+        while left:
+            count = self._next(left, expected)
+            left.remove(count)
+            if expected[count] > self.best_objective:
+                seconds = f"{expected[count]:.6g} s at the very least"
+                self.considered.append(f"{count} microbatches: not searched, {seconds}")
                 continue
             if self.late and self.finished:
                 self.considered.append(f"{count} microbatches: not searched, out of time")
@@ -238,37 +260,52 @@ class StageSearch:
             crossings = costs.crossings()
             if not bounded:
                 costs.forget_estimates()
-            before = self.best_objective
             for order in ORDERS:
                 if _is_asked(order, self._schedules):
                     for problem in self._problems(count, costs, order, crossings):
                         if not (self.late and self.finished):
                             self._refine(count, costs, problem, bounded=bounded)
-            if seconds > 0 and isfinite(self.best_objective) and self.best_objective < before:
-                longer = max(1.0, self.best_objective / seconds)
+            finer = [other for other in left if other > count]
+            if bounded and finer:
+                # What these take says more of finer ones than the fewest microbatches do.
+                known = self._expected(costs, finer)
+                expected |= {other: max(expected[other], known[other]) for other in finer}
         if refused is not None and not self._all_costs:
             raise refused
 
-    def _expected(self) -> list[tuple[float, int]]:
-        """Numbers of microbatches by what the best plan with each takes at least, the most promising first.
+    def _next(self, left: Sequence[int], expected: Mapping[int, float]) -> int:
+        """Which number of microbatches to look at: at first one in the middle of those that may be the best, then
+        that with the least seconds; of equals the most microbatches."""
+        best = min(left, key=lambda count: (expected[count], -count))
+        if self.finished or len(left) < len(self.counts) // 2 or not expected[best]:
+            return best
+        near = sorted(count for count in left if expected[count] <= _MAY_BE_BEST * expected[best])
+        return near[len(near) // 2]
 
-        The estimates are those of the fewest microbatches: what others take and keep is at least their share of what
-        these do. So nothing of the others has to be looked at yet, not even their programs.
+    def _expected(self, costs: StageCosts | None, counts: Sequence[int]) -> dict[int, float]:
+        """What the best plan takes at least in each of these numbers of microbatches, as few of them say.
+
+        What others take and keep is at least their share of what these do. So nothing of the others has to be looked at
+        yet, not even their programs.
+
+        Args:
+          costs: of the fewest microbatches; None if nobody knows.
+          counts: multiples of that number.
         """
-        base = self._base
-        if len(self.counts) == 1 or base is None:
-            return [(0.0, count) for count in reversed(self.counts)]
-        found: list[tuple[float, int]] = []
+        if len(self.counts) == 1 or costs is None:
+            return {count: 0.0 for count in counts}
+        found: dict[int, float] = {}
         # Where the most microbatches fit and fewer do not, it is good to know soon.
-        for count in reversed(self.counts):
-            share = self.counts[0] / count
-            problem = self._problem(base, "one_f_one_b", base.crossings(share), share)
-            bound = min([self.best_objective, *(seconds for seconds, _ in found)]) * _ESTIMATE_SLACK
-            base.focus(most_seconds(problem, bound))
+        for count in sorted(counts, reverse=True):
+            share = costs.program.microbatches / count
+            costs.limit(self.limit(count))
+            problem = self._problem(costs, "one_f_one_b", costs.crossings(share), share)
+            bound = min([self.best_objective, *found.values()]) * _MAY_BE_BEST
+            costs.focus(most_seconds(problem, bound))
             best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
-            found.append((best.seconds if best is not None else inf, count))
-        base.forget_estimates()
-        return sorted(found)
+            found[count] = best.seconds if best is not None else inf
+        costs.forget_estimates()
+        return found
 
     @property
     def beam(self) -> int:
@@ -336,7 +373,7 @@ class StageSearch:
             easy = solve_inter_op(problem, beam=1)
             costs.estimates.only_easy = False
             plain = [easy] if easy is not None else [equal_stages(costs.program, problem, n) for n in _POWERS_OF_TWO]
-            bound = min((_ESTIMATE_SLACK * found.seconds for found in plain if found is not None), default=inf)
+            bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
         costs.focus(most_seconds(problem, bound))
 
     def _problem(
@@ -352,7 +389,7 @@ class StageSearch:
             crossings=crossings,
             transfer_seconds=self.submeshes.transfer_seconds,
             microbatches=round(costs.program.microbatches / share),
-            memory_limit_bytes=self.limit,
+            memory_limit_bytes=self.limit(round(costs.program.microbatches / share)),
             order=order,
             num_stages=request.stage_count,
             least=lambda submesh: costs.least(submesh, share),
@@ -425,7 +462,8 @@ class StageSearch:
                     yield candidate
 
     def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> _Candidate | None:
-        staged = replace(staged_timing(costs.program, stages, self.submeshes), limit_bytes=self.limit)
+        limit = self.limit(costs.program.microbatches)
+        staged = replace(staged_timing(costs.program, stages, self.submeshes), limit_bytes=limit)
         orders = [name for name in SIMULATED if name in self._schedules and name != INTERLEAVED]
         orders = orders if len(stages) > 1 else ["one_f_one_b"]
         scheduled = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
@@ -458,7 +496,7 @@ class StageSearch:
 
     def _nothing_fits(self) -> MemoryExceeded:
         request = self.request
-        usable = self.limit
+        usable = max(map(self.limit, self.counts))
         counts = ", ".join(map(str, self.counts))
         least = min(costs.least_bytes() for costs in self._all_costs)
         return MemoryExceeded(

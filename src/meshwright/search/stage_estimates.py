@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import ceil, log
 
@@ -66,7 +67,7 @@ class _Column:
     workspace: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Table:
     """Ways to run all ranges of layers on submeshes of one kind.
 
@@ -80,6 +81,16 @@ class _Table:
     ways: tuple[tuple[int, str], ...]
     fields: np.ndarray
     left: tuple[tuple[int, np.ndarray], ...]
+
+    @cached_property
+    def fastest(self) -> np.ndarray:
+        """Seconds of a microbatch that no way is below, `[in flight, first, last]`."""
+        return _PARTS_ALONE * (self.fields[:, _FORWARD] + self.fields[:, _BACKWARD]).min(axis=0, initial=np.inf)
+
+    @cached_property
+    def fastest_forward(self) -> np.ndarray:
+        """The same, forward alone."""
+        return _PARTS_ALONE * self.fields[:, _FORWARD].min(axis=0, initial=np.inf)
 
 
 class StageEstimates:
@@ -155,12 +166,8 @@ class StageEstimates:
     def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
         layers + 1]`, for microbatches of this share of the program's."""
-        fields = self._table(kind, tuple(in_flight), share).fields
-        if not len(fields):
-            none = np.full((len(in_flight), len(self._starts), len(self._starts)), np.inf)
-            return none, none
-        both = (fields[:, _FORWARD] + fields[:, _BACKWARD]).min(axis=0)
-        return _PARTS_ALONE * both, _PARTS_ALONE * fields[:, _FORWARD].min(axis=0)
+        table = self._table(kind, tuple(in_flight), share)
+        return table.fastest, table.fastest_forward
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
