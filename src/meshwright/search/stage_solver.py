@@ -22,8 +22,8 @@ from .submeshes import Submesh, Submeshes
 # A logical mesh that is asked for: names and sizes of its axes.
 WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
 
-# On more hosts than these not every logical mesh is looked at.
-_FEW_HOSTS = 4
+# The inner axis of a logical mesh spans two hosts at most, or so many devices.
+_NEAR = 8
 
 # Ranges are solved to this relative gap: more than the cost model knows.
 _GAP = 1e-2
@@ -296,15 +296,15 @@ class StageSolver:
 
 
 def _meshes_of(part: Cluster, wanted: Sequence[WantedMesh]) -> tuple[LogicalMesh, ...]:
-    """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans. On many
-    hosts one of the two axes spans two of them at most: what is exchanged in every layer does not go further."""
+    """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans. The inner of
+    two axes spans two hosts at most: what is exchanged in every layer does not go further; and two axes can do what one
+    of as many devices can."""
     if wanted:
         return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted if prod(sizes) == part.num_devices)
     found: dict[Any, LogicalMesh] = {}
-    near = 2 * max(host.devices for host in part.hosts)
-    for shape in part.logical_shapes(max_axes=2):
-        if len(part.hosts) > _FEW_HOSTS and min(shape) > near:
-            continue
+    near = max(2 * max(host.devices for host in part.hosts), _NEAR)
+    shapes = tuple(part.logical_shapes(max_axes=2))
+    for shape in [shape for shape in shapes if shape[-1] <= near] or shapes:
         mesh = part.logical_mesh(shape)
         key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
         found.setdefault(key, mesh)
