@@ -1,17 +1,22 @@
-"""The models of Alpa's evaluation on its clusters: our plan beside the plan that Alpa published, under our costs.
+"""The models of Alpa's evaluation on its clusters: our plans, Alpa's published ones, and presets, under our costs.
 
-    python benchmarks/alpa_suite.py --family gpt --devices 8,16 --time-limit 60
+    python benchmarks/alpa_suite.py --only gpt:8,moe:4 --markdown
+    python benchmarks/alpa_suite.py --results alpa_suite_rows --cell-seconds 900
 
-Prints one JSON object: what was run, with which versions, and a row for each number of V100s (AWS p3.16xlarge, 25 Gb/s
-between hosts). A row says of our plan and of the published one the stages (layers x devices, logical mesh), the
-microbatches, the schedule and the predicted seconds of a step, or why the published plan does not fit; and with
-`--presets N` the predicted seconds of the first N parallelisms of the literature (`meshwright.compare`) with as many
-microbatches as published. Exit status 1 if ours is predicted to be slower than any of them anywhere.
+Prints one JSON object: what was run, with which versions, and a row for each cell, that is for each family of models
+(gpt, moe, wresnet) and number of V100s (AWS p3.16xlarge, 25 Gb/s between hosts, 1 to 64 of them): the plan that
+`meshwright plan` gives, the published one, and the best plan under every preset that `meshwright compare` tries, each
+with its predicted seconds of a step or with the reason why there is none. `--markdown` prints the rows as a table.
+Exit status 1 if anything is predicted to be faster than our plan, or a cell failed.
+
+Each cell is a process of its own with a time limit. With `--results` its row is kept in that folder, and a cell whose
+row is there is not run again.
 
 The published plans are those of alpa-projects/alpa, `benchmark/alpa/suite_manual_gpt.py`, `suite_manual_moe.py` and
 `suite_wresnet.py` at commit b8078a9f: the layers of each stage (of Alpa's own clustering into so many layers), its
 devices and logical mesh, the microbatches, 1F1B, and for GPT that each layer is rematerialised. What Alpa left to its
-own solver, the layouts inside a stage, is left to ours: a published plan is as good here as its stages can be.
+own solver, the layouts inside a stage, is left to ours: a published plan is as good here as its stages can be. Like our
+own it is written out, and has to fit by what its programs hold.
 
 Not the same as Alpa's: parameters and optimizer state are float32 here (activations float16 for GPT and MoE), there
 float16 with float32 copies; layers are cut by our clustering. TFLOPS are model FLOPs: forward and backward once;
@@ -23,12 +28,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
@@ -36,14 +47,23 @@ import numpy as np
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.compare import candidates_for
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, size_words
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
-from meshwright.presets import Preset
+from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.staged import staged_program
-from meshwright.program.trace import Program, trace_program
+from meshwright.program.traces import Traces, traces_of
 from meshwright.search.parameters import parameter_infos
-from meshwright.search.pipeline import StageRequest, StageSearchResult, search_stages
+from meshwright.search.pipeline import StageRequest, search_stages
+
+# Predicted peaks are a few percent off at times: as in planning, this much of a device stays free.
+MARGIN = 1.04
+
+# How often a published plan is searched with less memory until its programs fit.
+ATTEMPTS = 3
+
+# Shares of a cell's time: for our plan and the published one, each; presets have what is left.
+PLAN_SHARE = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +72,7 @@ class Published:
 
     Args:
       model: name in the zoo.
-      microbatches: in a step.
+      microbatches: in a step; 0 where no plan was published.
       layers: of each stage.
       meshes: the shape of each stage's logical mesh.
       remat: "layer", or None where nothing is said of it: the better.
@@ -93,7 +113,7 @@ SUITE: dict[str, tuple[Published, ...]] = {
         _equal("gpt3-39b", 1024, 16, 16, (1, 4)),
     ),
     "moe": (
-        # The page names no plan for one GPU.
+        Published(model="moe-380m", microbatches=0, layers=(), meshes=((1,),)),
         _equal("moe-690m", 32, 8, 1, (2, 1), remat=None),
         _equal("moe-1.3b", 32, 8, 2, (2, 1), remat=None),
         _equal("moe-2.4b", 32, 8, 2, (4, 1), remat=None),
@@ -126,20 +146,20 @@ def v100s(devices: int) -> Cluster:
     return Cluster(name=f"{devices} of p3.16xlarge", hosts=(dataclasses.replace(host, devices=devices),))
 
 
-def described(result: StageSearchResult) -> dict[str, Any]:
+CELLS = {f"{family}:{one.devices}": (family, one) for family, suite in SUITE.items() for one in suite}
+
+
+def described(plan: Plan, layers: int) -> dict[str, Any]:
     """A plan in a few words."""
-    plan = result.plan
     assert plan.predicted is not None
     return {
         "seconds": plan.predicted.step_seconds,
         "tflops_per_gpu": plan.predicted.tflops_per_device,
-        "stages": _stages(plan, len(result.program.layers)),
+        "stages": _stages(plan, layers),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "bubble": plan.predicted.bubble_fraction,
-        "most_gib": max(stage.memory.total for stage in plan.stages) / 2**30,
-        "search_seconds": result.seconds,
-        "integer_programs": result.solves,
+        "most_gib": max(held_bytes(plan)) / 2**30,
     }
 
 
@@ -153,75 +173,86 @@ def _stages(plan: Plan, layers: int) -> list[str]:
     return found
 
 
-def row(
-    published: Published, *, factors: Sequence[float], layers: int, presets: int, time_limit: float
-) -> dict[str, Any]:
-    """One model on its GPUs: the published plan under our costs, ours, and presets."""
-    family = next(name for name, rows in SUITE.items() if published in rows)
-    target = zoo.build(published.model, dtype=DTYPES[family])
-    cluster = v100s(published.devices)
-    batch = jax.tree.leaves(target.example_batch)[0].shape[0]
-    programs: dict[int, Program] = {}
+def row(name: str, *, seconds: float) -> dict[str, Any]:
+    """One cell.
 
-    def program(count: int) -> Program:
-        if count not in programs:
-            args = (target.example_state, target.example_batch)
-            programs[count] = trace_program(target.step, args, microbatches=count)
-        return programs[count]
-
+    Args:
+      name: family and number of GPUs.
+      seconds: for all of it.
+    """
+    family, published = CELLS[name]
     start = time.perf_counter()
-    theirs = program(published.microbatches)
-    infos = parameter_infos(theirs)
-    cut_as_theirs = staged_program(theirs, layers=sum(published.layers), exactly=True)
-    names, meshes = ("x", "y"), [_plain(shape) for shape in published.meshes]
+    target = zoo.build(published.model, dtype=DTYPES[family])
+    traces, args, cluster = (
+        traces_of(target.step),
+        (target.example_state, target.example_batch),
+        v100s(published.devices),
+    )
     found: dict[str, Any] = {
-        "family": family, "model": published.model, "gpus": published.devices, "parameters": target.parameters,
-        "global_batch": batch, "activations": DTYPES[family],
+        "cell": name, "model": published.model, "gpus": published.devices, "parameters": target.parameters,
+        "global_batch": jax.tree.leaves(target.example_batch)[0].shape[0], "activations": DTYPES[family],
     }  # fmt: skip
-    try:
-        result = search_stages(
-            StageRequest(
-                programs=[cut_as_theirs], parameters=infos, cluster=cluster, layers=published.layers,
-                submeshes=published.submeshes, stage_meshes=[(names[: len(m)], m) for m in meshes],
-                schedules=("one_f_one_b",), remat=published.remat, time_limit_seconds=time_limit,
-            )
-        )  # fmt: skip
-        found["alpa"] = described(result)
-    except PlanError as error:
-        found["alpa"] = {"refused": str(error)}
-    counts = sorted({int(published.microbatches * factor) for factor in factors})
-    # The published stages are among those that ours may choose: their clustering is one of the programs.
-    ours = [staged_program(program(count), layers=layers) for count in counts if count >= 1 and batch % count == 0]
-    if len(cut_as_theirs.layers) != layers:
-        ours.append(cut_as_theirs)
-    result = search_stages(
-        StageRequest(programs=ours, parameters=infos, cluster=cluster, time_limit_seconds=time_limit)
-    )
-    found["ours"] = described(result)
-    found["considered"] = list(result.considered)
-    found["presets"] = dict(
-        priced(preset, target, cluster, microbatches=published.microbatches, time_limit=time_limit)
-        for preset in candidates_for(cluster)[:presets]
-    )
+    planning = plan_for(traces, args, cluster=cluster, stages=None, time_limit_seconds=PLAN_SHARE * seconds)
+    ours = planning.plan
+    found["ours"] = described(ours, max(stage.layers[1] for stage in ours.stages))
+    found["ours"]["planning_seconds"] = planning.seconds
+    found["alpa"] = _published(published, traces, args, cluster, PLAN_SHARE * seconds)
+    found["presets"] = _presets(traces, args, cluster, start + seconds)
     found["seconds"] = time.perf_counter() - start
-    if "seconds" in found["alpa"]:
-        found["speed_up"] = found["alpa"]["seconds"] / found["ours"]["seconds"]
     return found
 
 
-def priced(
-    preset: Preset, target: Any, cluster: Cluster, *, microbatches: int, time_limit: float
-) -> tuple[str, float | str]:
-    """A preset's name with the predicted seconds of its plan, or with the reason why there is none."""
+def _published(
+    published: Published, traces: Traces, args: tuple[Any, ...], cluster: Cluster, seconds: float
+) -> dict[str, Any]:
+    """The published plan under our costs, or why there is none."""
+    if not published.microbatches:
+        return {"refused": "no plan was published"}
+    program = traces.program(args, microbatches=published.microbatches)
+    staged = staged_program(program, layers=sum(published.layers), exactly=True)
+    names, meshes = ("x", "y"), [_plain(shape) for shape in published.meshes]
+    usable = limit = cluster.device.usable_memory_bytes
+    held = 0.0
     try:
-        planning = plan_for(
-            target.step, (target.example_state, target.example_batch), cluster=cluster, preset=preset,
-            microbatches=microbatches, time_limit_seconds=time_limit,
-        )  # fmt: skip
+        for _ in range(ATTEMPTS):
+            result = search_stages(
+                StageRequest(
+                    programs=[staged], parameters=parameter_infos(program), cluster=cluster.with_memory_limit(limit),
+                    layers=published.layers, submeshes=published.submeshes, schedules=("one_f_one_b",),
+                    stage_meshes=[(names[: len(m)], m) for m in meshes], remat=published.remat,
+                    time_limit_seconds=seconds,
+                )
+            )  # fmt: skip
+            plan = written_out(result.plan, result.program, cluster.device.platform)
+            held = MARGIN * max(held_bytes(plan))
+            if held <= usable:
+                return described(plan, sum(published.layers))
+            limit -= held - usable
+        return {"refused": f"its programs hold {size_words(held)} of {size_words(usable)}"}
     except PlanError as error:
-        return str(preset), str(error)
-    assert planning.plan.predicted is not None
-    return str(preset), planning.plan.predicted.step_seconds
+        return {"refused": str(error)}
+
+
+def _presets(traces: Traces, args: tuple[Any, ...], cluster: Cluster, deadline: float) -> dict[str, float | str]:
+    """Of each preset the predicted seconds of its best plan, or why there is none."""
+    found: dict[str, float | str] = {}
+    tried = candidates_for(cluster)
+    for number, preset in enumerate(tried):
+        left = deadline - time.perf_counter()
+        if left < 0:
+            found[str(preset)] = "not tried: the time was over"
+            continue
+        # PipeDream answers another question: its gradients are of older weights.
+        if preset.schedule == "pipedream":
+            continue
+        try:
+            planning = plan_for(
+                traces, args, cluster=cluster, preset=preset, time_limit_seconds=left / (len(tried) - number)
+            )  # fmt: skip
+            found[str(preset)] = planning.step_seconds
+        except PlanError as error:
+            found[str(preset)] = str(error)
+    return found
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -229,50 +260,126 @@ def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1) or (1,)
 
 
-def rows(family: str, devices: Sequence[int], **limits: Any) -> Iterator[dict[str, Any]]:
-    """The rows asked for."""
-    for published in SUITE[family]:
-        if published.devices in devices:
-            yield row(published, **limits)
+def judged(found: dict[str, Any]) -> dict[str, Any]:
+    """A row with what is faster than our plan in it."""
+    if "failed" in found:
+        return {**found, "never_worse": False}
+    priced = {name: seconds for name, seconds in found["presets"].items() if not isinstance(seconds, str)}
+    best = min(priced, key=lambda name: priced[name], default=None)
+    others = {**priced, **({"alpa": found["alpa"]["seconds"]} if "seconds" in found["alpa"] else {})}
+    ours = found["ours"]["seconds"]
+    return {
+        **found,
+        "best_preset": best,
+        "faster_than_alpa": others["alpa"] / ours if "alpa" in others else None,
+        "faster_than_presets": priced[best] / ours if best is not None else None,
+        "faster_than_ours": {name: seconds for name, seconds in others.items() if seconds < ours * (1 - 1e-9)},
+        "never_worse": min(others.values(), default=np.inf) >= ours * (1 - 1e-9),
+    }
 
 
-def _beaten(found: dict[str, Any]) -> bool:
-    """Whether some other plan of a row is predicted to be faster than ours."""
-    others = [found["alpa"].get("seconds", np.inf), *(s for s in found["presets"].values() if isinstance(s, float))]
-    return min(others) < found["ours"]["seconds"] * (1 - 1e-9)
+def run_cell(name: str, *, seconds: float) -> dict[str, Any]:
+    """A cell in a process of its own."""
+    command = [sys.executable, __file__, "--cell", name, "--cell-seconds", str(seconds)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        try:
+            # What has begun when the time is over is finished: searches end soon after their own limits.
+            done = subprocess.run(command, stdout=out, stderr=errors, timeout=1.5 * seconds + 60, check=False)
+        except subprocess.TimeoutExpired:
+            return {"cell": name, "model": CELLS[name][1].model, "gpus": CELLS[name][1].devices, "failed": "too late"}
+        out.seek(0)
+        errors.seek(0)
+        if done.returncode:
+            failed = errors.read().strip()[-600:]
+            return {"cell": name, "model": CELLS[name][1].model, "gpus": CELLS[name][1].devices, "failed": failed}
+        return json.load(out)
+
+
+def rows(names: Sequence[str], folder: Path | None, *, seconds: float) -> Iterator[dict[str, Any]]:
+    """The rows of cells, from the folder where they are there."""
+    for name in names:
+        kept = folder / f"{name.replace(':', '-')}.json" if folder is not None else None
+        if kept is not None and kept.exists():
+            yield judged(json.loads(kept.read_text()))
+            continue
+        found = run_cell(name, seconds=seconds)
+        if kept is not None and "failed" not in found:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(found, indent=1))
+        yield judged(found)
+
+
+def markdown(found: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    lines = [
+        "| model | GPUs | ours, seconds a step | TFLOPS a GPU | published, seconds a step | ours faster by "
+        "| best preset, seconds a step | ours faster by |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        if "failed" in one:
+            lines.append(f"| {one['model']} | {one['gpus']} | failed | | | | | |")
+            continue
+        ours, alpa, best = one["ours"], one["alpa"], one["best_preset"]
+        if "seconds" in alpa:
+            published = f"{_runs(alpa['stages'])}, {alpa['microbatches']} mb: {alpa['seconds']:.4g}"
+        else:
+            published = "none" if alpa["refused"].startswith("no plan") else "does not fit"
+        cells = [
+            one["model"], str(one["gpus"]),
+            f"{_runs(ours['stages'])}, {ours['microbatches']} mb, {ours['schedule']}: {ours['seconds']:.4g}",
+            f"{ours['tflops_per_gpu']:.1f}", published, _factor(one["faster_than_alpa"]),
+            "none" if best is None else f"{best}: {one['presets'][best]:.4g}", _factor(one["faster_than_presets"]),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _factor(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
+
+
+def _runs(stages: Sequence[str]) -> str:
+    """Stages, equal neighbours in one word."""
+    runs: list[list[str]] = []
+    for stage in stages:
+        if runs and runs[-1][0] == stage:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return ", ".join(f"{len(run)} of {run[0]}" if len(run) > 1 else run[0] for run in runs)
 
 
 def main() -> int:
-    """Run the rows asked for and print them; 1 if a published plan is faster than ours."""
+    """Run the cells asked for and print their rows; 1 if anything is faster than ours."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=sorted(SUITE), default="gpt")
-    parser.add_argument("--devices", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each search")
-    parser.add_argument("--layers", type=int, default=16, help="the most layers of our plans")
-    parser.add_argument(
-        "--factors", type=lambda text: [float(n) for n in text.split(",")], default=[1.0],
-        help="our numbers of microbatches, as multiples of the published one",
-    )  # fmt: skip
-    parser.add_argument("--presets", type=int, default=0, help="how many presets to price as well")
+    parser.add_argument("--only", default="", help="cells such as gpt:8, or families, comma-separated; all if none")
+    parser.add_argument("--results", type=Path, help="folder that keeps rows, and from which known ones are taken")
+    parser.add_argument("--cell-seconds", type=float, default=600.0, help="time limit of a cell")
+    parser.add_argument("--markdown", action="store_true", help="print a table in place of JSON")
+    parser.add_argument("--cell", choices=sorted(CELLS), help="run this cell in this process and print its row alone")
     given = parser.parse_args()
+    if given.cell:
+        print(json.dumps(row(given.cell, seconds=given.cell_seconds)))
+        return 0
+    only = [name for name in given.only.split(",") if name]
+    unknown = [name for name in only if name not in CELLS and name not in SUITE]
+    if unknown:
+        parser.error(f"--only {unknown[0]}: no cell or family; there are {', '.join((*SUITE, *CELLS))}")
+    names = [name for name in CELLS if not only or name in only or name.split(":")[0] in only]
     found = []
-    limits = {"factors": given.factors, "layers": given.layers, "presets": given.presets}
-    for one in rows(given.family, given.devices, time_limit=given.time_limit, **limits):
+    for one in rows(names, given.results, seconds=given.cell_seconds):
         found.append(one)
-        theirs = one["alpa"].get("seconds")
-        print(
-            f"{one['model']} on {one['gpus']}: ours {one['ours']['seconds']:.4g} s, "
-            + (f"published {theirs:.4g} s" if theirs is not None else "published does not fit"),
-            file=sys.stderr,
-        )
+        words = one.get("failed") or f"{one['ours']['seconds']:.4g} s, faster: {one['faster_than_ours'] or 'nothing'}"
+        print(f"{one['model']} on {one['gpus']}: {words}", file=sys.stderr)
     document = {
-        "what": "predicted seconds of a step: ours, and Alpa's published plan under our costs",
+        "what": "predicted seconds of a step: ours, Alpa's published plan and presets, under our costs",
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
         "rows": found,
     }
-    print(json.dumps(document, indent=1))
-    return 1 if any(_beaten(one) for one in found) else 0
+    print(markdown(found) if given.markdown else json.dumps(document, indent=1))
+    return 0 if all(one["never_worse"] for one in found) else 1
 
 
 if __name__ == "__main__":

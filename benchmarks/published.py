@@ -7,8 +7,8 @@
 Each row is a model (of the zoo, its layers one scan), a stated plan and hardware (`published_rows`), evaluated by
 `meshwright.stated`: the graph, rules, layouts, prices, schedule and simulator of every plan, and no search but where a
 row leaves something open (then the fastest that fits of a few candidates). What is fitted is one efficiency profile for
-each generation of a framework and kind of device (`published_profiles.json`, written by `--fit`, which also says what
-each would predict of rows it has not seen: a fifth of the rows left out at a time).
+each generation of a framework and kind of device (`published_profiles.json`, written by `--fit`); what such a fit is
+worth for rows it has not seen, `published_fit.py` says.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published_fit import cross_validated, fitted_profiles
+from published_fit import fitted_profiles
 from published_profiles import (
     ZERO_PAPER,
     Profiles,
@@ -64,9 +67,10 @@ class Solved:
 
 @dataclass(kw_only=True)
 class Solver:
-    """Solves rows; rows of one shape share a trace."""
+    """Solves rows; rows of one shape share a trace, and rows of one shape, plan and hardware their layouts."""
 
     traces: dict[Any, tuple[Traces, tuple[Any, ...]]] = field(default_factory=dict)
+    plans: dict[Any, SolvedPlan] = field(default_factory=dict)
 
     def solve(self, row: Row) -> Solved:
         """The layouts of a row.
@@ -93,14 +97,54 @@ class Solver:
         return Solved(row=row, stated=stated, plans=tuple(found), base=base)
 
     def _solve(self, stated: StatedRow, plan: Any, config: Any) -> SolvedPlan:
-        key = stated.family.__name__, config
+        # Layers that are no scan are marked in the model.
+        marked = stated.family is moe and plan.recompute == "layer"
+        key = stated.family_name, replace(config, name="any"), marked
+        known = *key, plan, stated.cluster
+        if known in self.plans:
+            return self.plans[known]
         if key not in self.traces:
-            # Layers that are no scan are marked in the model.
-            marked = stated.family is moe and plan.recompute == "layer"
             target = stated.family.build(config, remat=marked)
             self.traces[key] = Traces(target.step), (target.example_state, target.example_batch)
         traces, args = self.traces[key]
-        return solve_stated(plan, traces, args, stated.cluster)
+        self.plans[known] = solve_stated(plan, traces, args, stated.cluster)
+        return self.plans[known]
+
+
+def solve_rows(rows: Sequence[Row], *, processes: int = 1) -> list[Solved | Inexpressible]:
+    """Each row solved, or why it cannot be expressed.
+
+    Args:
+      rows: in any order.
+      processes: that share the work; each traces for itself, so rows of like models go to one of them.
+    """
+    if processes == 1 or len(rows) < 2 * processes:
+        return _solve(rows)
+    places = sorted(range(len(rows)), key=lambda n: (rows[n]["model"], rows[n].get("seq_len") or "", n))
+    parts = [places[n : n + _PART] for n in range(0, len(rows), _PART)]
+    found: list[Any] = [None] * len(rows)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for part, solved in zip(parts, pool.map(_solve, [[rows[n] for n in part] for part in parts]), strict=True):
+            for place, one in zip(part, solved, strict=True):
+                found[place] = one
+    return found
+
+
+def _solve(rows: Sequence[Row]) -> list[Solved | Inexpressible]:
+    found: list[Solved | Inexpressible] = []
+    for row in rows:
+        try:
+            found.append(_SOLVER.solve(row))
+        except Inexpressible as error:
+            found.append(error)
+    return found
+
+
+# Of this process.
+_SOLVER = Solver()
+
+# Rows that a process is given at once.
+_PART = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,18 +206,17 @@ def _memory(solved: Solved, best: Evaluation, layout: Any, profile: Any) -> floa
     return best.peak_bytes
 
 
-def evaluate_rows(rows: Sequence[Row], profiles: Profiles) -> list[Result]:
+def evaluate_rows(rows: Sequence[Row], profiles: Profiles, *, processes: int = 1) -> list[Result]:
     """Every row; those that cannot be expressed with the reason."""
-    solver, found = Solver(), []
-    for row in rows:
-        states = _model_states(row)
-        if states is not None:
-            found.append(states)
-            continue
-        try:
-            found.append(evaluate(solver.solve(row), profiles))
-        except Inexpressible as error:
-            found.append(_reason(row, str(error)))
+    states = [_model_states(row) for row in rows]
+    left = [row for row, known in zip(rows, states, strict=True) if known is None]
+    solved = iter(zip(left, solve_rows(left, processes=processes), strict=True))
+    found = []
+    for known in states:
+        if known is None:
+            row, one = next(solved)
+            known = _reason(row, str(one)) if isinstance(one, Inexpressible) else evaluate(one, profiles)
+        found.append(known)
     return found
 
 
@@ -260,6 +303,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--only", default="", help="row ids or sources, comma between them")
     parser.add_argument("--fit", action="store_true", help="fit the profiles to these rows and write them")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="that share the work")
     given = parser.parse_args()
     with given.rows.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -268,22 +312,16 @@ def main() -> None:
         rows = [row for row in rows if any(w == row["row_id"] or w in row["source"] for w in wanted)]
     begun = time.perf_counter()
     if given.fit:
-        solver, solved = Solver(), []
-        for row in rows:
-            try:
-                solved.append(solver.solve(row))
-            except Inexpressible as error:
-                print(f"{row['row_id']} not expressible: {error}", file=sys.stderr)
+        found = solve_rows(rows, processes=given.processes)
+        solved = [one for one in found if isinstance(one, Solved)]
+        for row, one in zip(rows, found, strict=True):
+            if isinstance(one, Inexpressible):
+                print(f"{row['row_id']} not expressible: {one}", file=sys.stderr)
         profiles = {**read_profiles(), **fitted_profiles(solved)}
-        left_out = cross_validated(solved)
-        write_profiles(profiles, left_out)
+        write_profiles(profiles)
         show(report([evaluate(one, profiles) for one in solved]))
-        print("predicted by profiles fitted to other rows of the same group:")
-        for key, of in left_out.items():
-            numbers = 100 * of["median_left_out"], 100 * of["90th_percentile_left_out"]
-            print(f"{key:45} {of['rows']:4d} rows, median {numbers[0]:5.1f} %, 90th percentile {numbers[1]:5.1f} %")
         return
-    found = report(evaluate_rows(rows, read_profiles()))
+    found = report(evaluate_rows(rows, read_profiles(), processes=given.processes))
     found["seconds"] = time.perf_counter() - begun
     if given.json:
         print(json.dumps(found, indent=1))

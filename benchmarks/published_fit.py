@@ -1,4 +1,6 @@
-"""Fits efficiency profiles to published step times (`benchmarks/published.py --fit`).
+"""Fits efficiency profiles to published step times (`benchmarks/published.py --fit`), and says what a fit is worth:
+
+    python benchmarks/published_fit.py --rows published_throughput.csv
 
 One profile for each generation of a framework and kind of device, at most seven numbers for its rows together. The
 residual is the logarithm of predicted over measured time, with a soft loss so that a few rows that something else
@@ -7,15 +9,20 @@ slowed do not decide; each number is pulled weakly to the default of the device,
 
 from __future__ import annotations
 
+import argparse
+import csv
+import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published_profiles import layout_of, prior_of
+from published_profiles import layout_of, prior_of, profile_of, read_profiles
 from published_rows import measured_step_seconds
 from scipy.optimize import least_squares
+from scipy.stats import spearmanr
 
 from meshwright.cost.efficiency import EfficiencyProfile
 from meshwright.stated import price_stated
@@ -96,20 +103,79 @@ def fitted_profiles(solved: Sequence[Any]) -> dict[str, EfficiencyProfile]:
     return found
 
 
-def cross_validated(solved: Sequence[Any]) -> dict[str, dict[str, float]]:
-    """For each group, errors of rows predicted by a profile fitted without them, a fifth left out at a time."""
-    found = {}
-    for key, rows in groups(solved).items():
-        if len(rows) < 3:
-            continue
-        folds, errors = min(5, len(rows)), []
-        for number in range(folds):
-            out = rows[number::folds]
-            kept = [one for one in rows if one not in out]
-            profile = fit(kept, numbers_of(rows), prior_of(rows[0].stated))
-            errors += [abs(seconds_of(one, profile) / measured_step_seconds(one.row) - 1) for one in out]
-        found[key] = {
-            "rows": len(rows), "median_left_out": float(np.median(errors)),
-            "90th_percentile_left_out": float(np.quantile(errors, 0.9)),
-        }  # fmt: skip
+def half_left_out(solved: Sequence[Any]) -> list[tuple[Any, float]]:
+    """Each row with the seconds that profiles predict which were fitted to every second row of each source, the row
+    itself not among them."""
+    places: dict[str, int] = defaultdict(int)
+    halves: tuple[list[Any], list[Any]] = ([], [])
+    for one in solved:
+        halves[places[one.row["source"]] % 2].append(one)
+        places[one.row["source"]] += 1
+    return [pair for number in (0, 1) for pair in _predicted(halves[number], fitted_profiles(halves[1 - number]))]
+
+
+def source_left_out(solved: Sequence[Any]) -> list[tuple[Any, float]]:
+    """Each row with the seconds that profiles predict which were fitted to other sources alone: the profile of its
+    framework and device if another source has it, or of one alike, or what is known of the device."""
+    found = []
+    for source in dict.fromkeys(one.row["source"] for one in solved):
+        out = [one for one in solved if one.row["source"] == source]
+        # Only the groups that the source is part of are fitted anew.
+        mine = {one.stated.profile_key for one in out}
+        kept = [one for one in solved if one.row["source"] != source]
+        others = {key: profile for key, profile in read_profiles().items() if key not in mine and key in groups(kept)}
+        again = fitted_profiles([one for one in kept if one.stated.profile_key in mine])
+        found += _predicted(out, {**others, **again})
     return found
+
+
+def _predicted(rows: Sequence[Any], profiles: Mapping[str, EfficiencyProfile]) -> list[tuple[Any, float]]:
+    measured = [one for one in rows if measured_step_seconds(one.row) and one.row.get("status") == "ok"]
+    return [(one, seconds_of(one, profile_of(one.stated, profiles))) for one in measured]
+
+
+def held_out_errors(pairs: Sequence[tuple[Any, float]]) -> dict[str, dict[str, float]]:
+    """Of each source and overall: rows, median and 90th percentile of the absolute error, rank correlation."""
+    sources: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one, predicted in pairs:
+        sources[one.row["source"]].append((predicted, measured_step_seconds(one.row)))
+    sources["overall"] = [pair for of in sources.values() for pair in of]
+    found = {}
+    for source, of in sources.items():
+        errors = [abs(predicted / measured - 1) for predicted, measured in of]
+        found[source] = {
+            "rows": len(of), "median": float(np.median(errors)), "90th_percentile": float(np.quantile(errors, 0.9)),
+        }  # fmt: skip
+        if len(of) > 2:
+            found[source]["spearman"] = float(spearmanr(*zip(*of, strict=True))[0])
+    return found
+
+
+def main() -> None:
+    """How well rows are predicted that no profile was fitted to; writes nothing."""
+    from published import Solved, solve_rows
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--rows", type=Path, required=True, help="CSV in the format of the published tables")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    with given.rows.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    solved = [one for one in solve_rows(rows, processes=given.processes) if isinstance(one, Solved)]
+    found = {
+        "half of each source fitted, the other half predicted": held_out_errors(half_left_out(solved)),
+        "fitted to other sources": held_out_errors(source_left_out(solved)),
+    }
+    if given.json:
+        print(json.dumps(found, indent=1))
+        return
+    for what, sources in found.items():
+        print(what)
+        for source, of in sources.items():
+            numbers = f"median {100 * of['median']:5.1f} %, 90th percentile {100 * of['90th_percentile']:5.1f} %"
+            print(f"  {source:40} {of['rows']:4d} rows, {numbers}, rank {of.get('spearman', float('nan')):.3f}")
+
+
+if __name__ == "__main__":
+    main()

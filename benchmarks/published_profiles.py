@@ -11,11 +11,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 from published_rows import Row, StatedRow
 
-from meshwright.cost.efficiency import EfficiencyProfile, default_profile
+from meshwright.cost.efficiency import EfficiencyProfile, profile_of as profile_of_device
 from meshwright.stated import MemoryLayout
 from meshwright.zoo import wide_resnet
 
@@ -72,20 +71,19 @@ def read_profiles() -> dict[str, EfficiencyProfile]:
     }
 
 
-def write_profiles(profiles: Profiles, fit: Mapping[str, Any]) -> None:
-    """Keep fitted profiles, with how well they do on the rows they were fitted to and on rows left out."""
+def write_profiles(profiles: Profiles) -> None:
+    """Keep fitted profiles."""
     content = {
         "how": "benchmarks/published.py --fit: least squares of the logarithm of predicted over measured step time, "
         "with a weak pull to the default profile of the device; nothing is fitted for a single row",
         "profiles": {key: asdict(profile) for key, profile in sorted(profiles.items())},
-        "fit": {key: fit[key] for key in sorted(fit)},
     }
     FILE.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def prior_of(stated: StatedRow) -> EfficiencyProfile:
     """What a profile is before anything is fitted: of the device, with overlap as the framework has it."""
-    return default_profile(stated.cluster.device.kind).but(
+    return profile_of_device(stated.cluster.device).but(
         name=stated.profile_key, hidden_weights=0.7, broadcasts=stated.generation.name == "internevo",
         recipe="not fitted",
     )  # fmt: skip

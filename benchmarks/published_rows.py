@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from meshwright.cluster import Cluster, load_cluster
@@ -91,7 +92,7 @@ class StatedRow:
       row_id: of the row.
       source: of the row.
       generation: of its framework.
-      family: of the zoo.
+      family_name: module of the zoo.
       config: of the model, of one microbatch on all devices.
       candidates: the plans it may mean; one if it says everything.
       batch: samples of a step.
@@ -104,7 +105,7 @@ class StatedRow:
     row_id: str
     source: str
     generation: Generation
-    family: Any
+    family_name: str
     config: Any
     candidates: tuple[StatedPlan, ...]
     batch: int
@@ -112,6 +113,11 @@ class StatedRow:
     device_kind: str
     narrow_products: bool
     one_layer: bool
+
+    @property
+    def family(self) -> Any:
+        """The module of the zoo."""
+        return import_module(f"meshwright.zoo.{self.family_name}")
 
     @property
     def profile_key(self) -> str:
@@ -309,7 +315,8 @@ def stated_row(row: Row) -> StatedRow:
     if not found:
         raise Inexpressible(f"batch {batch} is not a multiple of dp {data} x microbatch {micros}")
     return StatedRow(
-        row_id=row["row_id"], source=row["source"], generation=generation, family=family, config=config,
+        row_id=row["row_id"], source=row["source"], generation=generation,
+        family_name=family.__name__.rpartition(".")[2], config=config,
         candidates=tuple(found), batch=batch, cluster=cluster_of(row), device_kind=row["accelerator"],
         narrow_products="fp8" in row["precision"].lower(), one_layer=row.get("status") == "per-layer",
     )  # fmt: skip

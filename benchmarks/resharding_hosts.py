@@ -1,7 +1,8 @@
 """Hosts with limited NICs on one machine: network namespaces joined by a bridge, shaped by `tc`.
 
-A NIC is a `veth` pair with a token bucket at either end. A core that all hosts share is an `ifb` device with a token
-bucket of its own, through which what each host sends is led before the bridge. Needs Linux and root.
+A NIC is a `veth` pair with a token bucket at either end, and large frames, as clusters have (small ones cost more CPU
+time than a few cores have for six hosts). A core that all hosts share is an `ifb` device with a token bucket of its
+own, through which what each host sends is led before the bridge. Needs Linux and root.
 """
 
 from __future__ import annotations
@@ -17,8 +18,15 @@ from pathlib import Path
 
 _PREFIX = "meshw"
 _BURST_BYTES = 65536
+_MTU = "9000"
 _PORT = 29555
 _LIMIT_SECONDS = 1500
+# Whatever the machine uses outside: senders that fill a NIC's queue until it is full (of those that Linux lets any
+# namespace choose), and a window that does not shrink between one message and the next.
+_TCP = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
+# A process keeps the memory that it has freed, as accelerators' allocators do: getting it anew from the system costs
+# more than what is measured.
+_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**40), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def command(*words: str) -> None:
@@ -60,11 +68,13 @@ def hosts(rates: Sequence[float], core_rate: float | None = None) -> Iterator[li
             command("tc", "-n", switch, "qdisc", "add", "dev", "core", "root", "tbf", *_limit(core_rate))
         for i, (name, rate) in enumerate(zip(names, rates, strict=True)):
             command("ip", "netns", "add", name)
-            command("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{i}", "netns", switch)
+            there = ("peer", "name", f"p{i}", "mtu", _MTU, "netns", switch)
+            command("ip", "-n", name, "link", "add", "eth0", "mtu", _MTU, "type", "veth", *there)
             command("ip", "-n", switch, "link", "set", f"p{i}", "master", "br0", "up")
             command("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
             command("ip", "-n", name, "link", "set", "eth0", "up")
             command("ip", "-n", name, "link", "set", "lo", "up")
+            command("ip", "netns", "exec", name, "sysctl", "-q", "-w", *_TCP)
             for where, nic in ((name, "eth0"), (switch, f"p{i}")):
                 command("tc", "-n", where, "qdisc", "add", "dev", nic, "root", "tbf", *_limit(rate))
             if core_rate is not None:  # what a host sends passes the core before the bridge
@@ -92,6 +102,7 @@ def start(script: str, names: Sequence[str], devices: int, job: Path) -> list[su
         words = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside, "sh"]
         environment = {
             **os.environ,
+            **_MEMORY,
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "MESHWRIGHT_COORDINATOR": f"10.77.0.1:{_PORT}",

@@ -1,6 +1,6 @@
 """Moves between hosts with limited NICs, measured: ours beside send/recv, local all-gather and the lower bound.
 
-    sudo python benchmarks/resharding_network.py [--only C03 pipeline] [--mebibytes 16] [--mbit 200] [--repeat 3]
+    sudo python benchmarks/resharding_network.py [--only C03 pipeline] [--mebibytes 32] [--mbit 200] [--repeat 3]
                                                  [--json FILE] [--markdown FILE]
 
 Every host is a process in a network namespace of its own, joined by a bridge; `tc tbf` limits what each sends and
@@ -9,7 +9,7 @@ cases keep their layouts and are scaled to the given size. A last row, `pipeline
 unequal neighbouring meshes, its values moved by our plans and by the naive transport. Needs Linux, root, `ip`, `tc` and
 `unshare`; says so and ends with status 0 where they are missing. Prints the table, or writes it and one JSON object to
 files; status 1 if ours takes more than 1.25 times the bound, or more than another where the model says that it takes
-less. Where data is relayed the tensor is four times as large.
+less. Where data is relayed the tensor is twice as large.
 
 A move is timed from a barrier of all processes to the next, compiled and connected before; the median is taken. The
 limits are measured too, by one plain transfer between two hosts: seconds of the model are for that rate, not for the
@@ -23,6 +23,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import statistics
 import sys
 import tempfile
@@ -40,6 +41,8 @@ _WITHIN = 1.25
 _LATENCY_SECONDS = 1e-3
 # A tensor that takes longer over one NIC is moved once by the algorithms that ours is compared with.
 _LONG_SECONDS = 1.0
+# Rounds that are timed to learn what one costs.
+_TIMED = 65
 # What measurements of one thing differ by.
 _NOISE = 1.05
 
@@ -270,28 +273,59 @@ def _network(hosts: Sequence[Sequence[int]], rate: float) -> Any:
 
 
 def _plain(job: dict[str, Any], barrier: Any) -> tuple[float, float]:
-    """Bytes/s of one tensor from the first device of host 0 to the first of host 1; and seconds of a tiny one.
+    """Bytes/s of one tensor from host 0 to host 1; and what a round costs beside its bytes, in seconds.
 
-    The second is what a round costs beside its bytes, from which the planner decides how many there are.
+    From the second the planner decides how many rounds there are. In the rounds that are timed every host sends a
+    hundredth of a second's worth to one of the others.
     """
     import jax
 
-    one = {"shape": [1], "axes": ["a"], "first": 0, "per_host": job["devices"]}
-    fastest = []
-    for size in (int(job["Bps"] / 4), 1):  # float32: one second's worth, and one
-        case = {
-            "id": "plain", "shape": [size], "item": 4, "src": one, "src_spec": [[]],
-            "dst": {**one, "first": job["devices"]}, "dst_spec": [[]], "nic_Bps": job["Bps"],
-        }  # fmt: skip
-        value, movers, _ = _prepared(case, job["devices"])
-        jax.block_until_ready(movers["ours"]([value]))
+    from meshwright.resharding import Message, Piece, RoundMessages
+    from meshwright.runtime.resharding.mover import Mover
+
+    size, each = int(job["Bps"] / 4), job["devices"]  # float32: one second's worth
+    case = {"id": "plain", "shape": [size], "item": 4, "src_spec": [[]], "dst_spec": [[]], "nic_Bps": job["Bps"]}
+    one = {"shape": [1], "axes": ["a"], "per_host": each}
+    value, movers, _ = _prepared({**case, "src": {**one, "first": 0}, "dst": {**one, "first": each}}, each)
+
+    def fastest(mover: Any) -> float:
+        jax.block_until_ready(mover([value]))
         seconds = []
         for _ in range(3):
             begun = barrier()
-            jax.block_until_ready(movers["ours"]([value]))
+            jax.block_until_ready(mover([value]))
             seconds.append(barrier() - begun)
-        fastest.append(min(seconds))
-    return job["Bps"] / fastest[0], fastest[1]
+        return min(seconds)
+
+    rate = job["Bps"] / fastest(movers["ours"])
+    hosts = [[device.id for device in host] for host in _by_process()]
+    count, part = len(hosts), size // 100
+    all_of = {"shape": [count], "axes": ["a"], "per_host": each}
+    ends = [[each * host + place for host in range(count)] for place in (0, each - 1)]
+    value, movers, plan = _prepared(
+        {**case, "src": {**all_of, "dev": ends[0]}, "dst": {**all_of, "dev": ends[1]}}, each
+    )
+
+    def rounds(number: int) -> list[RoundMessages]:
+        pieces = [Piece(move=0, slice=((0, size),), start=i * part, stop=(i + 1) * part) for i in range(number)]
+        return [
+            RoundMessages(
+                steps=(
+                    tuple(
+                        Message(sender=host[0], receiver=hosts[(h + 1 + i % (count - 1)) % count][-1], pieces=(piece,))
+                        for h, host in enumerate(hosts)
+                    ),
+                ),
+                spread=(),
+            )
+            for i, piece in enumerate(pieces)
+        ]
+
+    ours, arrays = movers["ours"], [jax.ShapeDtypeStruct(value.shape, value.dtype)]
+    few, many = (
+        fastest(Mover(plan, arrays, [value.sharding], ours._targets, rounds=rounds(number))) for number in (1, _TIMED)
+    )
+    return rate, max((many - few) / (_TIMED - 1) - 4 * part / rate, 0.0)
 
 
 def _unit_tasks(plan: Any) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
@@ -410,7 +444,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, default=Path(__file__).parents[1] / "tests/data/resharding_cases.json")
     parser.add_argument("--only", nargs="*", default=None, help="ids of cases, and pipeline")
-    parser.add_argument("--mebibytes", type=float, default=16.0)
+    parser.add_argument("--mebibytes", type=float, default=32.0)
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write everything here")
@@ -420,6 +454,7 @@ def main() -> int:
     if options.child is not None:
         child(json.loads(options.child.read_text()))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts end too
     reason = missing()
     if reason is not None:
         print(json.dumps({"skipped": reason}))
@@ -432,7 +467,7 @@ def main() -> int:
         if not options.only or case["id"] in options.only:
             # Relays take many rounds, each of which costs more here than on real hosts: a larger tensor.
             relayed = report(read_case(case))["chunks"] > 1
-            size = options.mebibytes * (4 if relayed else 1)
+            size = options.mebibytes * (2 if relayed else 1)
             groups.setdefault(machines(case), []).append({**scaled(case, size), "nic_Bps": rate})
     found: dict[str, Any] = {
         "what": "seconds of moves between emulated hosts", "system": os.uname().version, "cores": os.cpu_count(),

@@ -234,8 +234,7 @@ def _check_devices(cluster: Any) -> None:
     if not isinstance(cluster, (str, Cluster)) or cluster == "local":
         return
     wanted, devices = load_cluster(cluster) if isinstance(cluster, str) else cluster, jax.devices()
-    if isinstance(cluster, str) and cluster.endswith(".toml"):
-        check_origin(cluster)
+    check_origin(wanted)
     if len(devices) < wanted.num_devices or wanted.device.platform != devices[0].platform:
         raise PlanError(
             refused="to run on the cluster", got=f"{len(devices)} {devices[0].platform} devices",

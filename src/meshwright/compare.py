@@ -7,7 +7,8 @@ same, it is a better answer to the search's question and is given as such, with 
 Which presets: for each family every shape that makes sense for the devices (sizes in powers of two, tensor axes inside
 a host, no more stages than `_MOST_STAGES`); of what is feasible the fastest few of each family are kept. What does not
 apply is kept with the reason. All share one time limit, and once it is over only families of which nothing was tried
-are, for half as long; a step is traced once for each number of microbatches.
+are, for half as long; a step is traced once for each number of microbatches. Presets of several stages are priced
+without a search for stages (`presets.prices`), which takes tenths of a second for each number of microbatches.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
     shapes = [(tp, pp) for pp in staged for tp in inside if tp * pp > 1 and devices % (tp * pp) == 0]
     shapes.sort(key=lambda shape: shape[0] * shape[1])
     found += [presets.megatron(tp=tp, pp=pp) for tp, pp in shapes]
-    found += [presets.megatron(tp=tp, sequence_parallel=True) for tp in inside if tp > 1]
+    found += [presets.megatron(tp=tp, pp=pp, sequence_parallel=True) for tp, pp in shapes if tp > 1]
+    found += [presets.megatron(tp=tp, pp=pp, chunks=2, sequence_parallel=tp > 1) for tp, pp in shapes if pp > 1]
     found += [presets.deepspeed_3d(tp=tp, pp=pp) for tp, pp in shapes if devices // (tp * pp) > 1]
     found += [presets.fsdp_tp(tp=tp) for tp in inside if 1 < tp < devices]
     found += [family(n) for n in staged if n > 1 for family in (presets.gpipe, presets.pipedream)]

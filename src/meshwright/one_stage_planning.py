@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from .errors import MemoryExceeded, PlanError, size_words
 from .plan import Memory, Plan
@@ -25,62 +24,120 @@ from .search.parameters import parameter_infos
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 6
 
+# How many numbers of microbatches are tried to spare computing activations again.
+_MOST_FINER = 3
+
 # The predicted peak is a few percent off at times: this much of a device stays free.
 MARGIN = 1.04
 
 
 def plan_one_stage(asked: PlanRequest) -> Planning:
-    """The fastest plan of one stage.
+    """The fastest plan of one stage: in the fewest microbatches that fit, or, where these fit only because activations
+    are computed again, in the fewest in which they need not be, whichever is faster.
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
     """
-    preset, pinned = asked.preset, asked.pins
-    blocks = preset.blocks if preset is not None else 1
     count = asked.microbatches if asked.microbatches is not None else 1
-    trace_seconds = solve_seconds = 0.0
+    spent = _Spent()
     short: MemoryExceeded | None = None
     while True:
-        begun = time.perf_counter()
-        words = "" if count == 1 else f" with {count} microbatches"
-        asked.tell(f"tracing{words}")
         try:
-            program = asked.program(count)
+            program = spent.traced(asked, count)
         except PlanError as error:
             if short is None:
                 raise
             # More microbatches were our idea: the user asked for a plan that fits.
             raise short.but(f"more microbatches are out of the question: {error}") from error
-        trace_seconds += time.perf_counter() - begun
-        if preset is not None:
-            roles = preset.roles_in(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
-            pinned = replace(pinned, roles=roles, gradient_exchange=preset.gradient_exchange)
-        request = SearchRequest(
-            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),
-            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, pins=pinned, remat=asked.remat,
-            carried=0 if program.marked else program.state_inputs,
-            split_dims=program.split_dims,
-            time_limit_seconds=max(asked.left_seconds, 0.0),
-        )  # fmt: skip
-        pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
-        begun = time.perf_counter()
         try:
-            result = _search_within_memory(program, request, lambda text, words=words: asked.tell(f"{text}{words}"))
+            found = _in_microbatches(asked, program, count, asked.remat, spent)
         except MemoryExceeded as error:
             short = error
-            solve_seconds += time.perf_counter() - begun
-            # No layout needs less than in proportion to the microbatch.
-            least = max(2 * count, math.ceil(count * error.least_bytes / asked.cluster.device.usable_memory_bytes))
-            more = _more_microbatches(program, asked.args, least, asked.batch_axis, blocks)
+            more = _enough(asked, program, count, error)
             if asked.microbatches is not None or more is None:
                 raise
             count = more
             continue
-        solve_seconds += time.perf_counter() - begun
-        return Planning(
-            program=program, plan=result.plan, cluster=asked.cluster, seconds=time.perf_counter() - asked.started,
-            trace_seconds=trace_seconds, solve_seconds=solve_seconds, considered=result.considered,
-        )  # fmt: skip
+        if asked.microbatches is None and asked.remat is None and found.plan.stages[0].rematerialised:
+            found = _not_again(asked, program, count, found, spent)
+        return spent.told(found)
+
+
+def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning, spent: _Spent) -> Planning:
+    """The faster of a plan that computes activations again and one in more microbatches that does not."""
+    for _ in range(_MOST_FINER):
+        more = _more_microbatches(asked, program, count + 1)
+        if more is None or asked.left_seconds < 0:
+            break
+        count = more
+        try:
+            program = spent.traced(asked, count)
+            finer = _in_microbatches(asked, program, count, "none", spent)
+        except MemoryExceeded as error:
+            # The next number is where this one's least would fit.
+            least = _enough(asked, program, count, error)
+            if least is None:
+                break
+            count = least - 1
+            continue
+        except PlanError:
+            break  # it was our idea
+        return finer if finer.step_seconds < found.step_seconds else found
+    return found
+
+
+class _Spent:
+    """Seconds of the work so far."""
+
+    def __init__(self) -> None:
+        self.trace = self.solve = 0.0
+
+    def traced(self, asked: PlanRequest, count: int) -> Program:
+        """The step in so many microbatches."""
+        begun = time.perf_counter()
+        asked.tell("tracing" + _with(count))
+        try:
+            return asked.program(count)
+        finally:
+            self.trace += time.perf_counter() - begun
+
+    def told(self, planning: Planning) -> Planning:
+        """What was found, with all that it took."""
+        seconds = time.perf_counter()
+        return replace(planning, trace_seconds=self.trace, solve_seconds=self.solve, seconds=seconds - planning.seconds)
+
+
+def _with(count: int) -> str:
+    return "" if count == 1 else f" with {count} microbatches"
+
+
+def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: str | None, spent: _Spent) -> Planning:
+    """The fastest plan in so many microbatches; its `seconds` are when the work began.
+
+    Raises:
+      MemoryExceeded: if none fits.
+    """
+    preset, pinned = asked.preset, asked.pins
+    if preset is not None:
+        roles = preset.roles_in(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+        pinned = replace(pinned, roles=roles, gradient_exchange=preset.gradient_exchange)
+    request = SearchRequest(
+        graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),
+        cluster=asked.cluster, microbatches=count, mesh=asked.mesh, pins=pinned, remat=remat,
+        carried=0 if program.marked else program.state_inputs,
+        split_dims=program.split_dims,
+        time_limit_seconds=max(asked.left_seconds, 0.0),
+    )  # fmt: skip
+    pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+    begun = time.perf_counter()
+    try:
+        result = _search_within_memory(program, request, lambda text: asked.tell(text + _with(count)))
+    finally:
+        spent.solve += time.perf_counter() - begun
+    return Planning(
+        program=program, plan=result.plan, cluster=asked.cluster, seconds=asked.started, trace_seconds=0.0,
+        solve_seconds=0.0, considered=result.considered,
+    )  # fmt: skip
 
 
 def _search_within_memory(program: Program, request: SearchRequest, tell: Callable[[str], None]) -> SearchResult:
@@ -136,9 +193,17 @@ def _with_memory(plan: Plan, peak: float) -> Plan:
     return replace(plan, stages=(replace(stage, memory=memory),))
 
 
-def _more_microbatches(program: Program, args: Sequence[Any], least: int, batch_axis: int, blocks: int) -> int | None:
-    """The next number of microbatches, at least so many, of which each can be cut into `blocks`, or None."""
-    extents = batch_extents(args, batch_axis) if program.marked else []
+def _enough(asked: PlanRequest, program: Program, count: int, error: MemoryExceeded) -> int | None:
+    """The fewest microbatches that could fit where so many do not: no layout needs less than in proportion to the
+    microbatch."""
+    least = math.ceil(count * error.least_bytes / asked.cluster.device.usable_memory_bytes)
+    return _more_microbatches(asked, program, max(2 * count, least))
+
+
+def _more_microbatches(asked: PlanRequest, program: Program, least: int) -> int | None:
+    """The next number of microbatches, at least so many, of which each can be cut into a preset's blocks, or None."""
+    blocks = asked.preset.blocks if asked.preset is not None else 1
+    extents = batch_extents(asked.args, asked.batch_axis) if program.marked else []
     if not extents:
         return None
     return next((m for m in range(least, min(extents) + 1) if all(e % (m * blocks) == 0 for e in extents)), None)

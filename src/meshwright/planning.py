@@ -88,8 +88,7 @@ def plan_for(
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
     meshes, traces = mesh_argument(mesh), traces_of(step)
     if refine is not None:
-        if isinstance(cluster, str) and cluster.endswith(".toml"):
-            check_origin(cluster)
+        check_origin(where)
         options: dict[str, Any] = {
             "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
             "batch_axis": batch_axis, "reduction": reduction, "stages": stages, "schedule": schedule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite, prod
 from typing import Any
@@ -13,12 +13,17 @@ from .errors import MemoryExceeded, PlanError, size_words
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
 from .plan_request import Planning, PlanRequest
+from .presets import Preset
+from .presets.planned import planned_preset
+from .presets.prices import PresetPrices, PricedPreset
+from .presets.written import held_bytes
 from .program.batch import batch_extents
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
 from .runtime.pipeline.local_stages import LocalStages
 from .runtime.pipeline.stage_memory import StageMemory
+from .search.memory_limit import MemoryLimit
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, StageRequest, StageSearch, StageSearchResult
 from .search.stage_request import INTERLEAVED
@@ -26,7 +31,7 @@ from .sharding import Spec, convert
 from .simulate import simulate_plan
 
 # Microbatches tried where the user names none.
-_MOST_MICROBATCHES = 256
+_MOST_MICROBATCHES = 512
 
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 5
@@ -53,20 +58,18 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
       PlanError: if the request makes no sense, or nothing fits.
       NothingFaster: if no plan is that fast.
     """
-    cluster, preset, pins = asked.cluster, asked.preset, asked.pins
+    if asked.preset is not None:
+        return _plan_preset(asked, asked.preset)
+    cluster, pins = asked.cluster, asked.pins
     programs = _Programs(asked, stages, _counts(asked))
     first = programs.any
     source = first.source
     pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
-    submeshes = asked.submeshes
-    if preset is not None:
-        roles = preset.roles_in(source, asked.traces, asked.args, batch_axis=asked.batch_axis)
-        pins, submeshes = replace(pins, roles=roles), (cluster.num_devices // preset.stages,) * preset.stages
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
     _check_mesh(asked, stages)
     request = StageRequest(
         programs=programs, parameters=parameter_infos(source), cluster=cluster, pins=pins, remat=asked.remat,
-        submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
+        submeshes=asked.submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
         time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
     )  # fmt: skip
     search = StageSearch(request)
@@ -93,7 +96,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         plan = replace(plan, stages=tuple(replace(stage, memory_limit_bytes=usable) for stage in plan.stages))
         if len(plan.stages) == 1:
             return _planning(asked, result, plan, programs.seconds, solve_seconds)
-        counted = [stage.memory.total for stage in plan.stages]
+        counted = held_bytes(plan)
         if asked.schedule == "pipedream":
             plan = _asynchronous(plan, result.program.graph)
         elif asked.schedule == "inference":
@@ -101,12 +104,29 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         asked.tell("predicting memory")
         local = LocalStages(result.program, plan, platform=cluster.device.platform, counted=known)
         plan = local.plan_with_memory()
-        peaks = [stage.memory.total for stage in plan.stages]
+        peaks = held_bytes(plan)
         leanest = min(leanest, MARGIN * max(peaks))
         if MARGIN * max(peaks) <= usable:
             return _planning(asked, result, plan, programs.seconds, solve_seconds)
         limits.learn(plan.microbatches, counted, peaks)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missed:
+    """A rank that is too large.
+
+    Args:
+      microbatches: of the plan.
+      last: whether it has the last layer.
+      counted: bytes on a device.
+      peak: what there is.
+    """
+
+    microbatches: int
+    last: bool
+    counted: float
+    peak: float
 
 
 class _Limits:
@@ -120,24 +140,55 @@ class _Limits:
 
     def __init__(self, usable: float) -> None:
         self._usable = usable
-        self._missed: list[tuple[int, float, float]] = []
-        self._most: dict[int, float] = {}
+        self._missed: list[_Missed] = []
 
-    def __call__(self, microbatches: int) -> float:
-        """Bytes."""
-        limit = self._usable
-        for count, unseen, share in self._missed[-1:]:
-            # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
-            part = count / microbatches
-            limit = max(self._usable / MARGIN - part * unseen, self._usable / MARGIN * (1 - min(part * (1 - share), 1)))
-        return max(min(limit, self._most.get(microbatches, limit)), 1.0)
+    def __call__(self, microbatches: int) -> MemoryLimit:
+        return MemoryLimit(self._of(microbatches, last=False), self._of(microbatches, last=True))
+
+    def _of(self, microbatches: int, *, last: bool) -> float:
+        limit = most = self._usable / MARGIN if self._missed else self._usable
+        for one in self._missed:
+            if one.last == last:
+                # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
+                part = one.microbatches / microbatches
+                unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
+                limit = min(limit, max(most - unseen, most * (1 - min(share, 1.0))))
+                if microbatches == one.microbatches:
+                    limit = min(limit, 0.98 * one.counted)
+        return max(limit, 1.0)
 
     def learn(self, microbatches: int, counted: Sequence[float], peaks: Sequence[float]) -> None:
-        """Of a plan that is too large, by rank: what was counted, and what it is."""
-        unseen = max(0.0, *(peak - seen for peak, seen in zip(peaks, counted, strict=True)))
-        share = min(1.0, *(seen / peak for peak, seen in zip(peaks, counted, strict=True)))
-        self._missed.append((microbatches, unseen, share))
-        self._most[microbatches] = 0.98 * max(counted)
+        """Of a plan that is too large, by rank: what was counted, and what it is. Ranks that fit say nothing."""
+        for rank, (peak, seen) in enumerate(zip(peaks, counted, strict=True)):
+            if MARGIN * peak > self._usable:
+                last = rank == len(peaks) - 1
+                self._missed.append(_Missed(microbatches=microbatches, last=last, counted=seen, peak=peak))
+
+
+def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
+    """The best plan under a preset of several stages."""
+    begun = time.perf_counter()
+    prices = PresetPrices(
+        asked.traces, asked.args, asked.cluster, layouts=asked.pins.layouts, batch_axis=asked.batch_axis,
+        reduction=asked.reduction,
+    )  # fmt: skip
+
+    def finish(plan: Plan, priced: PricedPreset) -> Plan:
+        return _asynchronous(plan, priced.program.graph) if preset.schedule == "pipedream" else plan
+
+    counts = _counts(asked)
+    first = prices.any_program(counts)
+    asked.pins.check(first.input_names, [first.graph.values[v].name for v in first.graph.inputs])
+    found = planned_preset(
+        prices, preset, counts, remat=asked.remat, margin=MARGIN, finish=finish, late=lambda: asked.left_seconds < 0,
+        tell=asked.tell,
+    )  # fmt: skip
+    seconds = time.perf_counter() - begun
+    return Planning(
+        program=found.priced.program.source, plan=found.plan, cluster=asked.cluster,
+        seconds=time.perf_counter() - asked.started, trace_seconds=prices.trace_seconds,
+        solve_seconds=seconds - prices.trace_seconds, considered=found.considered,
+    )  # fmt: skip
 
 
 def _over(asked: PlanRequest, leanest: float) -> MemoryExceeded:
@@ -315,8 +366,8 @@ def _counts(asked: PlanRequest) -> list[int]:
     if asked.microbatches is not None:
         return [asked.microbatches]
     preset = asked.preset
-    found = _dividing(asked, [2**i for i in range(_MOST_MICROBATCHES.bit_length()) if 2**i <= _MOST_MICROBATCHES])
-    found = found or [1]
+    most = _MOST_MICROBATCHES if preset is None else max(batch_extents(asked.args, asked.batch_axis), default=1)
+    found = _dividing(asked, [2**i for i in range(most.bit_length())]) or [1]
     return [m for m in found if preset is None or m >= preset.stages] or found[-1:]
 
 

@@ -20,7 +20,7 @@ from meshwright.program.inference import trace_inference
 from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import Program, trace_program
 from meshwright.runtime.pipeline.step import PipelinedStep
-from meshwright.search.inter_op import PlacedStage
+from meshwright.search.inter_op_problem import PlacedStage
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.stage_costs import StageCosts

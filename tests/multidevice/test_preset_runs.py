@@ -184,6 +184,9 @@ def test_a_parameter_server_takes_all_gradients_and_sends_their_sums() -> None:
     [
         (presets.megatron(tp=2, pp=2), "one_f_one_b", {"data": 2, "model": 2}),
         (presets.gpipe(4), "gpipe", {"data": 2}),
+        pytest.param(
+            presets.megatron(tp=2, pp=2, chunks=2), "interleaved_one_f_one_b", {"data": 2, "model": 2}, marks=SLOW
+        ),
         pytest.param(presets.deepspeed_3d(tp=2, pp=2, dp=2), "one_f_one_b", {"data": 2, "model": 2}, marks=SLOW),
         pytest.param(presets.megatron(pp=8), "one_f_one_b", {"data": 1}, marks=SLOW),
     ],
@@ -194,7 +197,8 @@ def test_pipelines(preset: presets.Preset, schedule: str, mesh: dict[str, int]) 
     planning = planned(target, preset, microbatches=4)
     stages = planning.plan.stages
     assert planning.plan.schedule == schedule
-    assert [stage.sizes for stage in stages] == [mesh] * preset.stages
+    assert [stage.sizes for stage in stages] == [mesh] * preset.stages * preset.chunks
+    assert len({stage.devices for stage in stages}) == preset.stages
     assert all(bool(stage.rematerialised) == (preset.family == "gpipe") for stage in stages)
     stored = {axis for stage in stages for p in stage.parameters for axis in p.stored_axes}
     assert stored == ({"data"} if preset.family == "deepspeed_3d" else set())

@@ -76,6 +76,48 @@ print("moved", len(wanted) + 1)
     assert all("moved 25" in output for output in found), found
 
 
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_pairs_that_stock_device_put_refuses(tmp_path: Path, processes: int) -> None:
+    """Of each kind that it refuses between processes one, moved to the bit; and nothing is read on a host."""
+    found = outputs(
+        tmp_path,
+        """
+from jax._src.array import ArrayImpl
+count = jax.process_count()
+each = 8 // count
+kinds = {
+    "more devices": (on(range(2), (2,), ("x",)), on(range(4, 8), (4,), ("x",))),
+    "fewer devices": (on(range(4), (4,), ("x",)), on((6, 7), (2,), ("x",))),
+    "overlapping devices": (on(range(0, 4), (4,), ("x",)), on(range(2, 6), (4,), ("x",))),
+    "one process to all": (on(range(each), (each,), ("x",)), on(range(8), (8,), ("x",))),
+    "all processes to one": (on(range(8), (8,), ("x",)), on(range(each), (each,), (None, "x"))),
+    "replicated to split": (on(range(4), (4,), ()), on(range(4, 8), (4,), ("x",))),
+    "split to replicated": (on(range(4), (4,), ("x",)), on(range(4, 8), (4,), ())),
+    "another dim": (on(range(4), (4,), ("x",)), on(range(4, 8), (4,), (None, "x"))),
+    "two dims to one": (on(range(4), (2, 2), ("x", "y")), on(range(4, 8), (4,), ("x",))),
+    "uneven hosts": (on(range(each + 1), (each + 1,), ()), on(range(8 - each - 1, 8), (each + 1,), (None, "x"))),
+}
+read, value = [], ArrayImpl._value
+x = np.arange(16 * 120, dtype=np.float32).reshape(16, 120)
+for kind, (source, target) in kinds.items():
+    given = whole(x, source)
+    try:
+        jax.device_put(given, target)
+        print("stock moves", kind)
+    except (ValueError, NotImplementedError):
+        pass
+    ArrayImpl._value = property(lambda self: read.append(self.shape) or value.fget(self))
+    moved = jax.block_until_ready(mw.reshard(given, target))
+    ArrayImpl._value = value
+    assert not read, read
+    check(moved, x, target)
+print("moved", len(kinds))
+""",
+        processes,
+    )
+    assert all("moved 10" in output and "stock moves" not in output for output in found), found
+
+
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_random_moves(tmp_path: Path, processes: int) -> None:
     """Any meshes, overlapping or not, any layouts; relays in small chunks; buffers within bounds."""
@@ -110,18 +152,49 @@ print("moved", total, "relayed", relayed)
     assert all("moved" in output and "relayed 0" not in output for output in found), found
 
 
-def test_processes_that_disagree_are_told_before_a_byte_moves(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_elements_of_64_bits(tmp_path: Path) -> None:
     found = outputs(
         tmp_path,
         """
-x = np.arange(32, dtype=np.float32)
+jax.config.update("jax_enable_x64", True)
+source, target = on(range(4), (2, 2), ("x", "y")), on((6, 7, 0, 1), (2, 2), (None, "x"))
+bits = np.random.default_rng(0).integers(0, 256, (16, 12 * 16)).astype(np.uint8)
+wanted = {name: bits[:, : 12 * np.dtype(name).itemsize].copy().view(name)
+          for name in ("int64", "uint64", "float64", "complex128")}
+moved = mw.reshard({name: whole(x, source) for name, x in wanted.items()}, target)
+for name, x in wanted.items():
+    check(moved[name], x, target)
+print("moved", len(wanted))
+""",
+    )
+    assert all("moved 4" in output for output in found), found
+
+
+@pytest.mark.parametrize(
+    "what", ["sharding", *(pytest.param(x, marks=pytest.mark.slow) for x in ("shape", "chunks")), "dtype"]
+)
+def test_processes_that_disagree_are_told_before_a_byte_moves(tmp_path: Path, what: str) -> None:
+    """What was to be moved is still there, though it was to be given up; and the next move goes well."""
+    found = outputs(
+        tmp_path,
+        f"""
+other = {what!r} if jax.process_index() else None
+"""
+        """
+x = np.arange(32, dtype=np.int32 if other == "dtype" else np.float32)
+x = x[:16] if other == "shape" else x
 source = whole(x, on(range(4), (4,), ("x",)))
-target = on(range(4, 8), (4,), ("x",)) if jax.process_index() == 0 else on(range(4, 8), (4,), (None,))
+target = on(range(4, 8), (4,), (None,) if other == "sharding" else ("x",))
 try:
-    mw.reshard(source, target)
+    mw.reshard(source, target, donate=True, chunk_bytes=64 if other == "chunks" else 1 << 20)
 except mw.PlanError as error:
     print("refused:", error)
+assert not source.is_deleted()
 check(source, x, source.sharding)
+y = np.arange(64, dtype=np.float32)
+target = on(range(4, 8), (4,), ("x",))
+check(mw.reshard(whole(y, on(range(4), (4,), ("x",))), target), y, target)
 """,
     )
     assert all("refused" in output and "one plan in all processes" in output for output in found), found

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.search.inter_op import ORDERS, Crossing, InterOpProblem, Option, Order, solve_inter_op
+from meshwright.search.inter_op import solve_inter_op
+from meshwright.search.inter_op_problem import ORDERS, Crossing, InterOpProblem, Option, Order
+from meshwright.search.memory_limit import MemoryLimit
 from meshwright.search.submeshes import Submesh
 
 Plan = list[tuple[int, int, Submesh, Option]]
@@ -64,7 +66,7 @@ def random_problem(seed: int, order: Order) -> InterOpProblem:
         crossings=crossings,
         transfer_seconds=lambda a, b, size: 0.05 + size * float(rates[a.first, b.stop]) / min(a.size, b.size),
         microbatches=int(generator.integers(1, 9)),
-        memory_limit_bytes=limit,
+        memory_limit=MemoryLimit(limit, 0.9 * limit),
         order=order,
         max_stages=None if generator.random() < 0.8 else int(generator.integers(1, 4)),
         num_stages=None if generator.random() < 0.8 and order != "zero_bubble" else int(generator.integers(1, 4)),
@@ -99,12 +101,13 @@ def all_plans(problem: InterOpProblem) -> Iterator[Plan]:
 def price(problem: InterOpProblem, plan: Plan) -> float:
     """The objective, from its definition; infinite for a plan that does not fit."""
     n, b = len(plan), problem.microbatches
-    for i, (_, _, _, option) in enumerate(plan):
+    for i, (_, last, _, option) in enumerate(plan):
         kept = {
             "one_f_one_b": min(b, n - i), "eager_one_f_one_b": min(b, 2 * (n - i) - 1), "gpipe": b,
             "zero_bubble": min(b, n),
         }[problem.order]  # fmt: skip
-        if option.constant_bytes + kept * option.in_flight_bytes > problem.memory_limit_bytes:
+        limit = problem.memory_limit.of(last=last == problem.layers)
+        if option.constant_bytes + kept * option.in_flight_bytes > limit:
             return inf
     forward, backward, once = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
     for one in problem.crossings:

@@ -28,13 +28,16 @@ from meshwright.program.trace import trace_program
 from meshwright.search.hierarchical import HierarchicalSearch, SearchRequest
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
 from meshwright.search.pins import Pins
-from meshwright.search.prices import _FUSED_SHARE
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
 
 FLOPS_PER_SECOND = 1e6
 MEMORY_BYTES_PER_SECOND = 1e6
 LAUNCH_SECONDS = 1e-5
+KERNEL_SECONDS = 3e-6
+MEMORY_OVERLAP = 0.6
+# Of an unknown device: what is stored is written and read, what is fused leaves a tenth of that.
+PASSES, FUSED_SHARE = 2.0, 0.1
 OPTIMIZER_SHARE = 2.0
 
 
@@ -131,8 +134,9 @@ CASES = {
 
 def cluster_of(case: Case) -> Cluster:
     device = Device(
-        kind="toy", peak_flops={"float32": FLOPS_PER_SECOND}, efficiency=1.0, kernel_launch_seconds=0.0,
-        memory_bytes=1e9, usable_memory_fraction=1.0, memory_bandwidth_bytes_per_second=MEMORY_BYTES_PER_SECOND,
+        kind="toy", peak_flops={"float32": FLOPS_PER_SECOND}, efficiency=1.0,
+        kernel_launch_seconds=KERNEL_SECONDS, memory_overlap=MEMORY_OVERLAP, memory_bytes=1e9,
+        usable_memory_fraction=1.0, memory_bandwidth_bytes_per_second=MEMORY_BYTES_PER_SECOND,
     )  # fmt: skip
     link = Link(
         bandwidth_bytes_per_second=case.bandwidth_bytes_per_second, latency_seconds=1e-6, launch_seconds=LAUNCH_SECONDS
@@ -212,20 +216,23 @@ class Priced:
             split = math.prod(self.sizes[a] for axes in algorithm.axes for a in axes)
             products = runs + sum(self.graph.values[v].differentiated for v in (left, right)) * operator.differentiated
             touched = written + self._bytes(operator.operands, algorithm.operands)
-            return products * max(flops / split / FLOPS_PER_SECOND, touched / MEMORY_BYTES_PER_SECOND)
+            roofs = flops / split / FLOPS_PER_SECOND, touched / MEMORY_BYTES_PER_SECOND
+            return products * (max(roofs) + (1 - MEMORY_OVERLAP) * min(roofs) + KERNEL_SECONDS)
         inside = 0.0
         if operator.name == "reduce_max":
             # Of all dims, here always.
             axes = algorithm.operands[0].sharded_axes
             inside = self.collective("all_reduce", written, axes) if axes else 0.0
-        share = 1.0 if self.is_stored(operator) else _FUSED_SHARE
-        passes = runs + (1 if operator.differentiated else 0)
-        return passes * share * written / MEMORY_BYTES_PER_SECOND + inside
+        once = PASSES * written / MEMORY_BYTES_PER_SECOND
+        once = once + KERNEL_SECONDS if self.is_stored(operator) else FUSED_SHARE * once
+        return (runs + (1 if operator.differentiated else 0)) * once + inside
 
     def _bytes(self, values: Sequence[int | None], specs: Sequence[Spec]) -> float:
         return sum(self.shard_bytes(v, s) for v, s in zip(values, specs, strict=True) if v is not None)
 
     def is_stored(self, operator: Operator) -> bool:
+        if all(math.prod(self.graph.values[v].shape) == 1 for v in operator.results if v is not None):
+            return False
         readers = [other for other in self.graph.operators if set(other.operands) & set(operator.results)]
         return not is_fusible(operator) or not readers or not all(is_fusible(reader) for reader in readers)
 

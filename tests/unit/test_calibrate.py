@@ -20,7 +20,7 @@ from meshwright.calibrate.case import Case, Collective
 from meshwright.calibrate.cases import cases_of, groups_of
 from meshwright.calibrate.fit import Fitted, fit
 from meshwright.calibrate.measure import Measurement, measure
-from meshwright.calibrate.origin import check_origin, origin_in, origin_of
+from meshwright.calibrate.origin import check_origin, origin_of
 from meshwright.calibrate.sample import Sample, sample_of
 from meshwright.cluster import Cluster, ClusterError, load_cluster
 from meshwright.errors import PlanError
@@ -136,7 +136,10 @@ class Clockwork:
         self._once = seconds_on(self.cluster, case)
 
     def seconds(self, times: int) -> float:
-        return 1e-3 + times * self._once
+        return self.without(times) + times * self._once
+
+    def without(self, times: int) -> float:
+        return 1e-3
 
 
 def test_measuring_takes_the_calls_off_and_leaves_out_what_takes_too_long() -> None:
@@ -189,7 +192,7 @@ def test_files_round_trip(measured_at_once: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     found.save(path)
     assert load_cluster(str(path)) == found.cluster
-    assert origin_in(path.read_text(), source="it") == found.origin == origin_of(jax.devices())
+    assert load_cluster(str(path)).measured_on == found.origin == origin_of(jax.devices())
     assert found.cluster.hosts[0].link.launch_seconds == pytest.approx(70e-6, rel=1e-2)
     with pytest.raises(PlanError, match="refused to write the calibration"):
         found.save(tmp_path / "nowhere" / "cluster.toml")
@@ -202,7 +205,8 @@ def test_a_part_of_the_devices(measured_at_once: Cluster) -> None:
 
 def other_devices(path: Path, **changes: Any) -> Path:
     here = origin_of(jax.devices())
-    path.write_text(replace(here, **changes).line() + load_cluster("local").to_toml())
+    described = load_cluster("p3.16xlarge" if changes.get("platform") == "gpu" else "local")
+    path.write_text(replace(described, measured_on=replace(here, **changes)).to_toml())
     return path
 
 
@@ -220,7 +224,7 @@ def test_a_calibration_made_on_other_devices(changes: dict[str, Any], shown: str
     path = other_devices(tmp_path / "other.toml", **changes)
     assert load_cluster(str(path)).num_devices == 8  # to plan for them is allowed
     with pytest.raises(PlanError, match=r"refused to run by this calibration.*needed the devices it was made on") as e:
-        check_origin(path)
+        check_origin(load_cluster(str(path)))
     assert shown in str(e.value)
     step = mw.parallelize(lambda x: 2 * x, cluster=str(path))
     with pytest.raises(PlanError, match="refused to run by this calibration"):
@@ -230,15 +234,29 @@ def test_a_calibration_made_on_other_devices(changes: dict[str, Any], shown: str
 
 
 def test_files_that_no_calibration_wrote_and_broken_ones(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(load_cluster("local").to_toml())
-    check_origin(path)
-    assert other_devices(path) == path
-    check_origin(path)
-    for wrong in ("{", "[]", '{"devices": 8}'):
-        path.write_text(f"# meshwright calibration: {wrong}\n{load_cluster('local').to_toml()}")
-        with pytest.raises(ClusterError, match=r"refused a calibration.*cannot be read"):
-            check_origin(path)
+    check_origin(load_cluster("local"))
+    path = other_devices(tmp_path / "mine.toml")
+    check_origin(load_cluster(str(path)))
+    text = path.read_text()
+    for found, wrong, where in (
+        ("devices = 8\nplatform", "devices = 0\nplatform", "MeasuredOn.devices"),
+        ('platform = "cpu"', 'platform = "abacus"', "MeasuredOn.platform"),
+        ('platform = "cpu"', 'platform = "gpu"', "Cluster.measured_on"),
+        ("processes = 1", "process = 1", "'process'"),
+        ("processes = 1\n", "", "'processes'"),
+    ):
+        assert found in text
+        path.write_text(text.replace(found, wrong))
+        with pytest.raises(ClusterError, match="refused") as e:
+            load_cluster(str(path))
+        assert where in e.value.where
+
+
+def test_where_numbers_are_from_does_not_make_another_cluster() -> None:
+    local = load_cluster("local")
+    measured = replace(local, measured_on=origin_of(jax.devices()))
+    assert measured.fingerprint() == local.fingerprint()
+    assert measured != local
 
 
 def test_the_document_shows_measured_beside_fitted(measured_at_once: Cluster) -> None:

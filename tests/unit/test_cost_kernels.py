@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cluster import load_cluster
-from meshwright.cost.efficiency import EfficiencyProfile, default_profile
+from meshwright.cost.efficiency import EfficiencyProfile, profile_of
 from meshwright.cost.kernels import Kernel, kernel_seconds
 
-A100 = load_cluster("dgx-a100-80").device
-PLAIN = EfficiencyProfile(
-    name="plain", matmul=0.8, attention=0.5, memory=1.0, passes=2.0, launch_seconds=0.0, tiles=False
-)
+A100 = replace(load_cluster("dgx-a100-80").device, kernel_launch_seconds=0.0)
+PLAIN = EfficiencyProfile(name="plain", matmul=0.8, attention=0.5, memory=1.0, passes=2.0, tiles=False)
 
 
 def product(m: float, n: float, k: float, *, batch: float = 1, dtype: str = "bfloat16") -> Kernel:
@@ -36,7 +34,7 @@ def test_a_thin_product_is_bound_by_memory() -> None:
 
 @pytest.mark.parametrize("sizes", [(512, 512, 512), (1024, 1024, 1024), (4096, 4096, 4096)])
 def test_larger_products_run_at_a_higher_rate(sizes: tuple[int, int, int]) -> None:
-    profile = default_profile(A100.kind)
+    profile = profile_of(A100)
     larger = product(*(2 * size for size in sizes))
     assert rate(larger, profile) > rate(product(*sizes), profile)
 
@@ -54,9 +52,29 @@ def test_attention_counts_what_a_causal_mask_leaves() -> None:
 
 
 def test_memory_passes_as_often_as_the_profile_says() -> None:
-    kernel = Kernel("memory", 0.0, 1e9, "stored")
     expected = 2e9 / A100.memory_bandwidth_bytes_per_second
-    assert kernel_seconds(kernel, A100, PLAIN) == pytest.approx(expected)
+    assert kernel_seconds(Kernel("stored", 0.0, 1e9), A100, PLAIN) == pytest.approx(expected)
+    fused = kernel_seconds(Kernel("fused", 0.0, 1e9), A100, replace(PLAIN, fused_share=0.25))
+    assert fused == pytest.approx(expected / 4)
+
+
+def test_what_does_not_hide_comes_on_top() -> None:
+    kernel = product(8192, 8192, 8192)
+    arithmetic = kernel.flops / (0.8 * 312e12)
+    traffic = kernel.moved_bytes / A100.memory_bandwidth_bytes_per_second
+    for overlap in (0.0, 0.5, 1.0):
+        device = replace(A100, memory_overlap=overlap)
+        assert kernel_seconds(kernel, device, PLAIN) == pytest.approx(arithmetic + (1 - overlap) * traffic)
+
+
+def test_all_but_what_is_fused_is_started() -> None:
+    device = replace(A100, kernel_launch_seconds=3e-6)
+    kernels = [
+        product(64, 64, 64), product(1, 64, 64), Kernel("convolution", 1e6, 1e3, "bfloat16"),
+        Kernel("attention", 1e6, 1e3, "bfloat16"), Kernel("stored", 0.0, 1e3), Kernel("fused", 0.0, 1e3),
+    ]  # fmt: skip
+    starts = [kernel_seconds(k, device, PLAIN) - kernel_seconds(k, A100, PLAIN) for k in kernels]
+    assert starts == pytest.approx([*[3e-6] * 5, 0.0])
 
 
 def test_narrow_types_have_a_fraction_of_their_own() -> None:
@@ -74,8 +92,8 @@ def test_a_profile_refuses_what_no_device_does(wrong: dict[str, float]) -> None:
         EfficiencyProfile(name="wrong", **wrong)
 
 
-def test_every_device_has_a_default() -> None:
-    names = {kind: default_profile(kind).name for kind in ("Tesla V100", "NVIDIA H100", "TPU v5 lite", "cpu")}
-    assert names == {
-        "Tesla V100": "default V100", "NVIDIA H100": "default H100", "TPU v5 lite": "default TPU", "cpu": "default",
-    }  # fmt: skip
+def test_every_device_has_a_profile() -> None:
+    devices = {name: load_cluster(name).device for name in ("p3.16xlarge", "dgx-h100", "dgx-b200", "tpu-v5e:4", "cpu")}
+    found = {name: profile_of(device) for name, device in devices.items()}
+    assert [profile.name for profile in found.values()] == ["V100", "H100", "any", "TPU", "cpu"]
+    assert all(found[name].matmul == device.efficiency for name, device in devices.items())

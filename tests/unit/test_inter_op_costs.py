@@ -17,12 +17,12 @@ from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
-from meshwright.search.inter_op import Crossing
+from meshwright.search.inter_op_problem import Crossing
 from meshwright.search.intra_op import IntraOpProblem
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
+from meshwright.search.program_parts import in_parts
 from meshwright.search.stage_costs import StageCosts
-from meshwright.search.stage_estimates import in_parts
 from meshwright.search.stage_problem import StageProblem
 from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.solve import Problem, solve

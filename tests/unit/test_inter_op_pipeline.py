@@ -301,7 +301,7 @@ def test_a_split_backward_is_chosen_where_it_is_worth_it() -> None:
     assert found("gpt-tiny", 2).plan.schedule != "zero_bubble"
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [(4, 2), (8, 2)])
+@pytest.mark.parametrize(("stages", "ranks"), [(4, 2), (8, 4)])
 def test_stages_may_share_devices(stages: int, ranks: int) -> None:
     result = wide(("interleaved_one_f_one_b",), stages)
     plan = result.plan

@@ -31,6 +31,7 @@ def planned(preset: Any, target: Any | None = None, **options: Any) -> Any:
         ("zero(3)", "zero(stage=3)"),
         ("megatron(tp=2, pp=2)", "megatron(tp=2, pp=2, dp=2)"),
         ("megatron(tp=4, sequence_parallel=True)", "megatron(tp=4, dp=2, sequence_parallel=True)"),
+        ("megatron(tp=2, pp=2, chunks=3)", "megatron(tp=2, pp=2, dp=2, chunks=3)"),
         ("deepspeed_3d(tp=2, pp=4, dp=1)", "deepspeed_3d(tp=2, pp=4, dp=1, zero=1)"),
         ("fsdp_tp(tp=4)", "fsdp_tp(tp=4, dp=2)"),
         ("gpipe(4)", "gpipe(stages=4, dp=2)"),
@@ -154,7 +155,8 @@ def test_pipedream_takes_its_steady_period_and_keeps_versions() -> None:
     slowest = max(
         s.forward_seconds + s.backward_seconds + s.synchronise_seconds + s.update_seconds for s in plan.stages
     )
-    assert plan.predicted.step_seconds == pytest.approx(8 * slowest, rel=0.05)
+    # As many periods as microbatches, and at most one more until the pipeline of two is full.
+    assert 8 * slowest <= plan.predicted.step_seconds <= 9.05 * slowest
     for stage, alone in zip(plan.stages, flushed.stages, strict=True):
         assert stage.memory.parameters == stage.in_flight * alone.memory.parameters
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.cluster import load_cluster
-from meshwright.cost.efficiency import default_profile
+from meshwright.cost.efficiency import profile_of
 from meshwright.errors import PlanError
 from meshwright.program.batch import batch_inputs
 from meshwright.program.staged import staged_program
@@ -24,7 +24,7 @@ from meshwright.stated import MemoryLayout, SolvedPlan, StatedPlan, price_stated
 from meshwright.zoo import gpt, llama
 
 CLUSTER = load_cluster("dgx-a100-80")
-PROFILE = default_profile(CLUSTER.device.kind)
+PROFILE = profile_of(CLUSTER.device)
 MEGATRON = MemoryLayout(weights=2, gradients=4, optimizer=12, fuses=False, masks=True)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cluster import Cluster, load_cluster
+from ..cluster import Cluster, MeasuredOn, load_cluster
 from ..errors import PlanError
 from .case import Product, case_document
 from .cases import cases_of
 from .fit import Fitted, fit
 from .measure import Measurement, measure
-from .origin import Origin, origin_of
+from .origin import origin_of
 
 SECONDS = 60.0
 QUICK_SECONDS = 15.0
@@ -22,14 +22,12 @@ QUICK_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured where, and the cluster that explains it best.
+    """What was measured, and the cluster that explains it best.
 
     Args:
-      origin: the devices.
       fitted: the cluster, with each measurement and what is predicted of it.
     """
 
-    origin: Origin
     fitted: Fitted
 
     @property
@@ -38,13 +36,19 @@ class Calibration:
         return self.fitted.cluster
 
     @property
+    def origin(self) -> MeasuredOn:
+        """The devices it was made on."""
+        assert self.cluster.measured_on is not None
+        return self.cluster.measured_on
+
+    @property
     def measured_dtypes(self) -> tuple[str, ...]:
         """Of the products that were timed."""
         return tuple(sorted({m.case.dtype for m in self.fitted.measured if isinstance(m.case, Product)}))
 
     def to_toml(self) -> str:
-        """The cluster as `load_cluster` reads it, under a line that says which devices it was made on."""
-        return self.origin.line() + self.cluster.to_toml()
+        """The cluster as `load_cluster` reads it."""
+        return self.cluster.to_toml()
 
     def save(self, path: str | Path) -> None:
         """Write the cluster to a file that ends in .toml.
@@ -116,8 +120,8 @@ def calibrate(
     tell("starting", 0.0)
     measured = measure(cases_of(cluster, quick=quick), here, time_limit_seconds=limit, tell=tell)
     tell("fitting", 1.0)
-    named = replace(cluster, name=f"{len(here)} x {cluster.device.kind}, measured")
-    return Calibration(origin=origin_of(here), fitted=fit(named, measured))
+    named = replace(cluster, name=f"{len(here)} x {cluster.device.kind}, measured", measured_on=origin_of(here))
+    return Calibration(fitted=fit(named, measured))
 
 
 def calibration_document(calibration: Calibration) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
     rows = zip(fitted.measured, fitted.predicted, fitted.errors, strict=True)
     return {
         "schema": 1,
-        "origin": {name: getattr(calibration.origin, name) for name in Origin.__slots__},
+        "origin": asdict(calibration.origin),
         "device": {
             "peak_flops": dict(device.peak_flops), "efficiency": device.efficiency,
             "memory_bandwidth_bytes_per_second": device.memory_bandwidth_bytes_per_second,

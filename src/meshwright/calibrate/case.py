@@ -1,6 +1,6 @@
 """What is measured: one kernel or collective at one size, as numbers that the cost model can price.
 
-A case is priced by the functions that price plans (`cost.compute`, `cost.collective`), so that a constant fitted to
+A case is priced by the functions that price plans (`cost.kernels`, `cost.collective`), so that a constant fitted to
 cases means the same in a plan.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from ..cluster import Axis, Device
 from ..cost.collective import collective_seconds
-from ..cost.compute import elementwise_seconds, matmul_seconds
+from ..cost.efficiency import profile_of
+from ..cost.kernels import Kernel, kernel_seconds
 
-# Results of chains are read again by what follows; what stays inside is arithmetic (`search.prices`).
 CHAINS = ("add", "gelu", "softmax", "normalise")
 
 
@@ -36,14 +36,16 @@ class Product:
         return 2.0 * self.m * self.k * self.n
 
     @property
-    def moved_bytes(self) -> float:
-        """By one of the two products, read and written."""
-        return item_bytes(self.dtype) * (self.m * self.k + self.k * self.n + self.m * self.n)
+    def kernels(self) -> tuple[Kernel, ...]:
+        """There and back."""
+        m, k, n = float(self.m), float(self.k), float(self.n)
+        moved = item_bytes(self.dtype) * (m * k + k * n + m * n)
+        shapes = (1.0, m, n, k), (1.0, m, k, n)
+        return tuple(Kernel("product", self.flops, moved, self.dtype, shape) for shape in shapes)
 
     def seconds(self, device: Device) -> float:
         """Predicted."""
-        once = matmul_seconds(self.flops, self.moved_bytes, self.dtype, device)
-        return 2 * (once + device.kernel_launch_seconds)
+        return _sum_seconds(self.kernels, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +70,16 @@ class Chain:
     Args:
       name: one of `CHAINS`.
       size_bytes: of its operand on one device.
-      written_bytes: that the cost model counts for it: results that are stored, and a part of those that are not.
-      kernels: how many results are stored, each by a kernel of its own.
+      kernels: that the cost model sees in it.
     """
 
     name: str
     size_bytes: int
-    written_bytes: float
-    kernels: int
+    kernels: tuple[Kernel, ...]
 
     def seconds(self, device: Device) -> float:
         """Predicted."""
-        return elementwise_seconds(self.written_bytes, device) + self.kernels * device.kernel_launch_seconds
+        return _sum_seconds(self.kernels, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,11 @@ class Collective:
 
 
 Case = Product | Starts | Chain | Collective
+
+
+def _sum_seconds(kernels: tuple[Kernel, ...], device: Device) -> float:
+    profile = profile_of(device)
+    return sum(kernel_seconds(kernel, device, profile) for kernel in kernels)
 
 
 def item_bytes(dtype: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from ..cluster import Axis, Cluster
 from ..cost.collective import KINDS
 from .case import CHAINS, Case, Chain, Collective, Product, Starts
-from .written import written
+from .chain_kernels import chain_kernels
 
 _EDGES = (64, 256, 512, 1024, 2048, 4096, 8192)
 # Shapes as tensor parallelism (thin) and large batches (tall) make them, scaled up by these.
@@ -53,8 +53,7 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
 
 
 def _chain(name: str, size_bytes: int) -> Chain:
-    moved, kernels = written(name, size_bytes)
-    return Chain(name=name, size_bytes=size_bytes, written_bytes=moved, kernels=kernels)
+    return Chain(name=name, size_bytes=size_bytes, kernels=chain_kernels(name, size_bytes))
 
 
 def dtypes_of(cluster: Cluster) -> Iterable[str]:

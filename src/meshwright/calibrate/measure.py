@@ -2,7 +2,7 @@
 
 All cases are compiled first, and one run of each tells how many repetitions make a run long enough to time. Then all
 are timed in turn, round after round, so that what else the machine does falls on all alike, until the time is over. The
-median of the calls that repeat nothing is taken off those that repeat.
+median of the calls without the case (that repeat nothing, or what is between collectives) is taken off.
 
 Cost: the time limit; more only where two cases of each series and three rounds take longer.
 """
@@ -93,7 +93,7 @@ def measure(
         order = range(len(ready)) if rounds % 2 else reversed(range(len(ready)))
         for position in order:
             _, program, times = ready[position]
-            none[position].append(program.seconds(0))
+            none[position].append(program.without(times))
             many[position].append(program.seconds(times))
     found = []
     for (case, _, times), calls, runs in zip(ready, none, many, strict=True):

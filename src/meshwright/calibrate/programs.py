@@ -4,6 +4,9 @@ The repetitions are a loop on the devices whose number is an argument: one compi
 zero of them is what calling the program costs by itself, which is taken off. What the loop adds to each repetition is
 what a kernel of any program pays for being started.
 
+A collective is timed between kernels, as it is in a program, and the kernels are taken off: devices that share
+processors do not arrive at it together, which costs more than meeting in a loop that does nothing else.
+
 Values neither grow nor vanish in a loop: arithmetic on numbers too small for their type is slower than any plan's.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -26,6 +30,9 @@ _ROW = 64
 # Edge of the matrices of a kernel that does next to nothing; products are not fused into one another.
 _TINY = 8
 
+# The product [m, k] x [k, k] between two collectives.
+_BETWEEN_SHAPES = ((64, 256), (256, 256))
+
 # What one repetition makes of arrays, their shapes on one device, their dtype.
 _Work = tuple[Callable[..., tuple[jax.Array, ...]], Sequence[tuple[int, ...]], Any]
 
@@ -39,11 +46,28 @@ class Repeated:
     """
 
     def __init__(self, case: Case, devices: Sequence[jax.Device]) -> None:
-        self.case = case
         shape = case.shape if isinstance(case, Collective) else (len(devices),)
         names = tuple(f"axis{position}" for position in range(len(shape)))
+        self._program = _Loop(_work_of(case, names), devices, shape, names)
+        self._between = _between(tuple(devices)) if isinstance(case, Collective) else None
+
+    def seconds(self, times: int) -> float:
+        """Measured, of so many repetitions and of calling the program. The first call compiles."""
+        return self._program.seconds(times)
+
+    def without(self, times: int) -> float:
+        """Measured, of the same without the case: calling the program, and what is between collectives."""
+        return self._program.seconds(0) if self._between is None else self._between.seconds(times)
+
+
+class _Loop:
+    """Some work, repeated on devices."""
+
+    def __init__(
+        self, work: _Work, devices: Sequence[jax.Device], shape: tuple[int, ...], names: tuple[str, ...]
+    ) -> None:
         mesh = Mesh(np.array(devices, dtype=object).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
-        body, local, dtype = _work_of(case, names)
+        body, local, dtype = work
 
         def run(times: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
             return jax.lax.fori_loop(0, times, lambda _, carried: body(*carried), arrays)
@@ -58,7 +82,6 @@ class Repeated:
         self._program = jax.jit(whole)
 
     def seconds(self, times: int) -> float:
-        """Measured, of so many repetitions and of calling the program. The first call compiles."""
         count = np.int32(times)
         begun = time.perf_counter()
         jax.block_until_ready(self._program(count, *self._operands))
@@ -99,7 +122,23 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
     if isinstance(case, Starts):
         return (lambda *arrays: tuple(x @ x for x in arrays)), [(_TINY, _TINY)] * case.kernels, jnp.float32
     function, elements = _collective(case, names[case.axis])
-    return (lambda x: (function(x),)), [(elements,)], jnp.float32
+
+    def between(x: jax.Array, rows: jax.Array, square: jax.Array) -> tuple[jax.Array, ...]:
+        # Each waits for the other by one number.
+        first = jnp.clip(x[:1], 0.0, 1e-3)[None]
+        rows = jax.lax.dynamic_update_slice(rows, first, (0, 0)) @ square
+        return function(jax.lax.dynamic_update_slice(x, rows[0, :1], (0,))), rows, square
+
+    return between, [(elements,), *_BETWEEN_SHAPES], jnp.float32
+
+
+@cache
+def _between(devices: tuple[jax.Device, ...]) -> _Loop:
+    """What is between collectives, alone."""
+    work: _Work = ((lambda rows, square: (rows @ square, square)), _BETWEEN_SHAPES, jnp.float32)
+    loop = _Loop(work, devices, (len(devices),), ("axis0",))
+    loop.seconds(1)  # compiles
+    return loop
 
 
 def _collective(case: Collective, axis: str) -> tuple[Callable[[jax.Array], jax.Array], int]:

@@ -10,3 +10,4 @@ from .errors import ClusterError as ClusterError
 from .hardware import Device as Device, Host as Host, Link as Link
 from .load import load_cluster as load_cluster, preset_names as preset_names
 from .logical_mesh import LogicalMesh as LogicalMesh
+from .measured_on import MeasuredOn as MeasuredOn

@@ -21,6 +21,7 @@ from itertools import accumulate
 from .errors import ClusterError, check_count, check_number, check_text, check_type
 from .hardware import Device, Host, slowest_device
 from .logical_mesh import LogicalMesh, build_logical_mesh
+from .measured_on import MeasuredOn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,10 @@ class Cluster:
     What leaves a leaf under full load has 1/`fabric_oversubscription` of the bandwidth of its hosts' NICs; one host for
     each leaf, the default, makes this the bandwidth between any two hosts.
 
-    Raises ClusterError for no hosts, several hosts of which one has no NIC, or an oversubscription below 1.
+    `measured_on` says which devices a calibration found the numbers on; None if they are published ones.
+
+    Raises ClusterError for no hosts, several hosts of which one has no NIC, an oversubscription below 1, or numbers
+    measured on another platform than the devices'.
 
     >>> from meshwright.cluster import load_cluster
     >>> cluster = load_cluster("p3.16xlarge:2")
@@ -42,6 +46,7 @@ class Cluster:
     hosts: tuple[Host, ...]
     fabric_oversubscription: float = 1.0
     fabric_hosts_per_leaf: int = 1
+    measured_on: MeasuredOn | None = None
     _device: Device = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +73,14 @@ class Cluster:
                 needed="one platform: a JAX program runs on one", where="Cluster.hosts",
                 try_="a cluster for each platform",
             )  # fmt: skip
+        if self.measured_on is not None:
+            check_type("Cluster", "measured_on", self.measured_on, MeasuredOn)
+            if self.measured_on.platform != platforms[0]:
+                raise ClusterError(
+                    refused=f"cluster {self.name!r}", got=f"numbers measured on {self.measured_on}",
+                    needed=f"a calibration of {self.hosts[0].device.kind}", where="Cluster.measured_on",
+                    try_="calibrating those devices, or leaving measured_on out",
+                )  # fmt: skip
         alone = [number for number, host in enumerate(self.hosts) if host.nics == 0]
         if alone and len(self.hosts) > 1:
             raise ClusterError(
@@ -157,12 +170,13 @@ class Cluster:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that are equal for equal hardware in every process and release of Python.
 
-        The name is left out: two descriptions of the same machines are the same cluster.
+        The name is left out, and where the numbers are from: two descriptions of the same machines are the same
+        cluster.
         """
         described = {id(host): dataclasses.asdict(host) for host in self._distinct_hosts()}
         content = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
         content = {**content, "hosts": [described[id(host)] for host in self.hosts]}
-        del content["name"]
+        del content["name"], content["measured_on"]
         # 8 and 8.0 are the same bandwidth; JSON would print them differently.
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         numbers = json.dumps(json.loads(text, parse_int=float), sort_keys=True, separators=(",", ":"))

@@ -2,8 +2,8 @@
 
 Bandwidths are what a program can reach, not what a datasheet promises: a preset's link bandwidth is the bus bandwidth
 measured with a large collective where a measurement exists. Peak FLOP/s are the datasheet's, because they are the usual
-denominator of utilisation; `efficiency` is the fraction of them a large matmul reaches. 'float32' means a matmul of
-float32 arrays as JAX runs it by default, which is TensorFloat-32 on the GPUs that have it.
+denominator of utilisation; `efficiency` is the fraction of them that large products of a program reach. 'float32' means
+a matmul of float32 arrays as JAX runs it by default, which is TensorFloat-32 on the GPUs that have it.
 
 The devices of a host are joined in one of three ways: by a switch or bus, every pair alike (the default); by wires
 between pairs (`Host.wires`: the hybrid cube-mesh of V100 machines); or as a torus (`Host.torus`: a TPU slice, which is
@@ -31,9 +31,10 @@ class Device:
     `peak_flops`: dtype name ('float32', 'bfloat16', ...) to dense FLOP/s; 'float32' is required, because a dtype that
     is not listed runs at its rate. `memory_bytes`: all of the device's memory, of which a program may use
     `usable_memory_fraction` (0 to 1]. `memory_bandwidth_bytes_per_second`: of that memory. `efficiency` (0 to 1]: the
-    achievable fraction of `peak_flops`. `kernel_launch_seconds`: fixed cost of every operator. `memory_overlap` [0 to
-    1]: the share of a matrix product's memory traffic that hides behind its arithmetic. `unfolds_convolutions`: whether
-    a convolution writes every window out as a row of a matrix first.
+    fraction of `peak_flops` that large products of a program reach. `kernel_launch_seconds`: fixed cost of a kernel.
+    `memory_overlap` [0 to 1]: the share of a matrix product's memory traffic that hides behind its arithmetic; what
+    does not are a tile's first loads and last stores. `unfolds_convolutions`: whether a convolution writes every window
+    out as a row of a matrix first.
 
     Raises ClusterError for a number that is missing, not finite or out of range.
 
@@ -52,7 +53,7 @@ class Device:
     efficiency: float
     kernel_launch_seconds: float
     usable_memory_fraction: float
-    memory_overlap: float = 1.0
+    memory_overlap: float = 0.75
     unfolds_convolutions: bool = False
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
     name = "pair"
     fabric_oversubscription = 1.0      # may be left out, and fabric_hosts_per_leaf
+    [measured_on]                      # the fields of MeasuredOn, as a calibration writes them; else left out
     [[host]]
     count = 2                          # may be left out: 1
     devices = 8
@@ -27,6 +28,7 @@ from typing import Any
 from .cluster import Cluster
 from .errors import ClusterError, check_count, near_names
 from .hardware import Device, Host, Link
+from .measured_on import MeasuredOn
 
 # No cluster is near this many hosts; a typing slip like 10000000 would otherwise fill the memory.
 _MOST_HOSTS = 100_000
@@ -53,12 +55,15 @@ def read_toml(text: str, *, source: str) -> dict[str, Any]:
 
 def cluster_from_document(document: dict[str, Any], *, source: str) -> Cluster:
     """The cluster that a TOML document describes; `source` is what errors call it. Raises ClusterError."""
-    return _construct(Cluster, document, source, where=source, renamed={"hosts": "host"}, read={"hosts": _read_hosts})
+    read = {"hosts": _read_hosts, "measured_on": _read_measured_on}
+    return _construct(Cluster, document, source, where=source, renamed={"hosts": "host"}, read=read)
 
 
 def cluster_to_toml(cluster: Cluster) -> str:
     """TOML text for `cluster`, equal hosts in a row written once with their count."""
     lines = _pairs(_plain(cluster))
+    if cluster.measured_on is not None:
+        lines += ["", "[measured_on]", *_pairs(dataclasses.asdict(cluster.measured_on))]
     for host, run in itertools.groupby(cluster.hosts):
         lines += ["", "[[host]]", f"count = {len(list(run))}", *_pairs(_plain(host))]
         for table in ("device", "link", "nic") if host.nics else ("device", "link"):
@@ -71,7 +76,7 @@ def cluster_to_toml(cluster: Cluster) -> str:
 def _plain(part: Cluster | Host | Device | Link) -> dict[str, Any]:
     """The fields that are no tables, but for empty lists."""
     fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
-    tables = ("hosts", "device", "link", "nic", "peak_flops")
+    tables = ("hosts", "measured_on", "device", "link", "nic", "peak_flops")
     return {name: value for name, value in fields.items() if name not in tables and value != ()}
 
 
@@ -109,6 +114,10 @@ def _read_hosts(tables: Any, source: str) -> tuple[Host, ...]:
         read = {"device": _reader(Device, "device"), "link": _reader(Link, "link"), "nic": _reader(Link, "nic")}
         hosts += [_construct(Host, table, where, where=where, read=read, extra=("count",))] * count
     return tuple(hosts)
+
+
+def _read_measured_on(table: Any, source: str) -> MeasuredOn:
+    return _construct(MeasuredOn, table, source, where=f"{source}, [measured_on]")
 
 
 def _reader(kind: type, name: str) -> Any:

@@ -6,7 +6,9 @@ profile is these few fractions, equal for all models and plans; `cost.kernels` a
 size, so a profile can be fitted to measurements of some models and used for others (Williams, Waterman and Patterson,
 "Roofline", 2009, with a ceiling per class of operation).
 
-Defaults are physically motivated, per kind of device; `benchmarks/published_profiles.json` holds fitted ones.
+A plan is searched under the profile of its devices (`profile_of`): what their description says of large products
+(`Device.efficiency`, measured where it is a calibration), the rest by kind. Stated plans may be evaluated under one
+that was fitted to a framework's published steps (`benchmarks/published_profiles.json`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
+
+from ..cluster import Device
 
 # Fractions have to be in (0, 1]; the rest at least 0.
 _FRACTIONS = ("matmul", "narrow", "convolution", "attention", "memory", "network")
@@ -37,7 +42,6 @@ class EfficiencyProfile:
       passes: how often a value that is stored passes through memory for each time it is made: once written, once or
         more read. Compilers that fuse less have more.
       fused_share: of that traffic, what is left of operations that are fused into their readers.
-      launch_seconds: fixed cost of a kernel that is not hidden behind the one before.
       tiles: whether products pay for tiles that their result does not fill, and for a last wave of tiles that leaves
         processors idle.
       network: of the collectives' bandwidth.
@@ -61,7 +65,6 @@ class EfficiencyProfile:
     memory: float = 1.0
     passes: float = 2.0
     fused_share: float = 0.1
-    launch_seconds: float = 4e-6
     tiles: bool = True
     network: float = 1.0
     hidden_weights: float = 0.0
@@ -88,22 +91,27 @@ class EfficiencyProfile:
         return replace(self, **changes)
 
 
-# Fractions that large operations reach where nothing is known of the software. matmul: the best bfloat16 products that
-# stas00/ml-engineering measured (A100 0.869, H100 0.803 of the datasheet), less what a mix of shapes and forms
-# (transposed operands in the backward pass) loses. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's peak.
-_BY_DEVICE: Mapping[str, EfficiencyProfile] = {
-    "V100": EfficiencyProfile(name="default V100", matmul=0.75, attention=0.4, convolution=0.75),
-    "A100": EfficiencyProfile(name="default A100", matmul=0.78, attention=0.5),
-    "H100": EfficiencyProfile(name="default H100", matmul=0.68, narrow=0.6, attention=0.45),
-    "TPU": EfficiencyProfile(name="default TPU", matmul=0.85, attention=0.4, tiles=False, launch_seconds=1e-6),
-    "": EfficiencyProfile(name="default"),
+# What is known of a kind of device beside its description. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's
+# peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
+# what the mask leaves out too, nothing comes in tiles, and bandwidths are measured by bytes written.
+_BY_KIND: Mapping[str, EfficiencyProfile] = {
+    "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
+    "A100": EfficiencyProfile(name="A100", attention=0.5),
+    "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.35),
+    "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
+    "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
+    "cpu": EfficiencyProfile(name="cpu", convolution=1.0, attention=0.5, passes=1.0, tiles=False),
+    "": EfficiencyProfile(name="any"),
 }
 
 
-def default_profile(kind: str) -> EfficiencyProfile:
-    """The profile of a device where nothing is known of the software.
+@lru_cache(maxsize=256)
+def profile_of(device: Device) -> EfficiencyProfile:
+    """The profile of a device where nothing is known of the software but that it compiles and fuses.
 
-    >>> default_profile("NVIDIA H100 80GB HBM3").name
-    'default H100'
+    >>> from meshwright.cluster import load_cluster
+    >>> profile_of(load_cluster("dgx-h100").device).name
+    'H100'
     """
-    return next(profile for part, profile in _BY_DEVICE.items() if part in kind)
+    known = next(profile for part, profile in _BY_KIND.items() if part in device.kind)
+    return known.but(matmul=device.efficiency)

@@ -3,13 +3,18 @@
 * *Products* (batched [M, K] x [K, N]): arithmetic at the profile's fraction of the peak of their type, times what tiles
   leave: a product is computed in tiles of its result by the processors of a device in waves, and pays for whole tiles
   and whole waves. Then operands and result have to pass through memory; what of that does not hide behind arithmetic
-  comes on top.
+  (`Device.memory_overlap`) comes on top. Bytes per FLOP are 1/M + 1/K + 1/N, so this one term is what makes splitting a
+  thin dim further a bad plan.
 * *Convolutions*: the same by their FLOPs, without tiles.
 * *Fused attention*: FLOPs that a causal mask leaves (half), at a fraction of its own; its backward pass has 2.5 times
   the products (it computes the scores again).
-* *Memory*: chains of elementwise operations, reductions and softmax: bytes over a fraction of the bandwidth.
+* *Chains* of elementwise operations, reductions and softmax: what is stored passes through memory as often as the
+  profile says; what is fused into its readers costs a share of that.
 
-Known limits: waves are those of one tile size for each device; libraries also split K and choose among tiles.
+All but what is fused into others costs a start (`Device.kernel_launch_seconds`).
+
+Known limits: waves are those of one tile size for each device; libraries also split K and choose among tiles. Every
+fused attention is taken to be causal.
 """
 
 from __future__ import annotations
@@ -22,16 +27,13 @@ from typing import Literal
 from ..cluster import Device
 from .efficiency import EfficiencyProfile
 
-KernelKind = Literal["product", "convolution", "attention", "memory"]
-
-# Of the traffic of a product, what does not hide behind its arithmetic: the first tiles' loads and the last's stores.
-_EXPOSED_TRAFFIC = 0.25
+KernelKind = Literal["product", "convolution", "attention", "stored", "fused"]
 
 # Backward products of fused attention for each forward one: five instead of two.
 ATTENTION_BACKWARD = 2.5
 
 # Processors that each compute a tile of a result; edges of tiles, with the share of its rate that each reaches.
-_PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "P40": 30}
+_PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148, "4090": 128, "P40": 30}
 _TILES = (((256, 128), 1.0), ((128, 128), 0.95), ((128, 64), 0.8), ((64, 64), 0.6))
 
 # Steps over K that a tile takes to fill and drain its pipeline, in elements.
@@ -43,17 +45,17 @@ class Kernel:
     """One kernel at the size one device runs it.
 
     Args:
-      kind: its class.
+      kind: its class; of chains "stored" or "fused".
       flops: multiply-adds counted as two.
-      moved_bytes: read and written; of kind "memory" written.
-      dtype: of its operands.
+      moved_bytes: read and written; of chains written.
+      dtype: of its operands; empty for chains.
       shape: of a product: batch, M, N and K; empty otherwise.
     """
 
     kind: KernelKind
     flops: float
     moved_bytes: float
-    dtype: str
+    dtype: str = ""
     shape: tuple[float, ...] = ()
 
 
@@ -62,30 +64,31 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
     """Seconds of one run.
 
     >>> from meshwright.cluster import load_cluster
-    >>> from meshwright.cost.efficiency import default_profile
+    >>> from meshwright.cost.efficiency import profile_of
     >>> a100 = load_cluster("dgx-a100-80").device
     >>> large = Kernel("product", 2.0 * 8192**3, 3 * 2 * 8192.0**2, "bfloat16", (1, 8192, 8192, 8192))
-    >>> 0.6 < large.flops / kernel_seconds(large, a100, default_profile(a100.kind)) / 312e12 < 0.78
+    >>> 0.6 < large.flops / kernel_seconds(large, a100, profile_of(a100)) / 312e12 < 0.78
     True
     """
-    bandwidth = device.memory_bandwidth_bytes_per_second
-    if kernel.kind == "memory":
-        return profile.passes * kernel.moved_bytes / (profile.memory * bandwidth)
+    traffic = kernel.moved_bytes / (profile.memory * device.memory_bandwidth_bytes_per_second)
+    launch = device.kernel_launch_seconds
+    if kernel.kind == "fused":
+        return profile.fused_share * profile.passes * traffic
+    if kernel.kind == "stored":
+        return profile.passes * traffic + launch
     peak = device.peak_flops.get(kernel.dtype, device.peak_flops["float32"])
     if kernel.kind == "attention":
         # A causal mask leaves half of the scores.
-        return 0.5 * kernel.flops / (profile.attention * peak) + profile.launch_seconds
-    if kernel.shape and min(kernel.shape[1:]) == 1:
-        # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
-        return kernel.moved_bytes / (profile.memory * bandwidth) + profile.launch_seconds
+        return 0.5 * kernel.flops / (profile.attention * peak) + launch
     if kernel.kind == "convolution":
         reached = profile.convolution
     else:
         reached = profile.narrow if kernel.dtype.startswith("float8") else profile.matmul
-        if profile.tiles and kernel.shape:
+        # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
+        if profile.tiles and kernel.shape and min(kernel.shape[1:]) > 1:
             reached *= _filled(kernel.shape, device.kind)
-    arithmetic, traffic = kernel.flops / (reached * peak), kernel.moved_bytes / (profile.memory * bandwidth)
-    return max(arithmetic, traffic) + _EXPOSED_TRAFFIC * min(arithmetic, traffic) + profile.launch_seconds
+    arithmetic = kernel.flops / (reached * peak)
+    return max(arithmetic, traffic) + (1.0 - device.memory_overlap) * min(arithmetic, traffic) + launch
 
 
 def _filled(shape: tuple[float, ...], kind: str) -> float:

@@ -147,6 +147,9 @@ class ReshardPlan:
         return digest.hexdigest()[:16]
 
 
+# How much of a chunk a cut may be moved by.
+_SETTLING = 1024
+
 # Loads that are looked at together: bounds the memory of a very long plan.
 _BLOCK = 1 << 22
 
@@ -180,8 +183,10 @@ def expand(
     chunk = np.arange(chunks, dtype=np.int64)[:, None]
     shape = (chunks, len(table))
     number = np.broadcast_to(number, shape)
-    start = demand.align(number, np.minimum(offset + chunk * size + begin, limit))
-    stop = demand.align(number, np.minimum(offset + chunk * size + end, limit))
+    # Cuts of chunks that are next to a slice's end are made there: else they cost a message of a few bytes.
+    within = max(sizes) // _SETTLING if chunks > 1 else 0
+    start = demand.settled(number, np.minimum(offset + chunk * size + begin, limit), within)
+    stop = demand.settled(number, np.minimum(offset + chunk * size + end, limit), within)
     place = (chunk + hop) * (int(each[-1]) + 1) + each
     moved = np.flatnonzero(stop > start)
     moved = moved[np.argsort(place.ravel()[moved], kind="stable")]

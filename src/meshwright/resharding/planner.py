@@ -14,7 +14,7 @@ from .bound import Bound, lower_bound
 from .network import Network
 from .plan import ReshardPlan, Share
 from .ports import Flow, flows_of
-from .rounds import decompose
+from .rounds import decompose, without_crumbs
 from .routes import Routes, choose_routes, on_grid
 from .tasks import Demand, Move, demand_of
 
@@ -90,12 +90,15 @@ def _with_chunks(demand: Demand, bound: Bound, chosen: Routes, chunks: int) -> R
     flows = tuple(flows_of(demand.network, routes, chunks=chunks, unit=demand.unit))
     return ReshardPlan(
         demand=demand, bound=bound, relay_bound_seconds=chosen.relay_bound_seconds, routes=routes, flows=flows,
-        shares=tuple(_shares(demand, flows)), chunks=chunks, unit=demand.unit,
+        shares=tuple(_shares(demand, flows, chunks)), chunks=chunks, unit=demand.unit,
     )  # fmt: skip
 
 
-def _shares(demand: Demand, flows: Sequence[Flow]) -> list[Share]:
-    """The rounds of one period: the flows between two ports laid end to end, and cut where a round is over."""
+def _shares(demand: Demand, flows: Sequence[Flow], periods: int) -> list[Share]:
+    """The rounds of one period: the flows between two ports laid end to end, and cut where a round is over.
+
+    Where there is one period, and so no relay's first chunk to wait for, the rounds end with the busiest port exactly.
+    """
     network = demand.network
     queues: dict[tuple[int, int], list[int]] = {}
     volumes: dict[tuple[int, int], int] = {}
@@ -104,12 +107,12 @@ def _shares(demand: Demand, flows: Sequence[Flow]) -> list[Share]:
         queues.setdefault(pair, []).append(i)
         # Whole units, so that rounds end where elements do.
         volumes[pair] = volumes.get(pair, 0) + (flow.end - flow.begin) // demand.unit
-    found = decompose(
-        volumes,
-        send_rates=[Fraction(nic.send_rate) for nics in network.nics for nic in nics],
-        receive_rates=[Fraction(nic.receive_rate) for nics in network.nics for nic in nics],
-        core_rate=None if network.core_rate is None else Fraction(network.core_rate),
-    )
+    send_rates = [Fraction(nic.send_rate) for nics in network.nics for nic in nics]
+    receive_rates = [Fraction(nic.receive_rate) for nics in network.nics for nic in nics]
+    core_rate = None if network.core_rate is None else Fraction(network.core_rate)
+    found = decompose(volumes, send_rates=send_rates, receive_rates=receive_rates, core_rate=core_rate)
+    if periods > 1:
+        found = without_crumbs(found, send_rates=send_rates, receive_rates=receive_rates, core_rate=core_rate)
     heads = dict.fromkeys(queues, 0)
     position = {pair: flows[queue[0]].begin for pair, queue in queues.items()}
     shares = []

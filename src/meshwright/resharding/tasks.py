@@ -183,6 +183,18 @@ class Demand:
         inside = (position - self.start[entry]) // self.item_bytes[entry] * self.item_bytes[entry]
         return np.where(position >= np.diff(begins)[number], position, self.start[entry] + inside)
 
+    def settled(self, number: np.ndarray, position: np.ndarray, within: int) -> np.ndarray:
+        """As `align`; and where a unit task begins or ends at most `within` bytes away, there."""
+        found = self.align(number, position)
+        if not within or self.unit_tasks == len(self.classes):
+            return found
+        begins, starts = self._places
+        place = begins[number] + found
+        after = np.searchsorted(starts, place, side="right")
+        low, high = starts[after - 1], np.append(starts, begins[-1])[after]
+        near = np.where(place - low <= within, low, np.where(high - place <= within, high, place))
+        return near - begins[number]
+
     def aligned(self, number: int, position: int) -> int:
         """As `align`, for one position."""
         return int(self.align(np.array([number]), np.array([position]))[0])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from .._jax.convolutions import with_ordered_convolutions
 from .._jax.grad import value_and_grad_p
 from .._jax.jaxpr import open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
@@ -74,10 +75,19 @@ class LocalStep:
             specs.append(spec)
         return specs
 
-    def on(self, mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, ...]]:
-        """The step as a function of its flat arguments on a mesh of the plan's axes."""
+    def on(self, mesh: Mesh | AbstractMesh, platform: str | None = None) -> Callable[..., tuple[Any, ...]]:
+        """The step as a function of its flat arguments on a mesh of the plan's axes.
+
+        Args:
+          mesh: of the plan's axes.
+          platform: of its devices; that of the mesh's own if not given.
+        """
+        if platform is None and isinstance(mesh, Mesh):
+            platform = mesh.devices.flat[0].platform
         return jax.shard_map(
-            lambda *shards: tuple(v.read(s) for v, s in zip(self._local(shards), self.out_specs, strict=True)),
+            lambda *shards: tuple(
+                v.read(s) for v, s in zip(self._local(shards, platform), self.out_specs, strict=True)
+            ),
             mesh=mesh,
             in_specs=tuple(partition(s) for s in self.in_specs),
             out_specs=tuple(partition(s) for s in self.out_specs),
@@ -100,7 +110,7 @@ class LocalStep:
         Args:
           platform: of the devices.
         """
-        step = jax.jit(self.on(self.abstract_mesh()))
+        step = jax.jit(self.on(self.abstract_mesh(), platform))
         donated = tuple(range(self.program.state_inputs))
         return predict(dataflow_of(step, *self.avals(), donate_argnums=donated, platform=platform))
 
@@ -161,7 +171,7 @@ class LocalStep:
         """For each auxiliary result, the dim that grows with the batch."""
         return grown_dims(self.program)[1:]
 
-    def _local(self, shards: Sequence[Any]) -> list[LocalValue]:
+    def _local(self, shards: Sequence[Any], platform: str | None) -> list[LocalValue]:
         """The whole step on one device's shards."""
         program, sizes = self.program, self._stage.sizes
         operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
@@ -171,11 +181,11 @@ class LocalStep:
             return [LocalValue(x, s, sizes) for x, s in zip(made, outs, strict=True)]
 
         def take_over(equation: Any, values: Sequence[LocalValue]) -> Sequence[LocalValue] | None:
-            return self._value_and_grad(values) if equation.primitive is value_and_grad_p else None
+            return self._value_and_grad(values, platform) if equation.primitive is value_and_grad_p else None
 
         return Follower(program.rules, sizes, take_over).program(program.outer, operands)
 
-    def _value_and_grad(self, operands: Sequence[LocalValue]) -> list[LocalValue]:
+    def _value_and_grad(self, operands: Sequence[LocalValue], platform: str | None) -> list[LocalValue]:
         """Loss, auxiliary results and gradients; gradients leave in their storage specs."""
         program, stage, sizes = self.program, self._stage, self._stage.sizes
         n = program.num_consts
@@ -194,6 +204,9 @@ class LocalStep:
             (value, aux), grads = with_aux(*parameters)
             return value, aux, grads
 
+        convolves = any(operator.name == "conv_general_dilated" for operator in program.graph.operators)
+        if platform == "cpu" and convolves:
+            microbatch = with_ordered_convolutions(microbatch)
         consts, parameters = shards[:n], shards[n:]
         if program.microbatches == 1:
             value, aux, grads = microbatch(consts, parameters)

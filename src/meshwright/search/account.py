@@ -10,7 +10,6 @@ from typing import Any
 from ..plan import Collective
 from ..sharding import Conversion, Spec, convert
 from .intra_op import IntraOpProblem, IntraOpSolution, central_messages
-from .products import product_passes
 
 
 @dataclass(slots=True)
@@ -118,10 +117,10 @@ def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account)
         runs = problem.forward_runs(operator)
         compute, _ = prices.operator(graph, operator, choice.algorithm, forward_runs=runs)
         total.compute_seconds += m * operator.repeats * compute
-        shards = prod(problem.sizes[a] for split in choice.algorithm.axes for a in split)
         if operator.matmul:
-            passes = sum(product_passes(graph, operator, forward_runs=runs))
-            total.flops += m * operator.repeats * operator.flops / shards * passes
+            kernels = prices.kernels(graph, operator, choice.algorithm)
+            flops = runs * kernels.forward.flops + sum(one.runs * one.kernel.flops for one in kernels.gradients)
+            total.flops += m * operator.repeats * flops
         results = [graph.values[v].shape for v in operator.results if v is not None]
         if all(prod(shape) == 1 for shape in results):
             continue

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..program.layers import equation_flops
 from ..program.staged import StagedProgram
-from .inter_op import Found, InterOpProblem, solve_inter_op
+from .inter_op import solve_inter_op
+from .inter_op_problem import Found, InterOpProblem
 from .submeshes import Submesh
 
 
@@ -35,7 +36,7 @@ def of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
     )
 
 
-def equal_stages(program: StagedProgram, problem: InterOpProblem, count: int) -> Found | None:
+def stages_of_like_work(program: StagedProgram, problem: InterOpProblem, count: int) -> Found | None:
     """The plan of `count` stages of like work on as many devices each; None if there is none."""
     layers, devices = problem.layers, problem.devices
     if count > layers or devices % count or problem.num_stages not in (None, count):

@@ -26,9 +26,9 @@ depends on, is known. A state is (first layer, first device); its *labels* are t
 label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
 sum, period, and S, and if those stages of both that earlier layers will still send something to are on the same
 submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984). A known plan's
-objective prunes what cannot become better: two small dynamic programs over the least seconds of each range at each place
-say for every (layer, device, place) what the stages before it add at least to the sum and to the period. The same
-numbers say which labels are the most promising (A*). Brute force over all plans says the same in
+objective prunes what cannot become better: two small dynamic programs over the least seconds of each range at each
+place say for every (layer, device, place) what the stages before it add at least to the sum and to the period. The
+same numbers say which labels are the most promising (A*). Brute force over all plans says the same in
 tests/property/test_inter_op.py.
 
 Cost: states x submeshes x layers x labels, of which the bounds leave few. Values read by very many stages make labels
@@ -37,157 +37,17 @@ incomparable; `beam` bounds the labels of a state, and `Found.exact` says whethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from .inter_op_bounds import least_before, positions_of
+from .inter_op_problem import Found, InterOpProblem, Option, PlacedStage
 from .submeshes import Submesh
 
 # How many plans beside the best are handed back.
 _OTHERS = 4
-
-Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
-ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One way to run a range of layers on a submesh.
-
-    Args:
-      forward_seconds: of one microbatch.
-      backward_seconds: of one microbatch.
-      weight_seconds: of that, the gradients of parameters, which a split backward puts off.
-      once_seconds: gradient synchronisation and update.
-      constant_bytes: on one device throughout.
-      in_flight_bytes: on one device for each microbatch in flight.
-      tag: whose it is; the search looks not at it.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    once_seconds: float = 0.0
-    constant_bytes: float = 0.0
-    in_flight_bytes: float = 0.0
-    weight_seconds: float = 0.0
-    tag: Any = None
-
-    @property
-    def seconds(self) -> float:
-        """Of one microbatch, both passes."""
-        return self.forward_seconds + self.backward_seconds
-
-    @property
-    def passage_seconds(self) -> float:
-        """What a stage adds to the ends of a pipeline in which weight gradients wait."""
-        cotangent = self.backward_seconds - self.weight_seconds
-        return max(self.forward_seconds, cotangent, self.forward_seconds + cotangent - self.weight_seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """A value of one layer that later layers read, or a parameter of several layers.
-
-    Args:
-      layers: the layers that touch it, ascending; of a value the first makes it and the others read it.
-      forward_bytes: moved for each microbatch; 0 for a parameter.
-      backward_bytes: moved back for each microbatch.
-      once_bytes: of the gradient that holders of a parameter exchange once a step; 0 for a value.
-    """
-
-    layers: tuple[int, ...]
-    forward_bytes: float = 0.0
-    backward_bytes: float = 0.0
-    once_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedStage:
-    """A stage of a found plan: layers `first` to before `last`, on a submesh, run as `option` says."""
-
-    first: int
-    last: int
-    submesh: Submesh
-    option: Option
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A staged plan.
-
-    Args:
-      seconds: the objective.
-      stages: in program order.
-      exact: whether no better plan exists under these numbers.
-      others: the next best that the search has left, best first; not all there are.
-    """
-
-    seconds: float
-    stages: tuple[PlacedStage, ...]
-    exact: bool
-    others: tuple[tuple[PlacedStage, ...], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class InterOpProblem:
-    """The numbers.
-
-    Args:
-      layers: how many.
-      devices: how many; every plan uses all of them.
-      submeshes: what a stage may be placed on.
-      options: for a range of layers (first, one past the last), a submesh and a number of microbatches in flight.
-      crossings: what layers share.
-      transfer_seconds: from one submesh to a later one, of so many bytes; what an edge carries is one transfer. Two
-        holders of a parameter exchange its gradient in as many seconds, both ways at once.
-      microbatches: in a step.
-      memory_limit_bytes: of a device.
-      order: the schedule.
-      max_stages: the most stages.
-      num_stages: how many stages there are to be; None for any number, except for zero bubble.
-      least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
-        (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
-        look at all options.
-      fastest: the same of options that fit memory with so many microbatches in flight, for several such numbers: each
-        `[in flight, layers + 1, layers + 1]`; None for `least` whatever is in flight.
-    """
-
-    layers: int
-    devices: int
-    submeshes: Sequence[Submesh]
-    options: Callable[[int, int, Submesh, int], Sequence[Option]]
-    crossings: Sequence[Crossing]
-    transfer_seconds: Callable[[Submesh, Submesh, float], float]
-    microbatches: int
-    memory_limit_bytes: float
-    order: Order = "one_f_one_b"
-    max_stages: int | None = None
-    num_stages: int | None = None
-    least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
-    fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
-
-    @property
-    def most_places(self) -> int:
-        """Of stages there can be so many."""
-        limits = (self.max_stages, self.num_stages, self.layers)
-        return min(limit for limit in limits if limit is not None)
-
-    def in_flight(self, from_end: int) -> int:
-        """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
-        if self.order == "gpipe":
-            return self.microbatches
-        if self.order == "zero_bubble":
-            assert self.num_stages is not None, "zero bubble keeps as many in flight as there are stages"
-            return min(self.microbatches, self.num_stages)
-        return min(self.microbatches, from_end if self.order == "one_f_one_b" else 2 * from_end - 1)
-
-    def fits(self, option: Option, from_end: int) -> bool:
-        """Whether an option at this place from the end fits a device."""
-        held = option.constant_bytes + self.in_flight(from_end) * option.in_flight_bytes
-        return held <= self.memory_limit_bytes * (1 + 1e-12)
 
 
 class _Label:
@@ -245,76 +105,6 @@ def solve_inter_op(problem: InterOpProblem, *, beam: int = 256, upper_bound: flo
     return _Search(problem, beam, upper_bound).run()
 
 
-def most_seconds(problem: InterOpProblem, bound: float) -> dict[Submesh, np.ndarray]:
-    """The longest that each range of layers may take on each submesh, in one microbatch, if the plan it is a part of is
-    to take no longer than `bound` seconds: `[layers + 1, layers + 1]`; below 0 for none. The problem has its `least`."""
-    assert problem.least is not None
-    positions = _positions(problem)
-    tables = {submesh: problem.least(submesh) for submesh in problem.submeshes}
-    if problem.order != "zero_bubble":
-        tables = {submesh: (seconds, seconds) for submesh, (seconds, _) in tables.items()}
-    total, period = _before(problem, positions, tables)
-    shape, rest = total.shape, problem.microbatches - 1
-    total_after, period_after = np.full(shape, inf), np.full(shape, inf)
-    total_after[-1, -1] = period_after[-1, -1] = 0.0
-    for submesh in sorted(problem.submeshes, key=lambda one: -one.first):
-        (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
-        summed = (passage + total_after[None, :, stop]).min(axis=1)
-        longest = np.maximum(seconds, period_after[None, :, stop]).min(axis=1)
-        total_after[:, start] = np.minimum(total_after[:, start], summed)
-        period_after[:, start] = np.minimum(period_after[:, start], longest)
-    # What stands in the sum of the stage itself: of a split backward perhaps nothing.
-    times = rest + (problem.order != "zero_bubble")
-    found = {}
-    for submesh in problem.submeshes:
-        start, stop = positions[submesh.first], positions[submesh.stop]
-        around = total[:, start, None] + total_after[None, :, stop]
-        most = np.full_like(around, -inf)
-        possible = np.isfinite(around)
-        others = np.maximum(period[:, start, None], period_after[None, :, stop])[possible]
-        left = bound - around[possible]
-        alone = left / times if times else np.full_like(left, inf)
-        most[possible] = np.where(alone >= others, alone, left - rest * others)
-        found[submesh] = most
-    return found
-
-
-def _positions(problem: InterOpProblem) -> dict[int, int]:
-    """Devices at which stages begin or end, numbered."""
-    ends = {end for submesh in problem.submeshes for end in (submesh.first, submesh.stop)}
-    return {device: number for number, device in enumerate(sorted({0, problem.devices, *ends}))}
-
-
-def _before(
-    problem: InterOpProblem,
-    positions: Mapping[int, int],
-    tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]],
-    further: tuple[np.ndarray, np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """For all layers before a layer on all devices before a position, `[layer, position]`: what they add at least to
-    the sum, and the least period.
-
-    Args:
-      problem: the numbers.
-      positions: of devices.
-      tables: seconds of every range on a submesh, and what it adds to the sum: each `[first, last]`.
-      further: the same for the stages before the last one of these, where that is known; else this is found for any
-        number of stages.
-    """
-    shape = (problem.layers + 1, len(positions))
-    total, period = np.full(shape, inf), np.full(shape, inf)
-    if further is None:
-        total[0, 0] = period[0, 0] = 0.0
-    before_total, before_period = further if further is not None else (total, period)
-    for submesh in sorted(problem.submeshes, key=lambda one: one.stop):
-        (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
-        summed = (before_total[:, start, None] + passage).min(axis=0)
-        longest = np.maximum(before_period[:, start, None], seconds).min(axis=0)
-        total[:, stop] = np.minimum(total[:, stop], summed)
-        period[:, stop] = np.minimum(period[:, stop], longest)
-    return total, period
-
-
 class _Search:
     def __init__(self, problem: InterOpProblem, beam: int, bound: float) -> None:
         self.problem, self.beam, self.bound = problem, beam, bound
@@ -329,7 +119,7 @@ class _Search:
             for i in range(problem.layers + 1)
         ]
         self.most = problem.most_places
-        self._positions = _positions(problem)
+        self._positions = positions_of(problem)
         self._tables = {submesh: self._by_place(submesh) for submesh in problem.submeshes}
         self._left = self._least_left()
         self._steps: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -364,7 +154,7 @@ class _Search:
             tables = np.full(shape, inf), np.full(shape, inf)
             if found:
                 here = {submesh: (one[place], two[place]) for submesh, (one, two) in self._tables.items()}
-                tables = _before(self.problem, self._positions, here, found[-1])
+                tables = least_before(self.problem, self._positions, here, found[-1])
             if self.problem.num_stages in (None, place):
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
             found.append(tables)

@@ -1,13 +1,13 @@
 """What the two passes of a solved problem take, apart: a pipeline's transfers and memory lie between them.
 
-The forward pass is priced by itself, from the same prices: each operator as if nothing were differentiated, and of each
-conversion its forward collectives. What remains of the problem's objective is the backward pass, rematerialisation
+The forward pass is priced by itself, from the same prices: of each operator its forward kernels, and of each conversion
+its forward collectives. What remains of the problem's objective is the backward pass, rematerialisation
 included, once what happens once a step (gradient synchronisation, the optimizer's update) is taken off.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..cost.compute import elementwise_seconds
 from ..program.graph import Operator
@@ -94,21 +94,12 @@ def _weight_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
 
 
 def _operator_passes(problem: IntraOpProblem, chosen: IntraOpSolution, operator: Operator) -> tuple[float, float]:
-    """Seconds of one run of an operator forward, and of the backward pass what computes gradients of parameters: the
-    share that its operands of parameters have in those that are differentiated."""
+    """Seconds of one run of an operator forward, and of the backward pass what computes gradients of parameters."""
     known = problem.operator_prices[operator.index]
     number = chosen.solution.choices[problem.operator_node[operator.index]]
     if number not in known.passes:
-        graph, prices, algorithm = problem.graph, problem.prices, known.choices[number].algorithm
-        plain = replace(operator, differentiated=False)
-        forward, inside = prices.operator(graph, plain, algorithm, forward_runs=1)
-        weight = 0.0
-        moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
-        mine = sum(v in problem.of_parameters for v in moving)
-        if operator.differentiated and mine:
-            both, _ = prices.operator(graph, operator, algorithm, forward_runs=1)
-            weight = (both - forward) * mine / len(moving)
-        known.passes[number] = forward + inside, weight
+        algorithm = known.choices[number].algorithm
+        known.passes[number] = problem.prices.operator_passes(problem.graph, operator, algorithm, problem.of_parameters)
     return known.passes[number]
 
 

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
 from math import inf, isfinite
 
 from ..errors import MemoryExceeded, PlanError
 from ..plan import Plan
 from ..program.staged import StagedProgram, merge_scans
-from .given_stages import equal_stages, of_layers, restricted
-from .inter_op import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage, most_seconds, solve_inter_op
-from .interleaving import CHUNKS, interleaved
+from .given_stages import of_layers, restricted, stages_of_like_work
+from .inter_op import solve_inter_op
+from .inter_op_bounds import most_seconds
+from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
+from .interleaving import Interleaving, interleaved
+from .memory_limit import MemoryLimit
 from .stage_costs import StageCosts
 from .stage_request import (
     INTERLEAVED,
@@ -31,10 +33,12 @@ from .stage_request import (
     StageRequest as StageRequest,
     check_layers,
     check_request,
+    nothing_fits,
+    placements,
 )
 from .staged_plan import assemble
 from .staged_timing import WORTH_SPLITTING, Scheduled, StagedTiming, best_schedule, staged_timing
-from .submeshes import Submesh, Submeshes
+from .submeshes import Submeshes
 
 # Plans whose objective is this much longer than the best may still be the best simulated.
 _WORTH_SIMULATING = 1.05
@@ -88,10 +92,8 @@ class _Candidate:
 
     @property
     def weight(self) -> float:
-        """Its seconds, with what a split backward or stages that share devices have to gain to be taken."""
-        schedule = self.scheduled.schedule
-        elaborate = schedule.splits_backward or schedule.name == INTERLEAVED
-        return self.seconds * (1 + (WORTH_SPLITTING if elaborate else 0.0))
+        """Its seconds, with what a split backward has to gain to be taken."""
+        return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
 
 
 class NothingFaster(Exception):
@@ -99,14 +101,7 @@ class NothingFaster(Exception):
 
 
 def search_stages(request: StageRequest) -> StageSearchResult:
-    """The fastest staged plan that fits memory.
-
-    Raises:
-      PlanError: for a request that makes no sense: more stages than layers or devices, no microbatches, a submesh that
-        is none of the cluster, an unknown schedule.
-      MemoryExceeded: if no plan fits.
-      NothingFaster: if none is faster than `request.faster_than_seconds`.
-    """
+    """The fastest staged plan that fits memory; raises what `StageSearch` and its `run` do."""
     return StageSearch(request).run()
 
 
@@ -122,14 +117,18 @@ class StageSearch:
         check_request(request)
         self.request = request
         self.submeshes = Submeshes(request.cluster)
-        self.places = _placements(request, self.submeshes)
+        self.places = placements(request, self.submeshes)
         self.usable = request.cluster.device.usable_memory_bytes
-        self.limit: Callable[[int], float] = lambda count: self.usable
+        self.limit: Callable[[int], MemoryLimit] = self._unlimited
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
+        self._interleaving = Interleaving(request, self._costs)
         self._seconds = request.time_limit_seconds
         self._slack = _ESTIMATE_SLACK[0]
         self._reset()
+
+    def _unlimited(self, count: int) -> MemoryLimit:
+        return MemoryLimit(self.usable, self.usable)
 
     def _reset(self) -> None:
         self.start = time.perf_counter()
@@ -190,12 +189,12 @@ class StageSearch:
         return time.perf_counter() - self.start > self._seconds
 
     def run(
-        self, limit_bytes: Callable[[int], float] | None = None, *, time_limit_seconds: float | None = None
+        self, limit: Callable[[int], MemoryLimit] | None = None, *, time_limit_seconds: float | None = None
     ) -> StageSearchResult:
         """The fastest plan that fits.
 
         Args:
-          limit_bytes: that the search may count on a device in so many microbatches; None for what the cluster's
+          limit: what the search may count on a device in so many microbatches; None for what the cluster's
             devices have.
           time_limit_seconds: for this run; None for the request's.
 
@@ -205,7 +204,7 @@ class StageSearch:
         """
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-        self.limit = limit_bytes if limit_bytes is not None else lambda count: self.usable
+        self.limit = limit if limit is not None else self._unlimited
         known = self.request.faster_than_seconds
         best: _Candidate | None = None
         for self._slack in _ESTIMATE_SLACK:
@@ -225,7 +224,7 @@ class StageSearch:
         if best is None:
             raise self._nothing_fits()
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster)
-        solves = sum(costs.solves for costs in self._all_costs)
+        solves = sum(costs.solves for costs in (*self._all_costs, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
             plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
@@ -233,7 +232,7 @@ class StageSearch:
         )  # fmt: skip
 
     def _search(self, *, bounded: bool) -> None:
-        expected = self._expected(self._base, self.counts) if bounded else {count: 0.0 for count in self.counts}
+        expected = self._expected(self._base, self.counts) if bounded else dict.fromkeys(self.counts, 0.0)
         left = sorted(self.counts, reverse=True)
         refused: PlanError | None = None
         if bounded:
@@ -293,7 +292,7 @@ class StageSearch:
           counts: multiples of that number.
         """
         if len(self.counts) == 1 or costs is None:
-            return {count: 0.0 for count in counts}
+            return dict.fromkeys(counts, 0.0)
         found: dict[int, float] = {}
         # Where the most microbatches fit and fewer do not, it is good to know soon.
         for count in sorted(counts, reverse=True):
@@ -372,7 +371,9 @@ class StageSearch:
             costs.estimates.only_easy = True
             easy = solve_inter_op(problem, beam=1)
             costs.estimates.only_easy = False
-            plain = [easy] if easy is not None else [equal_stages(costs.program, problem, n) for n in _POWERS_OF_TWO]
+            plain = (
+                [easy] if easy is not None else [stages_of_like_work(costs.program, problem, n) for n in _POWERS_OF_TWO]
+            )
             bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
         costs.focus(most_seconds(problem, bound))
 
@@ -389,7 +390,7 @@ class StageSearch:
             crossings=crossings,
             transfer_seconds=self.submeshes.transfer_seconds,
             microbatches=round(costs.program.microbatches / share),
-            memory_limit_bytes=self.limit(round(costs.program.microbatches / share)),
+            memory_limit=self.limit(round(costs.program.microbatches / share)),
             order=order,
             num_stages=request.stage_count,
             least=lambda submesh: costs.least(submesh, share),
@@ -443,27 +444,22 @@ class StageSearch:
         return best
 
     def _interleaved(self) -> Iterator[_Candidate]:
-        """Plans of several stages a rank, for as many ranks as the plans so far have stages."""
-        request = self.request
-        if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
-            return
-        for costs in self._all_costs:
-            known = {len(stages) for n, stages in self.finished if n == costs.program.microbatches}
-            if request.stages is not None or set(request.schedules) == {INTERLEAVED}:
-                known = set(range(2, request.cluster.num_devices + 1))
-            for ranks, chunks in product(sorted(known), CHUNKS):
-                if request.stages not in (None, ranks * chunks) or (self.late and self.finished):
-                    continue
-                stages = interleaved(costs, ranks, chunks)
-                candidate = self._scheduled(costs, stages, chunks=chunks) if stages is not None else None
-                if candidate is not None:
-                    shape = f"{candidate.seconds:.6g} s with {ranks} ranks of {chunks} stages"
-                    self.considered.append(f"{costs.program.microbatches} microbatches, interleaved: {shape}")
-                    yield candidate
+        """Plans of several stages a rank, for as many ranks as the best plans so far suggest."""
+        for costs, ranks, chunks in self._interleaving.tries(self.finished, self._all_costs):
+            if self.late and self.finished:
+                return
+            finer = self._interleaving.in_stages(costs, ranks * chunks)
+            finer.limit(self.limit(costs.program.microbatches))
+            stages = interleaved(finer, ranks, chunks)
+            candidate = self._scheduled(finer, stages, chunks=chunks) if stages is not None else None
+            if candidate is not None:
+                shape = f"{candidate.seconds:.6g} s with {ranks} ranks of {chunks} stages"
+                self.considered.append(f"{costs.program.microbatches} microbatches, interleaved: {shape}")
+                yield candidate
 
     def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> _Candidate | None:
-        limit = self.limit(costs.program.microbatches)
-        staged = replace(staged_timing(costs.program, stages, self.submeshes), limit_bytes=limit)
+        timing = staged_timing(costs.program, stages, self.submeshes)
+        staged = replace(timing, limit=self.limit(costs.program.microbatches))
         orders = [name for name in SIMULATED if name in self._schedules and name != INTERLEAVED]
         orders = orders if len(stages) > 1 else ["one_f_one_b"]
         scheduled = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
@@ -495,29 +491,9 @@ class StageSearch:
         return self._scheduled(costs, tuple(stages), chunks=chunks)
 
     def _nothing_fits(self) -> MemoryExceeded:
-        request = self.request
-        usable = max(map(self.limit, self.counts))
-        counts = ", ".join(map(str, self.counts))
-        least = min(costs.least_bytes() for costs in self._all_costs)
-        return MemoryExceeded(
-            refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-            got=f"{usable / 2**20:.1f} MiB usable on a device",
-            needed=f"at least {least / 2**20:.1f} MiB on a device for parameters, gradients and optimizer state alone, "
-            f"and what {counts} microbatches keep",
-            where="the stage search",
-            try_="more microbatches, more devices" + ("" if request.remat == "layer" else ', or remat="layer"'),
-        )
+        usable = max(self.limit(count).inner for count in self.counts)
+        return nothing_fits(self.request, usable, min(costs.least_bytes() for costs in self._all_costs))
 
 
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:
     return order in schedules or (order == "eager_one_f_one_b" and "adaptive" in schedules)
-
-
-def _placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ...]:
-    if request.submeshes is None:
-        return submeshes.all
-    bounds = list(accumulate(request.submeshes, initial=0))
-    found = tuple(Submesh(a, b) for a, b in pairwise(bounds))
-    for submesh in found:
-        submeshes.check(submesh)
-    return found

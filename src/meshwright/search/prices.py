@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..cluster import Device, LogicalMesh
 from ..cost.collective import collective_seconds
-from ..cost.compute import elementwise_seconds
+from ..cost.efficiency import profile_of
+from ..cost.kernels import Kernel, kernel_seconds
 from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
 from ..program.residuals import is_fusible
 from ..sharding import Algorithm, Spec, convert
 from .conversion_prices import conversion_prices
-from .products import product_seconds
-
-# Share of an elementwise operator's memory traffic that is left when it is fused into its readers: its arithmetic.
-_FUSED_SHARE = 0.1
+from .operator_kernels import OperatorKernels, operator_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +71,13 @@ class Prices:
     def __init__(self, mesh: LogicalMesh, device: Device) -> None:
         self.mesh = mesh
         self.device = device
+        self.profile = profile_of(device)
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
         self._moved: dict[tuple[object, ...], float] = {}
+        self._kernels: dict[Kernel, float] = {}
         # What problems on this mesh have found out of operators and parameters, by what tells them apart.
         self.operators: dict[object, OperatorPrices] = {}
         self.parameters: dict[object, tuple[tuple[Any, ...], np.ndarray, np.ndarray]] = {}
@@ -136,24 +137,47 @@ class Prices:
         """
         if operator.is_link:
             return 0.0, 0.0
-        runs = forward_runs
-        written = sum(
-            graph.values[v].bytes / algorithm.results[i].shards(self.sizes)
-            for i, v in enumerate(operator.results)
-            if v is not None
-        )
+        found = self.kernels(graph, operator, algorithm)
+        seconds = forward_runs * self.kernel(found.forward)
+        seconds += sum(one.runs * self.kernel(one.kernel) for one in found.gradients)
         inside = sum(
-            (runs + c.mirrored) * self.collective(c.kind, c.size_bytes, c.axes)
+            (forward_runs + c.mirrored) * self.collective(c.kind, c.size_bytes, c.axes)
             for c in self.inner_collectives(graph, operator, algorithm)
         )
-        if operator.matmul:
-            seconds = product_seconds(graph, operator, algorithm, self.sizes, self.device, forward_runs=runs)
-            return seconds, inside
-        if operator.differentiated:
-            runs += 1
-        if not self.is_stored(graph, operator):
-            written *= _FUSED_SHARE
-        return runs * elementwise_seconds(written, self.device), inside
+        return seconds, inside
+
+    def operator_passes(
+        self, graph: Graph, operator: Operator, algorithm: Algorithm, of_parameters: Container[int | None]
+    ) -> tuple[float, float]:
+        """Seconds of one run of an operator forward, with the collectives inside, and of its derivative what computes
+        gradients of parameters.
+
+        Args:
+          of_parameters: the values that depend on parameters alone.
+        """
+        if operator.is_link:
+            return 0.0, 0.0
+        found = self.kernels(graph, operator, algorithm)
+        inside = sum(
+            self.collective(c.kind, c.size_bytes, c.axes) for c in self.inner_collectives(graph, operator, algorithm)
+        )
+        weight = sum(
+            one.runs * self.kernel(one.kernel)
+            for one in found.gradients
+            if operator.operands[one.operand] in of_parameters
+        )
+        return self.kernel(found.forward) + inside, weight
+
+    def kernels(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> OperatorKernels:
+        """What a device runs for an operator that is no link."""
+        stored = self.is_stored(graph, operator)
+        return operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
+
+    def kernel(self, kernel: Kernel) -> float:
+        """Seconds of one run of a kernel."""
+        if kernel not in self._kernels:
+            self._kernels[kernel] = kernel_seconds(kernel, self.device, self.profile)
+        return self._kernels[kernel]
 
     def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
         """What an operator moves in one forward run: partial maxima combined, borders exchanged with neighbours."""
@@ -175,8 +199,10 @@ class Prices:
         return tuple(found)
 
     def is_stored(self, graph: Graph, operator: Operator) -> bool:
-        """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain."""
-        readers = [
-            graph.operators[user] for v in operator.results if v is not None for user, _ in graph.consumers.get(v, ())
-        ]
+        """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain. Single
+        numbers are computed by whoever reads them."""
+        results = [v for v in operator.results if v is not None]
+        if all(prod(graph.values[v].shape) == 1 for v in results):
+            return False
+        readers = [graph.operators[user] for v in results for user, _ in graph.consumers.get(v, ())]
         return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)

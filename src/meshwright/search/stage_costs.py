@@ -15,10 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op import Crossing, Option
+from .inter_op_problem import Crossing, Option
 from .intra_op import ParameterInfo
+from .memory_limit import MemoryLimit
 from .pins import Pins
-from .stage_estimates import StageEstimates, best_of, in_parts
+from .program_parts import in_parts
+from .stage_estimates import StageEstimates, best_of
 from .stage_segments import stage_segments
 from .stage_solver import Kinds, Place, SolvedStage, StageSolver, WantedMesh
 from .submeshes import Submesh, Submeshes
@@ -62,6 +64,8 @@ class StageCosts:
         self.solver = solver(program)
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
+        usable = submeshes.cluster.device.usable_memory_bytes
+        self._limit = MemoryLimit(usable, usable)
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
@@ -113,10 +117,9 @@ class StageCosts:
         both, forward = self.estimates.least(self.solver.kind_of[submesh])
         return share * both, share * forward
 
-    def fastest(
-        self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers + 1]`."""
+    def fastest(self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers +
+        1]`."""
         return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
@@ -128,11 +131,11 @@ class StageCosts:
             kinds[kind] = np.maximum(kinds[kind], most) if kind in kinds else most
         self.estimates.focus(kinds)
 
-    def limit(self, limit_bytes: float) -> None:
+    def limit(self, limit: MemoryLimit) -> None:
         """From now on so many bytes may be counted on a device."""
-        if self.solver.limit_bytes != limit_bytes:
-            self.solver.limit_bytes = limit_bytes
-            self.estimates.limit(limit_bytes)
+        if self._limit != limit:
+            self._limit = limit
+            self.estimates.limit(limit)
             self._solved.clear()
             self._shares.clear()
             self.forget_estimates()
@@ -169,6 +172,10 @@ class StageCosts:
             )
             for one in estimates
         )  # fmt: skip
+
+    def _limit_of(self, last: int) -> float:
+        """Bytes on a device of a stage that ends before this layer."""
+        return self._limit.of(last=last == len(self.program.layers))
 
     def forget_estimates(self) -> None:
         """Estimate every range again, whatever it takes."""
@@ -227,7 +234,8 @@ class StageCosts:
         for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
             if weight >= best:
                 break
-            stage = self.solver.within(Place(first, last, kind, number), remat, in_flight)
+            place = Place(first, last, kind, number)
+            stage = self.solver.within(place, remat, in_flight, self._limit_of(last))
             if stage is not None:
                 found.append(_option_of(stage))
                 best = min(best, self.estimates.weight(found[-1]))
@@ -243,8 +251,8 @@ class StageCosts:
             for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
                 if best is not None and weight >= self.estimates.weight(best):
                     break
-                place, limit = Place(first, last, kind, number), self.solver.limit_bytes / share
-                stage = self.solver.within(place, remat, in_flight, limit_bytes=limit)
+                place, limit = Place(first, last, kind, number), self._limit_of(last) / share
+                stage = self.solver.within(place, remat, in_flight, limit)
                 option = _option_of(stage) if stage is not None else None
                 if option and (best is None or self.estimates.weight(option) < self.estimates.weight(best)):
                     best = option

@@ -1,8 +1,8 @@
 """What a range of layers will cost, estimated from its parts without solving it.
 
 Each part (a layer, a repeated block inside one, or a piece of a scan) is solved by itself on each logical mesh, and the
-seconds are added up. That leaves out only the conversions between parts that want different layouts, so that an estimate
-is nearly always too low, by a few percent where parts are alike. Equal parts are solved once.
+seconds are added up. That leaves out only the conversions between parts that want different layouts, so that an
+estimate is nearly always too low, by a few percent where parts are alike. Equal parts are solved once.
 
 Memory: where the fastest layouts of all parts fit together, that is the estimate. Where they do not, each part is
 solved again with a price on memory, the same for all, and the estimate lies between the last price at which they do not
@@ -19,17 +19,16 @@ alone has to finish them; a parameter that several parts of a range read counts 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import ceil, log
 
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op import Option
+from .inter_op_problem import Option
+from .memory_limit import MemoryLimit
 from .stage_solver import Place, SolvedStage, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
@@ -43,9 +42,6 @@ _PARTS_ALONE = 0.97
 
 # Less than this between two ways is no difference worth looking at.
 _SAME = 1.01
-
-# A layer is taken apart into this many equal blocks at most.
-_MOST_BLOCKS = 8
 
 # What a table says of a range, in this order; all but the last scale with the share of a microbatch or not at all.
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
@@ -112,10 +108,12 @@ class StageEstimates:
         # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
-        self._limit = self._unit = solver.limit_bytes
+        self._unit = solver.limit_bytes
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
         self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
+        # By the layer that ends a range.
+        self._limits = np.full(len(self._starts), solver.limit_bytes)
         self._most: Mapping[int, np.ndarray] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._parts: dict[tuple[int, int, int, str, int, float], tuple[tuple[float, ...], float]] = {}
@@ -127,9 +125,9 @@ class StageEstimates:
         self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
         self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
 
-    def limit(self, limit_bytes: float) -> None:
+    def limit(self, limit: MemoryLimit) -> None:
         """From now on so many bytes may be counted on a device; prices stay what they are."""
-        self._limit = self.solver.limit_bytes = limit_bytes
+        self._limits[:-1], self._limits[-1] = limit.inner, limit.final
         self._clear()
 
     def focus(self, most_seconds: Mapping[int, np.ndarray]) -> None:
@@ -228,7 +226,7 @@ class StageEstimates:
             looked_at = False
             for remat in self._wishes:
                 constant, kept, workspace = self._least(kind, number, remat)
-                wanted = open_ & (constant + share * (times * kept + workspace) <= self._limit)
+                wanted = open_ & (constant + share * (times * kept + workspace) <= self._limits)
                 if not wanted.any():
                     continue
                 found = self._priced(kind, number, remat, in_flight, share, wanted, most)
@@ -240,7 +238,7 @@ class StageEstimates:
                 np.minimum(best[0], seconds, out=best[0])
                 np.minimum(best[1], steps * seconds + found[_ONCE], out=best[1])
                 # Where memory does not bind there is nothing to gain by computing anything twice.
-                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * self._limit))
+                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * self._limits))
             if not looked_at:
                 left.append((number, np.where(low[0] <= most, weight, np.inf)))
         shape = (0, _WORKSPACE, len(in_flight), layers, layers)
@@ -291,7 +289,7 @@ class StageEstimates:
             held = now[_CONSTANT] + times * now[_KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[_FORWARD])
-            take = wanted & (held <= self._limit)
+            take = wanted & (held <= self._limits)
             if before is None or over is None:
                 wanted = wanted & (now[_FORWARD] + now[_BACKWARD] <= most)
                 take = take & wanted
@@ -300,7 +298,8 @@ class StageEstimates:
                     break
             elif take.any():
                 # Between the last price at which it does not fit and this one.
-                way = (over[take] - self._limit) / (over[take] - held[take])
+                limits = np.broadcast_to(self._limits, take.shape)[take]
+                way = (over[take] - limits) / (over[take] - held[take])
                 found[:, take] = (1 - way) * before[:, take] + way * here[:, take]
             wanted = wanted & ~take
             if not wanted.any():
@@ -437,48 +436,6 @@ class StageEstimates:
             total = self._column(kind, number, "none", 0, 1).sums[-1]
             self._weights[kind, number] = float(self.program.microbatches * (total[0] + total[1]) + total[4])
         return self._weights[kind, number]
-
-
-def in_parts(program: StagedProgram) -> StagedProgram:
-    """The program with layers of several equal blocks taken apart into these, wherever they repeat, and pieces of scans
-    apart from what stands before and after them.
-
-    A network of 48 blocks in 16 layers has 16 layers of three: solving a block is a third of the work. And the first and
-    the last piece of a scan are no more work then than the others.
-    """
-    bounds = {a for a, _ in program.layers} | {program.equations} | _around_scans(program) | _between_blocks(program)
-    if len(bounds) == len(program.layers) + 1:
-        return program
-    return replace(program, layers=tuple(pairwise(sorted(bounds))))
-
-
-def _around_scans(program: StagedProgram) -> set[int]:
-    """Where pieces of scans begin and end."""
-    starts = set(program.piece_starts.values())
-    return starts | {scan + 1 for pieces in program.pieces for scan in pieces}
-
-
-def _between_blocks(program: StagedProgram) -> set[int]:
-    """Where blocks of the most common layer begin and end, if it has several equal ones."""
-    signatures: list[list[object]] = [[] for _ in range(program.equations)]
-    values = program.graph.values
-    for operator in program.graph.operators:
-        shapes = tuple(values[v].shape for v in operator.results if v is not None)
-        signatures[operator.path[0]].append((operator.name, operator.flops, operator.repeats, shapes))
-    written = [repr(one) for one in signatures]
-    counts = Counter(tuple(written[a:b]) for a, b in program.layers)
-    common, _ = counts.most_common(1)[0]
-    length = len(common)
-    blocks = next(
-        (k for k in range(min(_MOST_BLOCKS, length), 1, -1) if length % k == 0 and common == common[: length // k] * k),
-        1,
-    )
-    if blocks == 1:
-        return set()
-    size, block = length // blocks, list(common[: length // blocks])
-    anchor = next(a for a, b in program.layers if tuple(written[a:b]) == common) % size
-    places = [p for p in range(anchor, program.equations, size) if written[p : p + size] == block]
-    return {bound for place in places for bound in (place, place + size)}
 
 
 def _option(fields: np.ndarray, number: int) -> Option:

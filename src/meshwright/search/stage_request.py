@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import prod
 
 from ..cluster import Cluster
-from ..errors import PlanError
+from ..errors import MemoryExceeded, PlanError
 from ..program.staged import StagedProgram
 from .intra_op import ParameterInfo
 from .pins import Pins
 from .stage_solver import WantedMesh
+from .submeshes import Submesh, Submeshes
 
 # The schedule of stages that share their devices.
 INTERLEAVED = "interleaved_one_f_one_b"
@@ -166,3 +168,37 @@ def _check_given(request: StageRequest) -> None:
                 needed="submeshes of as many devices each", where=where,
                 try_=f"submeshes=({', '.join(map(str, sizes))},)",
             )  # fmt: skip
+
+
+def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ...]:
+    """The submeshes that stages may have.
+
+    Raises:
+      PlanError: if those asked for are not of the cluster.
+    """
+    if request.submeshes is None:
+        return submeshes.all
+    bounds = list(accumulate(request.submeshes, initial=0))
+    found = tuple(Submesh(a, b) for a, b in pairwise(bounds))
+    for submesh in found:
+        submeshes.check(submesh)
+    return found
+
+
+def nothing_fits(request: StageRequest, usable_bytes: float, least_bytes: float) -> MemoryExceeded:
+    """What to say where no plan fits.
+
+    Args:
+      request: of the search.
+      usable_bytes: of a device.
+      least_bytes: of parameters, gradients and optimizer state spread over all devices.
+    """
+    counts = ", ".join(map(str, sorted(request.by_microbatches)))
+    return MemoryExceeded(
+        refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got=f"{usable_bytes / 2**20:.1f} MiB usable on a device",
+        needed=f"at least {least_bytes / 2**20:.1f} MiB on a device for parameters, gradients and optimizer state "
+        f"alone, and what {counts} microbatches keep",
+        where="the stage search",
+        try_="more microbatches, more devices" + ("" if request.remat == "layer" else ', or remat="layer"'),
+    )

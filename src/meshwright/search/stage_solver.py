@@ -257,11 +257,8 @@ class StageSolver:
             self._same[key] = self._solved(place, built, built[0].chosen(choices))
         return self._same[key]
 
-    def within(
-        self, place: Place, remat: str, in_flight: int, *, limit_bytes: float | None = None
-    ) -> SolvedStage | None:
-        """The best solution that fits a device (or `limit_bytes`) with so many microbatches in flight, or None."""
-        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+    def within(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:
+        """The best solution that needs no more bytes on a device with so many microbatches in flight, or None."""
         free = self.free(place, remat)
         if free is None or free.held_bytes(in_flight) <= limit:
             return free

@@ -15,7 +15,7 @@ from ..plan import (
 from ..plan.check import check_plan
 from ..program.staged import StagedProgram
 from .account import account
-from .inter_op import PlacedStage
+from .inter_op_problem import PlacedStage
 from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
 from .stage_costs import StageCosts
 from .stage_segments import moved_segments

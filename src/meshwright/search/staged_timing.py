@@ -9,7 +9,8 @@ from itertools import pairwise
 from ..program.staged import StagedProgram
 from ..schedule import Edge, Schedule, adaptive_warm_up, make_schedule
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
-from .inter_op import PlacedStage
+from .inter_op_problem import PlacedStage
+from .memory_limit import MemoryLimit
 from .submeshes import Submesh, Submeshes
 
 # Relative gain below which the backward is left whole.
@@ -46,14 +47,14 @@ class StagedTiming:
       sent: what crosses edges, by source, target and value.
       bytes_in_flight: of each stage, on one device, for each microbatch in flight.
       bytes_throughout: of each stage, on one device.
-      limit_bytes: what a device may use.
+      limit: what may be counted on a device.
     """
 
     timing: Timing
     sent: tuple[Sent, ...]
     bytes_in_flight: tuple[float, ...]
     bytes_throughout: tuple[float, ...]
-    limit_bytes: float
+    limit: MemoryLimit
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether every rank can hold what the schedule keeps in flight on its stages."""
@@ -63,7 +64,8 @@ class StagedTiming:
         )
         for rank, fixed, count, size in numbers:
             held[rank] += fixed + count * size
-        return all(size <= self.limit_bytes * (1 + 1e-12) for size in held)
+        last = schedule.stage_ranks[-1]
+        return all(size <= self.limit.of(last=rank == last) * (1 + 1e-12) for rank, size in enumerate(held))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ def staged_timing(program: StagedProgram, stages: Sequence[PlacedStage], submesh
         sent=sent,
         bytes_in_flight=tuple(stage.option.in_flight_bytes for stage in stages),
         bytes_throughout=tuple(stage.option.constant_bytes for stage in stages),
-        limit_bytes=submeshes.cluster.device.usable_memory_bytes,
+        limit=MemoryLimit(*(submeshes.cluster.device.usable_memory_bytes,) * 2),
     )
 
 

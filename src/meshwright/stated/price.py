@@ -130,10 +130,11 @@ def price_stated(
         compute = [0.0, 0.0]
         weights, activations = [0.0, 0.0], [0.0, 0.0]
         for kernel, runs in kind.work.kernels:
-            if narrow_products and kernel.kind == "product" and kernel.shape[0] == 1 and runs.forward > 1:
+            # Products with parameters in layers, which are several; the head is one.
+            in_layers = kernel.kind == "product" and kernel.shape[:1] == (1,) and runs.forward + runs.backward > 1
+            if narrow_products and in_layers:
                 kernel = replace(kernel, dtype="float8_e4m3fn")
-            factor = profile.fused_share if kernel.kind == "memory" and kernel.dtype == "fused" else 1.0
-            seconds = factor * kernel_seconds(kernel, device, profile)
+            seconds = kernel_seconds(kernel, device, profile)
             compute[0] += runs.forward * seconds
             compute[1] += (share * runs.again + runs.backward) * seconds
         for movement, runs in kind.work.movements:

@@ -1,26 +1,22 @@
 """What one device does in a solved stage: kernels and collectives with how often each runs, forward and backward.
 
 The list holds no prices but what prices need, so one solved stage can be priced under many efficiency profiles
-(`cost.efficiency`): fitting a profile solves nothing anew. Kernels are those of `search.prices`, collectives those of
-`search.account`: each conversion of a value once for readers that want it in the same spec.
+(`cost.efficiency`): fitting a profile solves nothing anew. Kernels are those of `search.operator_kernels`, collectives
+those of `search.account`: each conversion of a value once for readers that want it in the same spec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-from ..cost.kernels import ATTENTION_BACKWARD, Kernel
-from ..program.graph import Graph, Operator
+from ..cost.kernels import Kernel
 from ..search.account import conversions
 from ..search.intra_op import IntraOpSolution
 from ..search.stage_problem import StageProblem
-from ..sharding import Algorithm, Spec, convert
-
-# Results smaller than this are no kernels of their own anywhere.
-_SMALLEST_BYTES = 4096.0
+from ..sharding import Spec, convert
 
 _Thing = TypeVar("_Thing", Kernel, "Movement")
 
@@ -96,58 +92,16 @@ def _merged(found: Iterable[tuple[_Thing, Runs]]) -> tuple[tuple[_Thing, Runs], 
 
 
 def _kernels(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Kernel, Runs]]:
-    graph, sizes = problem.graph, problem.sizes
+    graph = problem.graph
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
         if choice is None or operator.is_link:
             continue
         again = problem.forward_runs(operator) - 1
-        moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
-        if operator.matmul:
-            kernel = _product(graph, operator, choice.algorithm, sizes)
-            backward = float(len(moving)) if operator.differentiated else 0.0
-            if kernel.kind == "attention" and backward:
-                backward = ATTENTION_BACKWARD
-        else:
-            written = sum(
-                graph.values[v].bytes / choice.algorithm.results[i].shards(sizes)
-                for i, v in enumerate(operator.results)
-                if v is not None
-            )
-            if written < _SMALLEST_BYTES:
-                continue
-            stored = problem.prices.is_stored(graph, operator)
-            kernel = Kernel("memory", 0.0, written, "stored" if stored else "fused")
-            backward = float(operator.differentiated)
+        found = problem.prices.kernels(graph, operator, choice.algorithm)
         n = operator.repeats
-        yield kernel, Runs(forward=n, again=n * again, backward=n * backward)
-
-
-def _product(graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int]) -> Kernel:
-    def local(factors: set[int]) -> float:
-        return prod(operator.rule.factors[f].size / prod(sizes[a] for a in algorithm.axes[f]) for f in factors)
-
-    flops = operator.flops / prod(sizes[axis] for split in algorithm.axes for axis in split)
-    moved = 0.0
-    for values, specs in ((operator.operands, algorithm.operands), (operator.results, algorithm.results)):
-        moved += sum(
-            graph.values[v].bytes / spec.shards(sizes) for v, spec in zip(values, specs, strict=True) if v is not None
-        )
-    operands = [graph.values[v] for v in operator.operands if v is not None]
-    # Products of two-byte operands run at their rate, whatever they are summed and left in.
-    dtype = max(operands, key=lambda value: value.itemsize).dtype if operands else "float32"
-    if operator.name == "custom_vjp_call":
-        return Kernel("attention", flops, moved, dtype)
-    if operator.name != "dot_general":
-        return Kernel("convolution", flops, moved, dtype)
-    left, right, result = (
-        {f for dim in tensor for f in dim}
-        for tensor in (operator.rule.operands[0], operator.rule.operands[1], operator.rule.results[0])
-    )
-    shape = (
-        local(left & right & result), local((left & result) - right), local((right & result) - left),
-        local((left & right) - result),
-    )  # fmt: skip
-    return Kernel("product", flops, moved, dtype, shape)
+        yield found.forward, Runs(forward=n, again=n * again)
+        for gradient in found.gradients:
+            yield gradient.kernel, Runs(backward=n * gradient.runs)
 
 
 def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Movement, Runs]]:

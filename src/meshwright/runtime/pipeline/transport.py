@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, plan_reshard
 from ..agree import exchange_texts
 from ..resharding.layouts import block_boxes, layout_of, network_of
+from ..resharding.mover import Mover, most_bytes
 from ..resharding.one_program import OneProgram
+from ..resharding.reshard import CHUNK_BYTES
 from ..resharding.words import as_bits, from_bits, item_bytes
 from ..watch import watch
 from .placing import ghost
 
-# Of relayed data. More would save less than an eighth of the time, and take longer to compile: rounds are unrolled.
-_MOST_CHUNKS = 4
+# Of relayed data. More would save less than an eighth of the time, and where every chunk goes between other devices
+# each is a part of the program.
+_MOST_CHUNKS = 8
+
+# Blocks of a call's values on a device, before and after, that one program moves: what it needs beside them is at most
+# four times as much, which is two chunks. Larger ones go round by round, in chunks.
+_MOST_BYTES = CHUNK_BYTES // 2
+
+# A block that is only there because a program asks for it is kept up to this size, and made anew beyond.
+_KEPT_BYTES = 1 << 20
 
 # How long a process waits for the others to say what they plan.
 _AGREE_SECONDS = 300.0
@@ -59,7 +70,9 @@ _Way = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], Any]]
 
 class PlannedTransport:
     """By the plans of `meshwright.resharding`: all values of a call planned together, what many devices of a host need
-    sent there once, relayed where that helps, and all of it one program (`runtime.resharding.one_program`).
+    sent there once, relayed where that helps, and all of it one program (`runtime.resharding.one_program`). Values of
+    more than some megabytes go round by round (`runtime.resharding.mover`), so that no device needs more than two
+    chunks beside them.
 
     Plans and programs are made when values of their shapes and layouts are first moved; processes then compare their
     plans before a byte moves. Inside one process, unless it is said to be several machines, JAX copies the blocks where
@@ -111,16 +124,33 @@ class PlannedTransport:
             )
             for i, (v, t) in enumerate(zip(values, targets, strict=True))
         ]  # fmt: skip
-        plan = plan_reshard(self._network or network_of(devices), moves, most_chunks=_MOST_CHUNKS)
+        network = self._network or network_of(devices)
+        sources = [v.sharding for v in values]
+        small = sum(map(_block_bytes, (*values, *values), (*sources, *targets))) <= _MOST_BYTES
+        limits: dict[str, int] = (
+            {"most_chunks": _MOST_CHUNKS} if small else {"most_transfer_bytes": most_bytes(devices, CHUNK_BYTES)}
+        )
+        plan = plan_reshard(network, moves, **limits)
         if len(processes) > 1:
             _agree(plan.fingerprint, processes, about)
         arrays = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-        return OneProgram(plan, arrays, [v.sharding for v in values], targets, nothing=self._nothing)
+        if small:
+            return OneProgram(plan, arrays, sources, targets, nothing=self._nothing)
+        mover = Mover(plan, arrays, sources, targets)
+        return lambda values: (mover(values), None)
 
     def _nothing(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
-        if (shape, dtype, device) not in self._zeros:
-            self._zeros[shape, dtype, device] = jax.device_put(np.zeros(shape, dtype), device)
-        return self._zeros[shape, dtype, device]
+        found = self._zeros.get((shape, dtype, device))
+        if found is None:
+            found = jax.device_put(np.zeros(shape, dtype), device)
+            if found.nbytes <= _KEPT_BYTES:
+                self._zeros[shape, dtype, device] = found
+        return found
+
+
+def _block_bytes(value: jax.Array, sharding: Sharding) -> int:
+    """Of a device's part of a value."""
+    return prod(sharding.shard_shape(value.shape)) * item_bytes(value.dtype)
 
 
 def _same_blocks(value: jax.Array, target: NamedSharding) -> bool:

@@ -1,7 +1,8 @@
 """Buffers of words between the devices of several processes: one `ppermute` for each group of disjoint pairs.
 
-All devices that send or receive are one mesh, and all buffers of one size, so that a program is known by its pairs
-alone and the same few programs serve all rounds. Every process with a device of the mesh calls `run`, all in one order.
+All devices that send or receive are one mesh, and all buffers of one size, so that a program is known by its pairs and
+their longest message, and few programs serve all rounds. Every process with a device of the mesh calls `run`, all in
+one order.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class Exchange:
         self._wait = devices[0].platform == "cpu"
         self.buffers: dict[int, jax.Array] = {d.id: jnp.zeros(words, dtype, device=d) for d in self._mine}
 
-    def run(self, pairs: Sequence[tuple[int, int]]) -> Mapping[int, jax.Array]:
+    def run(self, pairs: Sequence[tuple[int, int]], words: int) -> Mapping[int, jax.Array]:
         """Send the buffers of the first of each pair to the second; what each device of this process received.
 
         Args:
           pairs: device ids, no sender and no receiver twice.
+          words: how much of each buffer.
         """
         if not self._mine:
             return {}
@@ -55,15 +57,15 @@ class Exchange:
         places = tuple((self._place[sender], self._place[receiver]) for sender, receiver in pairs)
         if self._wait:
             jax.block_until_ready(whole)
-        moved = _permuted(self._mesh, places)(whole)
+        moved = _permuted(self._mesh, places, words)(whole)
         if self._wait:
             jax.block_until_ready(moved)
         return {shard.device.id: shard.data for shard in moved.addressable_shards}
 
 
 @lru_cache(maxsize=1024)
-def _permuted(mesh: Mesh, pairs: tuple[tuple[int, int], ...]) -> Any:
+def _permuted(mesh: Mesh, pairs: tuple[tuple[int, int], ...], words: int) -> Any:
     def permute(block: jax.Array) -> jax.Array:
-        return lax.ppermute(block, _AXIS, pairs)
+        return lax.ppermute(block[:words], _AXIS, pairs)
 
     return jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=_SPEC, out_specs=_SPEC, check_vma=False))

@@ -4,12 +4,13 @@ What needs no network comes first: a device that holds what it needs keeps it, a
 between devices of one process, never over the host. Then the rounds, one after the other: senders pack their pieces
 into buffers, the buffers are exchanged, receivers unpack them and hand them to the other devices of their process.
 
-Beside the source and the destination a device holds two buffers of at most a chunk each (`Mover.buffer_bytes`).
+Beside the source and the destination a device holds two buffers of at most a chunk each (`Mover.buffer_bytes`); between
+CPU processes, where several messages are on their way at once (`lanes`), two for each process that it exchanges with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,11 +22,23 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
 from .blocks import empty, finished, give, padded_elements, part, place, take, whole
 from .exchange import Exchange
+from .lanes import LANES, Lanes
 from .layouts import boxes_by_id, holds
 from .words import item_bytes, word_of
 
 Blocks = list[dict[int, jax.Array]]
 """For each array, by device id, the blocks on devices of this process."""
+
+
+def most_bytes(devices: Iterable[Any], chunk_bytes: int) -> int:
+    """The most that a plan may send between two devices in a round, so that no more than two chunks are needed."""
+    return max(chunk_bytes // LANES, 1) if _by_lanes(devices) else chunk_bytes
+
+
+def _by_lanes(devices: Iterable[Any]) -> bool:
+    """Whether messages between devices go by lanes: between CPU processes."""
+    found = list(devices)
+    return len({d.process_index for d in found}) > 1 and found[0].platform == "cpu"
 
 
 class Mover:
@@ -77,6 +90,15 @@ class Mover:
         steps = [message for one in self._rounds for step in one.steps for message in step]
         return [self._devices[d] for d in sorted({d for m in steps for d in (m.sender, m.receiver)})]
 
+    @cached_property
+    def _lanes(self) -> Lanes | None:
+        """What carries the rounds between CPU processes; elsewhere they go step by step."""
+        if not _by_lanes(self._exchanging):
+            return None
+        return Lanes(
+            self._rounds, self._devices, self._word, length=self._length, room=self._room, relayed=self._relayed
+        )
+
     @property
     def buffer_bytes(self) -> int:
         """What a device holds beside the source and the destination."""
@@ -95,13 +117,14 @@ class Mover:
         held: Blocks = [{shard.device.id: shard.data for shard in value.addressable_shards} for value in values]
         made = self._locally(held, donate)
         if self._mine and self._rounds:
-            exchange = Exchange(self._exchanging, self._words, self._word)
-            for number, one in enumerate(self._rounds, start=1):
-                for step in one.steps:
-                    self._step(step, exchange, held, made)
-                self._copy(one.spread, made, made)
-                if tell is not None:
-                    tell(number, len(self._rounds))
+            if self._lanes is not None:
+                self._lanes.run(
+                    pack=lambda message, buffer: self._packed(message, buffer, held, made),
+                    unpack=lambda message, buffer: self._unpack(message, buffer, made),
+                    spread=lambda messages: self._copy(messages, made, made), tell=tell,
+                )  # fmt: skip
+            else:
+                self._in_steps(held, made, tell)
         if donate:
             for old, new in zip(held, made, strict=True):
                 for device, block in old.items():
@@ -152,15 +175,23 @@ class Mover:
                         value = place(self._block(made, i, message.receiver), target, box, value)
                     made[i][message.receiver] = value
 
-    def _step(self, step: Sequence[Message], exchange: Exchange, held: Blocks, made: Blocks) -> None:
-        """Messages between disjoint pairs of devices."""
-        for message in step:
-            if message.sender in self._mine:
-                self._pack(message, exchange, held, made)
-        received = exchange.run([(message.sender, message.receiver) for message in step])
-        for message in step:
-            if message.receiver in self._mine:
-                self._unpack(message, received[message.receiver], made)
+    def _in_steps(self, held: Blocks, made: Blocks, tell: Callable[[int, int], None] | None) -> None:
+        """The rounds, step by step: messages between disjoint pairs of devices at once."""
+        exchange = Exchange(self._exchanging, self._words, self._word)
+        for number, one in enumerate(self._rounds, start=1):
+            for step in one.steps:
+                for message in step:
+                    if message.sender in self._mine:
+                        buffer = exchange.buffers[message.sender]
+                        exchange.buffers[message.sender] = self._packed(message, buffer, held, made)
+                words = max(sum(map(self._length, m.pieces)) + self._room(m.pieces) for m in step)
+                received = exchange.run([(message.sender, message.receiver) for message in step], words)
+                for message in step:
+                    if message.receiver in self._mine:
+                        self._unpack(message, received[message.receiver], made)
+            self._copy(one.spread, made, made)
+            if tell is not None:
+                tell(number, len(self._rounds))
 
     def _unpack(self, message: Message, buffer: jax.Array, made: Blocks) -> None:
         offset = 0
@@ -173,17 +204,22 @@ class Mover:
                 made[i][device] = give(self._block(made, i, device), box, piece, buffer, offset)
             offset += self._length(piece)
 
-    def _pack(self, message: Message, exchange: Exchange, held: Blocks, made: Blocks) -> None:
-        buffer, offset = exchange.buffers[message.sender], 0
+    def _packed(self, message: Message, buffer: jax.Array, held: Blocks, made: Blocks) -> jax.Array:
+        """The buffer, which is given up, with the message's words at its beginning."""
+        offset, relayed = 0, self._relayed(message)
         for piece in message.pieces:
             i = piece.move
-            origin, block = self._from[i].get(message.sender), held[i].get(message.sender)
-            if origin is None or not holds(origin, piece.slice):  # a relay
+            if piece in relayed:
                 origin, block = self._to[i][message.sender], made[i][message.sender]
-            assert block is not None
+            else:
+                origin, block = self._from[i][message.sender], held[i][message.sender]
             buffer = take(buffer, block, origin, piece, offset)
             offset += self._length(piece)
-        exchange.buffers[message.sender] = buffer
+        return buffer
+
+    def _relayed(self, message: Message) -> list[Piece]:
+        """What its sender did not hold from the beginning."""
+        return [p for p in message.pieces if not holds(self._from[p.move].get(message.sender), p.slice)]
 
     def _length(self, piece: Piece) -> int:
         """Words of a piece."""

@@ -10,15 +10,19 @@ differs between devices are positions, read from a table by the device's own; wh
 shapes, all kinds of a group are cut and the device's own is taken. What many devices of a domain want is given on from
 one to the next (`resharding.multicast`).
 
-Cost: compiled once; in a run, beside the source and the destination, the buffers of one group, a zero block that takes
-the place of the source on devices that have none of it (kept, one for each shape) and on senders one that nobody reads.
-Known limit: relayed chunks are parts of slices, for which a receiver reads and writes the slice: chunks should be few.
+Steps that follow each other and differ in places alone are a loop, so that the time to compile hardly depends on how
+many chunks there are.
+
+Cost: compiled once; in a run, beside the source and the destination, two to three times the longest message of a step,
+a block that takes the place of the source on devices that have none of it, and on senders one that nobody reads: at
+most four times what the program is given and gives back. Known limit: relayed chunks are parts of slices, for which a
+receiver reads and writes the slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -30,6 +34,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...resharding import Message, Piece, ReshardPlan, local_messages, multicast, round_messages
 from ...resharding.layout import Box
+from ...resharding.messages import as_messages
 from .layouts import boxes_by_id, holds
 from .words import as_bits, bits_dtype, from_bits, from_words, item_bytes, to_words, word_of
 
@@ -86,6 +91,7 @@ class OneProgram:
         self._blocks = [s.shard_shape(a.shape) for s, a in zip(sources, arrays, strict=True)]
         self._results = [s.shard_shape(a.shape) for s, a in zip(targets, arrays, strict=True)]
         self._steps = [self._grouped(step) for step in _steps(plan, self._from)]
+        self._runs = _runs(self._steps)
         mesh = Mesh(np.array(self._devices, dtype=object), (_AXIS,), axis_types=(AxisType.Auto,))
         self._sharding = NamedSharding(mesh, _EACH)
         self._nobodys = [_ghost(a, t) for a, t in zip(arrays, targets, strict=True)]
@@ -124,10 +130,22 @@ class OneProgram:
         blocks = [as_bits(x.reshape(block)) for x, block in zip(stacked, self._blocks, strict=True)]
         made: list[jax.Array | None] = [None] * len(blocks)
         me = lax.axis_index(_AXIS)
-        for groups in self._steps:
-            received = self._sent(groups, blocks, made, me)
-            for group in groups:
-                self._unpack(group, received, made, me)
+        for steps in self._runs:
+            if len(steps) == 1:
+                self._step(steps, np.int32(0), blocks, made, me)
+                continue
+            for kind in (kind for group in steps[0] for kind in group.kinds):
+                if made[kind.array] is None:
+                    made[kind.array] = jnp.zeros(self._results[kind.array], bits_dtype(self._arrays[kind.array].dtype))
+
+            def again(
+                number: Any, made: list[jax.Array | None], steps: Sequence[tuple[_Group, ...]] = steps
+            ) -> list[jax.Array | None]:
+                made = list(made)
+                self._step(steps, number, blocks, made, me)
+                return made
+
+            made = lax.fori_loop(0, len(steps), again, made)
         found = []
         for x, block, array in zip(made, self._results, self._arrays, strict=True):
             # Nothing is sent of an array of no elements.
@@ -135,14 +153,27 @@ class OneProgram:
             found.append(whole.reshape(_stacked(block, 1)))
         return tuple(found), jnp.zeros(1, jnp.uint8)
 
+    def _step(
+        self, steps: Sequence[tuple[_Group, ...]], number: Any, blocks: Sequence[jax.Array],
+        made: list[jax.Array | None], me: jax.Array,
+    ) -> None:  # fmt: skip
+        """One of several steps that differ in places alone."""
+        received = self._sent(steps, number, blocks, made, me)
+        for same in zip(*steps, strict=True):
+            self._unpack(same, number, received, made, me)
+
     def _sent(
-        self, groups: Sequence[_Group], blocks: Sequence[jax.Array], made: Sequence[jax.Array | None], me: jax.Array
-    ) -> jax.Array:
+        self, steps: Sequence[tuple[_Group, ...]], number: Any, blocks: Sequence[jax.Array],
+        made: Sequence[jax.Array | None], me: jax.Array,
+    ) -> jax.Array:  # fmt: skip
         """What this device receives in a step."""
+        groups = steps[0]
         words = max(sum(map(self._words, group.kinds)) for group in groups)
         buffer = None
-        for group in groups:
-            starts = self._known({s: a for (s, _), a in zip(group.pairs, group.taken, strict=True)}, me)
+        for same in zip(*steps, strict=True):
+            group = same[0]
+            rows = [{s: a for (s, _), a in zip(one.pairs, one.taken, strict=True)} for one in same]
+            starts = self._known(rows, number, me)
             packed = self._pack(group.kinds, starts, blocks, made)
             packed = jnp.pad(packed, (0, words - len(packed)))
             senders = {s for s, _ in group.pairs}
@@ -164,8 +195,12 @@ class OneProgram:
             parts.append(to_words(_cut(x, [first], (kind.length,)) if kind.length is not None else x, self._word))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-    def _unpack(self, group: _Group, received: jax.Array, made: list[jax.Array | None], me: jax.Array) -> None:
-        rest = list(self._known({r: a for (_, r), a in zip(group.pairs, group.given, strict=True)}, me))
+    def _unpack(
+        self, same: Sequence[_Group], number: Any, received: jax.Array, made: list[jax.Array | None], me: jax.Array
+    ) -> None:
+        group = same[0]
+        rows = [{r: a for (_, r), a in zip(one.pairs, one.given, strict=True)} for one in same]
+        rest = list(self._known(rows, number, me))
         receivers, offset = {r for _, r in group.pairs}, 0
         for kind in group.kinds:
             dtype, block = bits_dtype(self._arrays[kind.array].dtype), self._results[kind.array]
@@ -189,15 +224,19 @@ class OneProgram:
         count = prod(kind.sizes) if kind.length is None else kind.length
         return count * item_bytes(self._arrays[kind.array].dtype) // np.dtype(self._word).itemsize
 
-    def _known(self, rows: Mapping[int, tuple[int, ...]], me: jax.Array) -> Sequence[Any]:
-        """Numbers that each place has of its own, as this device's; plain numbers where all are alike."""
-        some = next(iter(rows.values()))
-        if all(row == some for row in rows.values()):
-            return [np.int32(number) for number in some]
-        table = np.array([rows.get(place, some) for place in range(len(self._devices))], np.int32)
-        mine = jnp.asarray(table)[me]
-        same = (table == table[0]).all(axis=0)
-        return [np.int32(some[column]) if same[column] else mine[column] for column in range(len(some))]
+    def _known(self, rows: Sequence[Mapping[int, tuple[int, ...]]], number: Any, me: jax.Array) -> Sequence[Any]:
+        """Numbers that each place has of its own in each of several steps, as this device's in one of them; plain
+        numbers where all are alike."""
+        some = [next(iter(row.values())) for row in rows]
+        table = np.array(
+            [[row.get(p, other) for p in range(len(self._devices))] for row, other in zip(rows, some, strict=True)],
+            np.int32,
+        )
+        same = (table == table[0, 0]).all(axis=(0, 1))
+        if same.all():
+            return list(table[0, 0])
+        mine = jnp.asarray(table)[number, me]
+        return [table[0, 0, column] if same[column] else mine[column] for column in range(len(same))]
 
     def _whether(self, places: set[int], me: jax.Array) -> jax.Array:
         """Whether this device is one of some."""
@@ -244,11 +283,37 @@ def _steps(plan: ReshardPlan, held: Sequence[Mapping[int, Box]]) -> list[tuple[M
         for step in one.steps:
             relays = {m.sender for m in step for p in m.pieces if not holds(held[p.move].get(m.sender), p.slice)}
             if any(message.receiver in relays for message in later):
-                found += multicast(later)
+                found += multicast(_joined(later))
                 later = []
             found.append(step)
         later += one.spread
-    return [step for step in (*found, *multicast(later)) if step]
+    return [step for step in (*found, *multicast(_joined(later))) if step]
+
+
+def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The same between each two devices as one message, parts of a slice that follow each other as one piece."""
+    found: dict[tuple[int, int], list[Piece]] = {}
+    for message in messages:
+        found.setdefault((message.sender, message.receiver), []).extend(message.pieces)
+    for pieces in found.values():
+        pieces.sort(key=lambda p: (p.move, p.slice, p.start))
+        for i in range(len(pieces) - 1, 0, -1):
+            one, other = pieces[i - 1], pieces[i]
+            if (one.move, one.slice, one.stop) == (other.move, other.slice, other.start):
+                pieces[i - 1 : i + 1] = [replace(one, stop=other.stop)]
+    return as_messages(found)
+
+
+def _runs(steps: Sequence[tuple[_Group, ...]]) -> list[list[tuple[_Group, ...]]]:
+    """The steps in order, those that follow each other and differ in places alone together: they are a loop."""
+    found: list[list[tuple[_Group, ...]]] = []
+    for step in steps:
+        before = found[-1][0] if found else ()
+        if [(g.kinds, g.pairs) for g in before] == [(g.kinds, g.pairs) for g in step]:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
 
 
 def _begins(piece: Piece, origin: Box) -> list[int]:

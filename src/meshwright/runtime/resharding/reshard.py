@@ -24,7 +24,7 @@ from ..agree import exchange_texts
 from ..pipeline.placing import check_not_donated, put
 from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of
-from .mover import Mover
+from .mover import Mover, most_bytes
 from .words import item_bytes
 
 # The most that one device sends another in one go, which is also what a buffer holds.
@@ -143,9 +143,8 @@ def _planned(parts: tuple[_Part, ...], network: Network | None, chunk_bytes: int
         )
         for name, shape, dtype, source, target in parts
     ]  # fmt: skip
-    if network is None:
-        network = network_of({d for part in parts for sharding in part[3:] for d in sharding.device_set})
-    return plan_reshard(network, moves, most_transfer_bytes=chunk_bytes)
+    devices = {d for part in parts for sharding in part[3:] for d in sharding.device_set}
+    return plan_reshard(network or network_of(devices), moves, most_transfer_bytes=most_bytes(devices, chunk_bytes))
 
 
 @lru_cache(maxsize=256)

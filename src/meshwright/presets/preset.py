@@ -1,0 +1,191 @@
+"""What a preset says: the axes of every stage's mesh and what they are for, stages, schedule, ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..errors import PlanError
+from ..program.batch import batch_inputs
+from ..program.trace import Program
+from ..program.traces import Traces
+from ..search.roles import Role, Roles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetAxis:
+    """An axis of the mesh of every stage.
+
+    Args:
+      name: of the axis.
+      size: of the axis; None for what the devices leave.
+      role: what it may split.
+      argument: what the preset's function calls its size.
+    """
+
+    name: str
+    size: int | None
+    role: Role
+    argument: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """What a plan of a family is held to.
+
+    Args:
+      family: the function that made it.
+      axes: of the mesh of every stage, major first.
+      stages: how many equal submeshes with stages there are.
+      zero: the ZeRO stage of every parameter.
+      schedule: of several stages; None where there is one.
+      chunks: stages on each submesh; of more than one, interleaved.
+      remat: "none", "layer", or None for the better.
+      sequence_parallel: whether tensor axes also split the sequence between products.
+      gradient_exchange: as in `plan.Stage`.
+      shown: arguments that are no sizes, as the name shows them.
+
+    >>> from meshwright.presets import megatron
+    >>> str(megatron(tp=2, pp=2)), str(megatron(tp=2, pp=2).on(8))
+    ('megatron(tp=2, pp=2)', 'megatron(tp=2, pp=2, dp=2)')
+    """
+
+    family: str
+    axes: tuple[PresetAxis, ...]
+    stages: int = 1
+    zero: int | None = 0
+    schedule: str | None = None
+    chunks: int = 1
+    remat: str | None = None
+    sequence_parallel: bool = False
+    gradient_exchange: str = "collective"
+    shown: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        """As it is written in Python."""
+        sizes = {axis.argument: axis.size for axis in self.axes if axis.size is not None}
+        given = {**sizes, **dict(self.shown)}
+        order = [name for name in _ORDER if name in given]
+        return f"{self.family}({', '.join(f'{name}={given[name]!r}' for name in order)})"
+
+    @property
+    def mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names and sizes of the axes of a stage's mesh; an axis of one device is none, unless it is the only one."""
+        sized = [(axis.name, axis.size or 1) for axis in self.axes]
+        real = [pair for pair in sized if pair[1] > 1] or sized[:1]
+        return tuple(name for name, _ in real), tuple(size for _, size in real)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The role of each axis of the mesh."""
+        names, _ = self.mesh
+        return {axis.name: axis.role for axis in self.axes if axis.name in names}
+
+    def size(self, role: Role) -> int:
+        """How many devices share what axes of a role split."""
+        return prod(axis.size or 1 for axis in self.axes if axis.role == role)
+
+    @property
+    def blocks(self) -> int:
+        """Into how many blocks the batch of one microbatch is cut."""
+        return self.size("batch") * self.size("expert")
+
+    def on(self, devices: int) -> Preset:
+        """The same preset with every size given.
+
+        Args:
+          devices: how many there are.
+
+        Raises:
+          PlanError: if the sizes do not multiply to it.
+        """
+        known = self.stages * prod(axis.size for axis in self.axes if axis.size is not None)
+        missing = [axis for axis in self.axes if axis.size is None]
+        if len(missing) > 1:
+            names = [f"{axis.argument}=" for axis in missing]
+            raise PlanError(
+                refused=f"the preset {self}", got=f"neither {' nor '.join(names)}",
+                needed="all sizes but one: that one follows from the devices", where="preset=",
+                try_=f"giving {' or '.join(names)}",
+            )  # fmt: skip
+        if devices % known or (not missing and known != devices):
+            product = f"a multiple of {known}" if missing else str(known)
+            sizes = [f"{name}={size}" for name, size in self.shown if name in ("pp", "stages")]
+            sizes += [f"{axis.argument}={axis.size}" for axis in self.axes if axis.size is not None]
+            raise PlanError(
+                refused=f"the preset {self}", got=f"{devices} devices",
+                needed=f"{product} devices, for {' '.join(sizes)}" if sizes else f"{product} devices", where="preset=",
+                try_=f"sizes whose product is {devices}, or leaving one out",
+            )  # fmt: skip
+        axes = tuple(axis if axis.size is not None else replace(axis, size=devices // known) for axis in self.axes)
+        return replace(self, axes=axes)
+
+    def roles_in(self, program: Program, traces: Traces, args: Sequence[Any], *, batch_axis: int) -> Roles:
+        """What its axes may split in a program.
+
+        Args:
+          program: the step, traced at the size of a microbatch.
+          traces: that it is one of.
+          args: of the step.
+          batch_axis: which axis of every array outside the state is the batch.
+
+        Raises:
+          PlanError: if the program has nothing that an axis could split.
+        """
+        where = getattr(traces, "__name__", "the step")
+        if not program.marked:
+            raise PlanError(
+                refused=f"the preset {self}", got="a step without meshwright.value_and_grad",
+                needed="a step whose loss function is marked, so that its parameters are known", where=where,
+                try_="meshwright.value_and_grad in place of jax.value_and_grad",
+            )  # fmt: skip
+        roles = Roles(
+            axes=self.roles, batch=batch_inputs(program, traces, args, batch_axis=batch_axis),
+            sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
+        )  # fmt: skip
+        for axis in self.axes:
+            if axis.name in self.roles and not roles.can_split(program.graph, axis.role, axis.size or 1):
+                raise PlanError(
+                    refused=f"the preset {self}",
+                    got=f"a program without {_SPLIT[axis.role]} that {axis.size} divides",
+                    needed="one, for its axis to split", where=where, try_=_OTHERWISE[axis.role],
+                )  # fmt: skip
+        return roles
+
+
+# What an axis of each role splits.
+_SPLIT: Mapping[Role, str] = {
+    "batch": "a batch",
+    "tensor": "an inner width of products (heads, feed-forward)",
+    "expert": "a stack of experts",
+}
+
+_OTHERWISE: Mapping[Role, str] = {
+    "batch": "a larger batch, fewer microbatches, or a smaller dp=",
+    "tensor": "another tp=, or data_parallel()",
+    "expert": "another ep=, or data_parallel()",
+}
+
+# The order of arguments in a preset's name.
+_ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence_parallel")
+
+
+def check_free(preset: Preset, **options: Any) -> None:
+    """Refuse options that the preset decides.
+
+    Args:
+      preset: with what it decides.
+      options: of `plan_for`, by name; None for one that is not given.
+
+    Raises:
+      PlanError: if one is given.
+    """
+    decided = {"mesh", "zero", "stages", "schedule"} | ({"remat"} if preset.remat is not None else set())
+    for name, value in options.items():
+        if value is not None and name in decided:
+            raise PlanError(
+                refused=f"the option {name}={value!r}", got=f"the preset {preset} as well, which decides it",
+                needed="one or the other", where="preset=", try_=f"leaving out {name}= or preset=",
+            )  # fmt: skip

@@ -1,0 +1,378 @@
+"""What presets take: many of them on one cluster, over one memory of traces.
+
+A preset with its sizes, the number of microbatches and the rematerialisation leaves next to nothing to choose. Stages
+are cut as papers cut them (`program.equal_stages`), the schedule is known, and of every operator the roles leave an
+algorithm or two. So there is no stage search here: of stages that are the same program on the same mesh one is solved
+(the first, an inner one, the last), by the problem that the stage search solves (`search.stage_solver`), and the
+schedule is simulated as it simulates one (`search.staged_timing`). A plan found under a preset and a plan found alone
+have the same costs, counted in the same way, and a preset costs tenths of a second once the step is traced.
+
+What cannot win or fit is told from a part of the stages, and of few microbatches what more take at least (`least`).
+
+Known limits: with several stages on a device, each may have the same share of memory where they do not fit as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from ..cluster import Cluster
+from ..errors import MemoryExceeded, PlanError, size_words
+from ..plan import Plan
+from ..program.equal_stages import equal_stages, main_scan
+from ..program.staged import StagedProgram
+from ..program.trace import Program
+from ..program.traces import Traces
+from ..search.inter_op_problem import PlacedStage
+from ..search.memory_limit import MemoryLimit
+from ..search.parameters import parameter_infos
+from ..search.pins import Layout, Pins
+from ..search.stage_costs import StageCosts
+from ..search.stage_solver import Kinds, SolvedStage, StageSolver
+from ..search.staged_plan import assemble
+from ..search.staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
+from ..search.submeshes import Submesh, Submeshes
+from .least import Floor, StageLeast, least_step_seconds, searched_schedule
+from .preset import Preset
+from .solved import (
+    CutProgram,
+    PresetStages,
+    held_by_rank,
+    least_held_bytes,
+    least_of,
+    option_of,
+    way_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedPreset:
+    """A preset with its layouts.
+
+    Args:
+      preset: with all sizes.
+      microbatches: in a step.
+      remat: as it was asked for.
+      step_seconds: predicted.
+      counted_bytes: on a device of each rank, as the search counts it.
+      program: cut into its stages.
+      pins: what the preset fixes.
+      stages: solved, in program order.
+      timing: of the stages.
+      scheduled: the schedule and its simulation.
+    """
+
+    preset: Preset
+    microbatches: int
+    remat: str | None
+    step_seconds: float
+    counted_bytes: tuple[float, ...]
+    program: StagedProgram
+    pins: Pins
+    stages: tuple[PlacedStage, ...]
+    timing: StagedTiming
+    scheduled: Scheduled
+
+    def plan(self, submeshes: Submeshes) -> Plan:
+        """The plan.
+
+        Args:
+          submeshes: of the cluster.
+        """
+        costs = StageCosts(
+            self.program, parameters=parameter_infos(self.program.source), submeshes=submeshes, pins=self.pins,
+            remat=self.remat, meshes=[self.preset.mesh],
+        )  # fmt: skip
+        return assemble(costs, self.stages, self.timing, self.scheduled, submeshes.cluster)
+
+
+class PresetPrices:
+    """Prices of presets, for one step on one cluster.
+
+    Args:
+      traces: of the step.
+      args: of the step.
+      cluster: where it runs; no device need be present.
+      layouts: of parameters and inputs that are given besides (`Pins.layouts`).
+      batch_axis: which axis of every array outside the state is the batch.
+      reduction: "mean" or "sum", how losses of microbatches combine; None to find out from the program.
+
+    Attributes:
+      submeshes: of the cluster.
+      trace_seconds: that tracing has taken.
+    """
+
+    def __init__(
+        self,
+        traces: Traces,
+        args: Sequence[Any],
+        cluster: Cluster,
+        *,
+        layouts: Mapping[str, Layout] | None = None,
+        batch_axis: int = 0,
+        reduction: str | None = None,
+    ) -> None:
+        self.traces, self.args, self.cluster = traces, args, cluster
+        self.submeshes = Submeshes(cluster)
+        self.trace_seconds = 0.0
+        self._layouts = dict(layouts or {})
+        self._batch_axis, self._reduction = batch_axis, reduction
+        self._cut: dict[tuple[int, int], CutProgram] = {}
+        self._kinds: dict[Any, Kinds] = {}
+        self._state_bytes: tuple[float, ...] = ()
+        self._refused: dict[tuple[int, int], PlanError] = {}
+
+    def program(self, microbatches: int) -> Program:
+        """The step in so many microbatches.
+
+        Raises:
+          PlanError: if it cannot be cut so.
+        """
+        begun = time.perf_counter()
+        program = self.traces.program(
+            self.args, microbatches=microbatches, batch_axis=self._batch_axis, reduction=self._reduction
+        )
+        self.trace_seconds += time.perf_counter() - begun
+        return program
+
+    def any_program(self, counts: Sequence[int]) -> Program:
+        """The step in the fewest of these microbatches into which it can be cut.
+
+        Raises:
+          PlanError: if it can be cut into none of them.
+        """
+        refused: PlanError | None = None
+        for count in sorted(counts):
+            try:
+                return self.program(count)
+            except PlanError as error:
+                refused = refused or error
+        assert refused is not None, "there are numbers of microbatches"
+        raise refused
+
+    def priced(
+        self,
+        preset: Preset,
+        microbatches: int,
+        *,
+        remat: str | None = None,
+        below_seconds: float = inf,
+        limit_bytes: Sequence[float] | None = None,
+    ) -> PricedPreset | None:
+        """The layouts of a preset, and what its step takes.
+
+        Args:
+          preset: with all sizes.
+          microbatches: in a step.
+          remat: "none", "layer", or None for the better of each stage.
+          below_seconds: what takes longer is not wanted.
+          limit_bytes: that may be counted on a device of each rank; None for what a device has.
+
+        Returns:
+          None for a step that takes `below_seconds` or longer.
+
+        Raises:
+          PlanError: if the preset, or the number of microbatches, does not suit the program.
+          MemoryExceeded: if it does not fit.
+        """
+        limits = self.limits(preset) if limit_bytes is None else limit_bytes
+        if preset.chunks > 1 and microbatches % preset.stages:
+            raise PlanError(
+                refused=f"the preset {preset}", got=f"{microbatches} microbatches",
+                needed=f"a multiple of {preset.stages}: stages are interleaved", where="microbatches=",
+                try_=f"microbatches={(microbatches // preset.stages + 1) * preset.stages}, or chunks=1",
+            )  # fmt: skip
+        stages = self._stages(preset, microbatches)
+        least = [StageLeast()] * len(stages.places)
+        # Rematerialised, a stage takes no less.
+        first = remat or "none"
+        for number in stages.by_number():
+            solved, place = stages.solved(number, first), stages.place(number)
+            mine = [stage for stage in range(len(least)) if stages.place(stage) == place]
+            for stage in mine:
+                least[stage] = least_of(solved)
+            if least_step_seconds(least, preset.stages, microbatches) >= below_seconds:
+                return None
+            if remat is not None:
+                self._check_least(stages, solved, mine, limits)
+        placed = self._placed(stages, remat, limits)
+        limit = MemoryLimit(max(limits), max(limits))
+        timing = replace(staged_timing(stages.cut.staged, placed, self.submeshes), limit=limit)
+        held = held_by_rank(stages, placed)
+        if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
+            raise self._exceeded(stages, max(held), max(limits))
+        scheduled = best_schedule(timing, microbatches, [searched_schedule(preset)], chunks=preset.chunks)
+        assert scheduled is not None, "what it keeps in flight was counted"
+        seconds = scheduled.timeline.step_seconds
+        if seconds >= below_seconds:
+            return None
+        return PricedPreset(
+            preset=preset, microbatches=microbatches, remat=remat, step_seconds=seconds,
+            counted_bytes=held, program=stages.cut.staged, pins=stages.pins, stages=placed,
+            timing=timing, scheduled=scheduled,
+        )  # fmt: skip
+
+    def floor(self, preset: Preset, microbatches: int, *, remat: str | None = None) -> Floor:
+        """What a preset takes and keeps at least in this number of microbatches or any larger one.
+
+        Args:
+          preset: with all sizes.
+          microbatches: the fewest of interest.
+          remat: "none", "layer", or None for whichever.
+
+        Raises:
+          PlanError: if the preset does not suit the program.
+        """
+        stages = self._stages(preset, microbatches)
+        wishes = ("none", "layer") if remat is None else (remat,)
+        ways = []
+        for stage in range(len(stages.places)):
+            mine = [stages.solved(stage, wish) for wish in wishes]
+            ways.append(tuple(way_of(solved) for solved in mine))
+        return Floor(preset=preset, microbatches=microbatches, stages=tuple(ways))
+
+    def limits(self, preset: Preset) -> tuple[float, ...]:
+        """What a device of each rank can hold."""
+        return (self.cluster.device.usable_memory_bytes,) * preset.stages
+
+    def least_bytes(self, preset: Preset) -> float:
+        """Bytes of parameters, gradients and optimizer state on the device that holds most, at least: its share."""
+        if not self._state_bytes:
+            program = self.any_program([1, 2])
+            graph = program.graph
+            self._state_bytes = (
+                sum(2 * graph.values[graph.inputs[p]].bytes for p in graph.parameters),
+                sum(info.optimizer_bytes for info in parameter_infos(program)),
+            )
+        weights, optimizer = self._state_bytes
+        split = preset.stages * preset.size("tensor") * preset.size("expert")
+        storing = split * preset.size("batch")
+        return weights / (storing if preset.zero == 3 else split) + optimizer / (storing if preset.zero else split)
+
+    def check_least(self, preset: Preset) -> None:
+        """Refuse a preset whose share of the state alone does not fit a device.
+
+        Raises:
+          MemoryExceeded: saying how much it is.
+        """
+        usable, least = self.cluster.device.usable_memory_bytes, self.least_bytes(preset)
+        if least > usable:
+            raise MemoryExceeded(
+                refused=f"the preset {preset} on {self.cluster.num_devices} x {self.cluster.device.kind}",
+                got=f"{size_words(usable)} usable on a device",
+                needed=f"at least {size_words(least)} on a device for parameters, gradients and optimizer state alone",
+                where="the stages of the preset", try_="more devices, or a preset that splits them further",
+            )  # fmt: skip
+
+    def _placed(self, stages: PresetStages, remat: str | None, limits: Sequence[float]) -> tuple[PlacedStage, ...]:
+        """All stages solved, so that every rank's fit a device.
+
+        Raises:
+          MemoryExceeded: if a rank's do not.
+        """
+        chosen = [stages.solved(stage, remat or "none") for stage in range(len(stages.places))]
+        for rank, limit in zip(stages.ranks(), limits, strict=True):
+            if sum(chosen[stage].held_bytes(stages.in_flight[stage]) for stage in rank) > limit:
+                for stage in rank:
+                    chosen[stage] = self._in_share(stages, stage, remat, limit)
+        return tuple(
+            PlacedStage(number, number + 1, place, option_of(solved))
+            for number, (place, solved) in enumerate(zip(stages.places, chosen, strict=True))
+        )
+
+    def _in_share(self, stages: PresetStages, stage: int, remat: str | None, limit: float) -> SolvedStage:
+        """A stage in its share of a device's memory, the fastest way."""
+        share = limit / stages.preset.chunks
+        wishes = ("none", "layer") if remat is None else (remat,)
+        ways = [way for wish in wishes if (way := stages.within(stage, wish, share)) is not None]
+        if not ways:
+            least = min(least_held_bytes(stages.solved(stage, wish), stages.in_flight[stage]) for wish in wishes)
+            raise self._exceeded(stages, stages.preset.chunks * least, limit)
+        return min(ways, key=stages.weight)
+
+    def _check_least(
+        self, stages: PresetStages, solved: SolvedStage, mine: Sequence[int], limits: Sequence[float]
+    ) -> None:
+        """Refuse stages that no layout makes small enough.
+
+        Raises:
+          MemoryExceeded: if a rank that has some of them cannot hold even these.
+        """
+        ranks = stages.preset.stages
+        for rank in sorted({stage % ranks for stage in mine}):
+            held = sum(least_held_bytes(solved, stages.in_flight[stage]) for stage in mine if stage % ranks == rank)
+            if held > limits[rank]:
+                raise self._exceeded(stages, held, limits[rank])
+
+    def _exceeded(self, stages: PresetStages, held: float, limit: float) -> MemoryExceeded:
+        return MemoryExceeded(
+            refused=f"the preset {stages.preset} on {self.cluster.num_devices} x {self.cluster.device.kind}",
+            got=f"{size_words(limit)} usable on a device",
+            needed=f"at least {size_words(held)} on a device, in {stages.microbatches} microbatches",
+            where="the stages of the preset", try_="more microbatches, more devices",
+        )  # fmt: skip
+
+    def _stages(self, preset: Preset, microbatches: int) -> PresetStages:
+        """What there is to solve.
+
+        Raises:
+          PlanError: if the preset does not suit the program, the cluster or the number of microbatches.
+        """
+        count, size = preset.stages * preset.chunks, self.cluster.num_devices // preset.stages
+        places = [Submesh(rank * size, (rank + 1) * size) for rank in range(preset.stages)]
+        for place in places:
+            self.submeshes.check(place)
+        program = self.program(microbatches)
+        roles = preset.roles_in(program, self.traces, self.args, batch_axis=self._batch_axis)
+        cut = self._cut_into(microbatches, count)
+        pins = Pins(
+            layouts=self._layouts, zero=preset.zero, roles=roles, gradient_exchange=preset.gradient_exchange
+        )  # fmt: skip
+        if preset.mesh not in self._kinds:
+            self._kinds[preset.mesh] = Kinds(self.submeshes, [preset.mesh])
+        solver = StageSolver(
+            cut.staged, parameters=parameter_infos(program), submeshes=self.submeshes, pins=pins,
+            kinds=self._kinds[preset.mesh],
+        )  # fmt: skip
+        return PresetStages(
+            preset=preset, microbatches=microbatches, cut=cut, pins=pins, solver=solver,
+            places=tuple(places[stage % preset.stages] for stage in range(count)),
+        )  # fmt: skip
+
+    def _cut_into(self, microbatches: int, count: int) -> CutProgram:
+        """The program in so many equal stages.
+
+        Raises:
+          PlanError: if it has not the layers for them.
+        """
+        key = microbatches, count
+        if key in self._refused:
+            raise self._refused[key]
+        if key not in self._cut:
+            program = self.program(microbatches)
+            try:
+                layered = self.traces.staged(program) if count > 1 and main_scan(program) is None else None
+                staged = equal_stages(program, count, layered)
+            except PlanError as error:
+                self._refused[key] = error
+                raise
+            self._cut[key] = CutProgram(staged=staged, alike=self._alike(staged))
+        return self._cut[key]
+
+    def _alike(self, staged: StagedProgram) -> tuple[int, ...]:
+        """For each stage the first one that is the same program."""
+        solver = StageSolver(
+            staged, parameters=parameter_infos(staged.source), submeshes=self.submeshes,
+            pins=Pins(layouts=self._layouts), kinds=Kinds(self.submeshes),
+        )  # fmt: skip
+        first: dict[Any, int] = {}
+        found = []
+        for stage in range(len(staged.layers)):
+            # What roles make of a stage depends on what its dims stand for in the whole program.
+            origins = tuple(operator.origins for operator in solver.cut(stage, stage + 1).graph.operators)
+            found.append(first.setdefault((solver.number(stage, stage + 1), origins), stage))
+        return tuple(found)

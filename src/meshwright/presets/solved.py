@@ -1,0 +1,143 @@
+"""The stages of a preset, to be solved: of those that are the same program on the same mesh one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..errors import PlanError
+from ..program.staged import StagedProgram
+from ..search.inter_op_problem import Option, PlacedStage
+from ..search.pins import Pins
+from ..search.stage_solver import Place, SolvedStage, StageSolver
+from ..search.submeshes import Submesh
+from .least import StageLeast, Way, microbatches_in_flight
+from .preset import Preset
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CutProgram:
+    """A program in equal stages.
+
+    Args:
+      staged: with the stages as its layers.
+      alike: for each stage the first one that is the same program.
+    """
+
+    staged: StagedProgram
+    alike: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PresetStages:
+    """The stages of one preset in one number of microbatches, to be solved.
+
+    Args:
+      preset: with all sizes.
+      microbatches: in a step.
+      cut: the program.
+      pins: what the preset fixes.
+      solver: of the program.
+      places: the submesh of each stage.
+      free: solutions whatever their memory, by place and rematerialisation.
+    """
+
+    preset: Preset
+    microbatches: int
+    cut: CutProgram
+    pins: Pins
+    solver: StageSolver
+    places: tuple[Submesh, ...]
+    free: dict[tuple[Place, str], SolvedStage] = field(default_factory=dict)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The microbatches that each stage holds at once."""
+        return microbatches_in_flight(self.preset, self.microbatches)
+
+    def place(self, stage: int) -> Place:
+        """Where a stage is solved: at the first of those that are the same."""
+        alike = self.cut.alike[stage]
+        return Place(alike, alike + 1, self.solver.kind_of[self.places[stage]], 0)
+
+    def solved(self, stage: int, remat: str) -> SolvedStage:
+        """A stage whatever its memory.
+
+        Raises:
+          PlanError: if the preset leaves it no layout.
+        """
+        key = self.place(stage), remat
+        if key not in self.free:
+            place = key[0]
+            wanted = remat if remat == "none" or self.solver.problem(place, remat) is not None else "none"
+            found = self.solver.free(place, wanted)
+            if found is None:
+                raise PlanError(
+                    refused=f"the preset {self.preset}", got=f"stage {stage + 1} of {len(self.places)} without any "
+                    "layout in which its axes split what they are to split", needed="one",
+                    where=f"{self.microbatches} microbatches", try_="other sizes",
+                )  # fmt: skip
+            self.free[key] = found
+        return self.free[key]
+
+    def within(self, stage: int, remat: str, limit_bytes: float) -> SolvedStage | None:
+        """A stage in so much memory."""
+        place = self.place(stage)
+        wanted = remat if remat == "none" or self.solver.problem(place, remat) is not None else "none"
+        return self.solver.within(place, wanted, self.in_flight[stage], limit_bytes)
+
+    def weight(self, stage: SolvedStage) -> float:
+        """Seconds of a step."""
+        return self.microbatches * least_of(stage).seconds + least_of(stage).once_seconds
+
+    def by_number(self) -> list[int]:
+        """A stage for each problem, that of the most stages first."""
+        counts = Counter(self.place(stage) for stage in range(len(self.places)))
+        first = {self.place(stage): stage for stage in reversed(range(len(self.places)))}
+        return sorted(first.values(), key=lambda stage: (-counts[self.place(stage)], stage))
+
+    def ranks(self) -> list[range]:
+        """The stages of each rank."""
+        return [range(rank, len(self.places), self.preset.stages) for rank in range(self.preset.stages)]
+
+
+def least_of(solved: SolvedStage) -> StageLeast:
+    """What a solved stage takes, for bounds."""
+    seconds = solved.seconds
+    return StageLeast(
+        forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds,
+        once_seconds=seconds.synchronise_seconds + seconds.update_seconds,
+    )  # fmt: skip
+
+
+def way_of(solved: SolvedStage) -> Way:
+    """A stage at its least in everything: the seconds of its fastest layouts, the bytes of its leanest."""
+    constant, kept, _ = solved.problem.least_bytes
+    return Way(seconds=least_of(solved), constant_bytes=constant, kept_bytes=kept)
+
+
+def least_held_bytes(solved: SolvedStage, in_flight: int) -> float:
+    """Bytes on a device that no layout of a stage is below."""
+    constant, kept, _ = solved.problem.least_bytes
+    return solved.problem.workspace_bytes + constant + in_flight * kept
+
+
+def held_by_rank(stages: PresetStages, placed: Sequence[PlacedStage]) -> tuple[float, ...]:
+    """Bytes on a device of each rank."""
+    held = [
+        stage.option.constant_bytes + count * stage.option.in_flight_bytes
+        for stage, count in zip(placed, stages.in_flight, strict=True)
+    ]
+    return tuple(sum(held[stage] for stage in rank) for rank in stages.ranks())
+
+
+def option_of(solved: SolvedStage) -> Option:
+    """A solved stage as the stage search has it."""
+    seconds = solved.seconds
+    return Option(
+        forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds,
+        weight_seconds=seconds.weight_seconds, once_seconds=seconds.synchronise_seconds + seconds.update_seconds,
+        constant_bytes=seconds.constant_bytes, in_flight_bytes=seconds.in_flight_bytes, tag=solved,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""The numbers of the inter-operator problem (`inter_op`), and what a solution says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from .memory_limit import MemoryLimit
+from .submeshes import Submesh
+
+Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
+ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run a range of layers on a submesh.
+
+    Args:
+      forward_seconds: of one microbatch.
+      backward_seconds: of one microbatch.
+      weight_seconds: of that, the gradients of parameters, which a split backward puts off.
+      once_seconds: gradient synchronisation and update.
+      constant_bytes: on one device throughout.
+      in_flight_bytes: on one device for each microbatch in flight.
+      tag: whose it is; the search looks not at it.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    once_seconds: float = 0.0
+    constant_bytes: float = 0.0
+    in_flight_bytes: float = 0.0
+    weight_seconds: float = 0.0
+    tag: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch, both passes."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def passage_seconds(self) -> float:
+        """What a stage adds to the ends of a pipeline in which weight gradients wait."""
+        cotangent = self.backward_seconds - self.weight_seconds
+        return max(self.forward_seconds, cotangent, self.forward_seconds + cotangent - self.weight_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value of one layer that later layers read, or a parameter of several layers.
+
+    Args:
+      layers: the layers that touch it, ascending; of a value the first makes it and the others read it.
+      forward_bytes: moved for each microbatch; 0 for a parameter.
+      backward_bytes: moved back for each microbatch.
+      once_bytes: of the gradient that holders of a parameter exchange once a step; 0 for a value.
+    """
+
+    layers: tuple[int, ...]
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    once_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStage:
+    """A stage of a found plan: layers `first` to before `last`, on a submesh, run as `option` says."""
+
+    first: int
+    last: int
+    submesh: Submesh
+    option: Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A staged plan.
+
+    Args:
+      seconds: the objective.
+      stages: in program order.
+      exact: whether no better plan exists under these numbers.
+      others: the next best that the search has left, best first; not all there are.
+    """
+
+    seconds: float
+    stages: tuple[PlacedStage, ...]
+    exact: bool
+    others: tuple[tuple[PlacedStage, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterOpProblem:
+    """The numbers.
+
+    Args:
+      layers: how many.
+      devices: how many; every plan uses all of them.
+      submeshes: what a stage may be placed on.
+      options: for a range of layers (first, one past the last), a submesh and a number of microbatches in flight.
+      crossings: what layers share.
+      transfer_seconds: from one submesh to a later one, of so many bytes; what an edge carries is one transfer. Two
+        holders of a parameter exchange its gradient in as many seconds, both ways at once.
+      microbatches: in a step.
+      memory_limit: of a device.
+      order: the schedule.
+      max_stages: the most stages.
+      num_stages: how many stages there are to be; None for any number, except for zero bubble.
+      least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
+        (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
+        look at all options.
+      fastest: the same of options that fit memory with so many microbatches in flight, for several such numbers: each
+        `[in flight, layers + 1, layers + 1]`; None for `least` whatever is in flight.
+    """
+
+    layers: int
+    devices: int
+    submeshes: Sequence[Submesh]
+    options: Callable[[int, int, Submesh, int], Sequence[Option]]
+    crossings: Sequence[Crossing]
+    transfer_seconds: Callable[[Submesh, Submesh, float], float]
+    microbatches: int
+    memory_limit: MemoryLimit
+    order: Order = "one_f_one_b"
+    max_stages: int | None = None
+    num_stages: int | None = None
+    least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
+    fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
+
+    @property
+    def most_places(self) -> int:
+        """Of stages there can be so many."""
+        limits = (self.max_stages, self.num_stages, self.layers)
+        return min(limit for limit in limits if limit is not None)
+
+    def in_flight(self, from_end: int) -> int:
+        """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
+        if self.order == "gpipe":
+            return self.microbatches
+        if self.order == "zero_bubble":
+            assert self.num_stages is not None, "zero bubble keeps as many in flight as there are stages"
+            return min(self.microbatches, self.num_stages)
+        return min(self.microbatches, from_end if self.order == "one_f_one_b" else 2 * from_end - 1)
+
+    def fits(self, option: Option, from_end: int) -> bool:
+        """Whether an option at this place from the end fits a device."""
+        held = option.constant_bytes + self.in_flight(from_end) * option.in_flight_bytes
+        return held <= self.memory_limit.of(last=from_end == 1) * (1 + 1e-12)

@@ -1,0 +1,176 @@
+"""An operator's kernels on shards: what it runs forward, and what its derivative runs for each operand.
+
+The one list that searched and stated plans are priced by (`cost.kernels`). A product's derivative is products of the
+same FLOPs in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's
+[K, M] x [M, N]. A convolution has no tiles here, but a device that writes windows out (`Device.unfolds_convolutions`)
+writes others for the gradient of its image. Everything else that is differentiated runs once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from ..cluster import Device
+from ..cost.kernels import ATTENTION_BACKWARD, Kernel
+from ..program.graph import Graph, Operator
+from ..sharding import Algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """A part of an operator's derivative.
+
+    Args:
+      operand: position of the operand whose gradient it is.
+      kernel: what runs.
+      runs: how often, for one run of the operator.
+    """
+
+    operand: int
+    kernel: Kernel
+    runs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorKernels:
+    """What one device runs for an operator.
+
+    Args:
+      forward: for one run of it.
+      gradients: for one run of its derivative.
+    """
+
+    forward: Kernel
+    gradients: tuple[Gradient, ...]
+
+
+def operator_kernels(
+    graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int], device: Device, *, stored: bool
+) -> OperatorKernels:
+    """The kernels of an operator under an algorithm.
+
+    Args:
+      graph: it belongs to.
+      operator: no link of a scan.
+      algorithm: how it is split.
+      sizes: of the mesh axes.
+      device: what it runs on.
+      stored: whether its result is written to memory, if it is no product.
+    """
+    moving = [i for i, v in enumerate(operator.operands) if v is not None and graph.values[v].differentiated]
+    if not operator.differentiated:
+        moving = []
+    if operator.name == "dot_general":
+        return _product(graph, operator, algorithm, sizes, moving)
+    if operator.name == "conv_general_dilated":
+        return _convolution(graph, operator, algorithm, sizes, moving, unfolds=device.unfolds_convolutions)
+    if operator.matmul:
+        attention = _is_attention(operator)
+        flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
+        kernel = Kernel("attention" if attention else "product", flops, moved, dtype)
+        return _again(kernel, moving, ATTENTION_BACKWARD if attention else float(len(moving)))
+    written = _bytes(graph, operator.results, algorithm.results, sizes)
+    kernel = Kernel("stored" if stored else "fused", 0.0, written)
+    return _again(kernel, moving or [0] * operator.differentiated, 1.0)
+
+
+def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
+    """A derivative that runs the same kernel so often for all moving operands together."""
+    gradients = tuple(Gradient(operand=i, kernel=kernel, runs=runs / len(moving)) for i in moving)
+    return OperatorKernels(forward=kernel, gradients=gradients)
+
+
+def _bytes(graph: Graph, values: tuple[int | None, ...], specs: tuple, sizes: Mapping[str, int]) -> float:
+    return sum(
+        graph.values[v].bytes / spec.shards(sizes) for v, spec in zip(values, specs, strict=True) if v is not None
+    )
+
+
+def _whole(
+    graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int]
+) -> tuple[float, float, str]:
+    """FLOPs and bytes of a product on one device, and the type it runs at."""
+    flops = operator.flops / prod(sizes[axis] for split in algorithm.axes for axis in split)
+    moved = _bytes(graph, operator.operands, algorithm.operands, sizes)
+    moved += _bytes(graph, operator.results, algorithm.results, sizes)
+    # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
+    multiplied = [graph.values[v] for v in operator.operands if v is not None]
+    dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
+    return flops, moved, dtype
+
+
+def _product(
+    graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int], moving: list[int]
+) -> OperatorKernels:
+    flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
+    left, right, result = _factors(operator)
+    extent = _Extent(operator, algorithm, sizes)
+    batch = extent(left & right & result)
+    m, n, k = extent((left & result) - right), extent((right & result) - left), extent((left & right) - result)
+    shapes = {0: (batch, m, k, n), 1: (batch, k, n, m)}
+    return OperatorKernels(
+        forward=Kernel("product", flops, moved, dtype, (batch, m, n, k)),
+        gradients=tuple(
+            Gradient(operand=i, kernel=Kernel("product", flops, moved, dtype, shapes[i]), runs=1.0) for i in moving
+        ),
+    )
+
+
+def _convolution(
+    graph: Graph,
+    operator: Operator,
+    algorithm: Algorithm,
+    sizes: Mapping[str, int],
+    moving: list[int],
+    *,
+    unfolds: bool,
+) -> OperatorKernels:
+    flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
+    result = next((graph.values[v] for v in operator.results if v is not None), None)
+    windows = image_windows = 0.0
+    if unfolds and result is not None:
+        image, kernel, made = _factors(operator)
+        extent = _Extent(operator, algorithm, sizes)
+        # A product of FLOPs 2 M K N has a matrix of windows of M K elements; twice: it is written and read.
+        windows = result.itemsize * flops / extent((kernel & made) - image)
+        image_windows = result.itemsize * flops / extent((kernel & image) - made)
+    forward = Kernel("convolution", flops, moved + windows, dtype)
+    backward = replace(forward, moved_bytes=moved + image_windows)
+    return OperatorKernels(
+        forward=forward,
+        gradients=tuple(Gradient(operand=i, kernel=forward if i else backward, runs=1.0) for i in moving),
+    )
+
+
+def _factors(operator: Operator) -> tuple[set[int], set[int], set[int]]:
+    """The factors of the first two operands and of the result."""
+    rule = operator.rule
+    left, right, result = (
+        {factor for dim in tensor for factor in dim} for tensor in (*rule.operands[:2], rule.results[0])
+    )
+    return left, right, result
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """The local extent of factors together."""
+
+    operator: Operator
+    algorithm: Algorithm
+    sizes: Mapping[str, int]
+
+    def __call__(self, factors: set[int]) -> float:
+        axes, known = self.algorithm.axes, self.operator.rule.factors
+        return prod(known[f].size / prod(self.sizes[axis] for axis in axes[f]) for f in factors)
+
+
+def _is_attention(operator: Operator) -> bool:
+    """Whether a call that holds products is attention: keys and values share positions that neither the queries nor
+    the result have."""
+    if operator.name != "custom_vjp_call" or len(operator.operands) < 3:
+        return False
+    tensors = [{factor for dim in tensor for factor in dim} for tensor in operator.rule.operands]
+    result = {factor for dim in operator.rule.results[0] for factor in dim}
+    return bool((tensors[1] & tensors[2]) - tensors[0] - result)

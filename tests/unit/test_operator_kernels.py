@@ -1,0 +1,147 @@
+"""Kernels of operators on shards: shapes of products and of their gradients, windows, attention, what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.cluster import Device, load_cluster
+from meshwright.cost.kernels import ATTENTION_BACKWARD
+from meshwright.program.graph import Graph, Operator
+from meshwright.program.traces import Traces
+from meshwright.search.choices import operator_choices
+from meshwright.search.operator_kernels import OperatorKernels, operator_kernels
+from meshwright.search.prices import prices_of
+from meshwright.sharding import Algorithm
+from meshwright.zoo.layers import fused_attention
+
+CPU, A100 = load_cluster("cpu").device, load_cluster("dgx-a100-80").device
+SIZES = {"x": 2}
+
+
+def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def graph_of(loss: Callable[..., Any], params: Any, x: Any) -> Graph:
+    def step(params: Any, x: Any) -> Any:
+        value, grads = mw.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    return Traces(step).program((params, x)).graph
+
+
+def found(graph: Graph, name: str) -> Operator:
+    (operator,) = (one for one in graph.operators if one.name == name)
+    return operator
+
+
+def algorithms(graph: Graph, operator: Operator) -> list[Algorithm]:
+    return [one.algorithm for one in operator_choices(graph, operator, SIZES, of_parameters=False)]
+
+
+def kernels(graph: Graph, operator: Operator, algorithm: Algorithm, device: Device = A100) -> OperatorKernels:
+    return operator_kernels(graph, operator, algorithm, SIZES, device, stored=True)
+
+
+def product_graph() -> Graph:
+    """[3, 8, 20] x [3, 20, 6], both operands differentiated."""
+    return graph_of(lambda p, x: jnp.sum(jnp.sin(jnp.tanh(p["a"] * x) @ p["b"])), {
+        "a": array(3, 8, 20), "b": array(3, 20, 6),
+    }, array(3, 8, 20))  # fmt: skip
+
+
+def test_a_product_and_its_gradients_have_their_own_shapes() -> None:
+    graph = product_graph()
+    operator = found(graph, "dot_general")
+    (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
+    made = kernels(graph, operator, whole)
+    assert made.forward.shape == (3, 8, 6, 20)
+    assert {one.operand: one.kernel.shape for one in made.gradients} == {0: (3, 8, 20, 6), 1: (3, 20, 6, 8)}
+    for kernel in (made.forward, *(one.kernel for one in made.gradients)):
+        assert kernel.flops == 2 * prod(kernel.shape) == 2 * 3 * 8 * 6 * 20
+        assert kernel.moved_bytes == 4 * 3 * (8 * 20 + 20 * 6 + 8 * 6)
+    alone = kernels(graph, replace(operator, differentiated=False), whole)
+    assert (alone.forward, alone.gradients) == (made.forward, ())
+
+
+def test_every_split_of_a_product_halves_one_of_its_extents() -> None:
+    graph = product_graph()
+    operator = found(graph, "dot_general")
+    split = [one for one in algorithms(graph, operator) if any(one.axes)]
+    shapes = [kernels(graph, operator, one).forward.shape for one in split]
+    assert sorted(set(shapes)) == [(3, 4, 6, 20), (3, 8, 3, 20), (3, 8, 6, 10)]
+    assert all(2 * prod(shape) == operator.flops / 2 for shape in shapes)
+
+
+def test_windows_are_written_where_a_device_unfolds() -> None:
+    image, kernel = array(2, 8, 8, 3), array(3, 3, 3, 16)
+    dims = ("NHWC", "HWIO", "NHWC")
+    graph = graph_of(
+        lambda p, x: jnp.sum(jax.lax.conv_general_dilated(jnp.sin(p["x"] * x), p["k"], (1, 1), "SAME",
+                                                          dimension_numbers=dims) ** 2),
+        {"x": image, "k": kernel}, image,
+    )  # fmt: skip
+    operator = found(graph, "conv_general_dilated")
+    (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
+    plain, unfolded = kernels(graph, operator, whole), kernels(graph, operator, whole, CPU)
+    pixels = 2 * 8 * 8
+    assert plain.forward.kind == "convolution"
+    assert plain.forward.flops == unfolded.forward.flops == 2 * pixels * 9 * 3 * 16
+    assert plain.forward.moved_bytes == 4 * (pixels * 3 + 9 * 3 * 16 + pixels * 16)
+    # Each window is written and read: 9 times the image, or for its own gradient 9 times the result.
+    extra = {one.operand: one.kernel.moved_bytes - plain.forward.moved_bytes for one in unfolded.gradients}
+    assert unfolded.forward.moved_bytes - plain.forward.moved_bytes == 2 * 4 * pixels * 9 * 3 == extra[1]
+    assert extra[0] == 2 * 4 * pixels * 9 * 16
+
+
+def test_attention_is_told_from_other_calls_by_what_keys_and_values_share() -> None:
+    def mixed(p: Any, x: Any) -> Any:
+        query = jnp.sin(x * p)
+        return jnp.sum(fused_attention(query[:, :, :, None, :], query, query))
+
+    graph = graph_of(mixed, array(16), array(2, 32, 4, 16))
+    operator = found(graph, "custom_vjp_call")
+    made = kernels(graph, operator, algorithms(graph, operator)[-1])
+    assert made.forward.kind == "attention"
+    assert sum(one.runs for one in made.gradients) == pytest.approx(ATTENTION_BACKWARD)
+
+    @jax.custom_vjp
+    def three(x: Any, w: Any, b: Any) -> Any:
+        return x @ w + b
+
+    three.defvjp(lambda x, w, b: (three(x, w, b), (x, w, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g, g))
+    other = graph_of(lambda p, x: jnp.sum(three(x, p, x)), array(8, 8), array(8, 8))
+    operator = found(other, "custom_vjp_call")
+    assert kernels(other, operator, algorithms(other, operator)[-1]).forward.kind == "product"
+
+
+def test_single_numbers_are_not_stored_by_a_kernel_of_their_own() -> None:
+    graph = product_graph()
+    prices = prices_of(load_cluster("cpu").logical_mesh((8,)), CPU)
+    last = found(graph, "reduce_sum")
+    assert not prices.is_stored(graph, last)
+    # What a product reads is stored; the factors before it are made on the way.
+    assert [one.name for one in graph.operators if prices.is_stored(graph, one)] == ["tanh", "dot_general", "sin"]
+
+
+def test_passes_add_up_to_what_an_operator_takes() -> None:
+    graph = product_graph()
+    prices = prices_of(load_cluster("cpu").logical_mesh((8,)), CPU)
+    operator = found(graph, "dot_general")
+    right = operator.operands[1]
+    assert right is not None
+    (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
+    both, inside = prices.operator(graph, operator, whole, forward_runs=1)
+    forward, weight = prices.operator_passes(graph, operator, whole, {right})
+    _, every = prices.operator_passes(graph, operator, whole, set(filter(None, operator.operands)))
+    assert inside == 0
+    assert forward + every == pytest.approx(both)
+    assert 0 < weight < every

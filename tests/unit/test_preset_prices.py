@@ -1,0 +1,200 @@
+"""Prices of presets are those of their plans, and what saves looking at them is never too high."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies
+
+from meshwright import presets, zoo
+from meshwright.cluster import load_cluster
+from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.planning import plan_for
+from meshwright.presets.families import three_dimensional
+from meshwright.presets.least import StageLeast, least_step_seconds, microbatches_in_flight
+from meshwright.presets.prices import PresetPrices
+from meshwright.presets.written import held_bytes, written_out
+from meshwright.program.equal_stages import even_bounds, main_scan
+from meshwright.program.traces import Traces
+from meshwright.schedule import make_schedule
+from meshwright.simulate import StageTiming, Timing, simulate, simulate_plan
+from meshwright.zoo.llama import CONFIGS, build as build_llama
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from quality import Search, groups
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return build_llama(replace(CONFIGS["llama-tiny"], layers=8, global_batch=32))
+
+
+@pytest.fixture(scope="module")
+def prices(target: Any) -> PresetPrices:
+    args = (target.example_state, target.example_batch)
+    return PresetPrices(Traces(target.step), args, load_cluster("p3.16xlarge"))
+
+
+@pytest.mark.parametrize("text", ["deepspeed_3d(tp=2, pp=2, zero=1)", "gpipe(4)"])
+def test_a_price_is_what_the_plan_under_the_preset_takes(target: Any, prices: PresetPrices, text: str) -> None:
+    preset = presets.parse_preset(text).on(8)
+    priced = prices.priced(preset, 8, remat=preset.remat)
+    assert priced is not None
+    plan = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster="p3.16xlarge", preset=text, microbatches=8
+    ).plan
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds == pytest.approx(priced.step_seconds, rel=1e-12)
+    assert simulate_plan(plan).step_seconds == pytest.approx(priced.step_seconds, rel=1e-12)
+    assert [stage.layers for stage in plan.stages] == [(n, n + 1) for n in range(preset.stages)]
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        three_dimensional("setting", 2, 2, 2, stage=1, chunks=2, sequence_parallel=True),
+        three_dimensional("setting", 1, 4, 2, stage=3),
+        three_dimensional("setting", 4, 1, 2, stage=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_floor_is_below_every_price(prices: PresetPrices, preset: presets.Preset) -> None:
+    for remat in ("layer", None):
+        floor = prices.floor(preset, 1, remat=remat)
+        for count in (2, 8):
+            priced = prices.priced(preset, count, remat=remat)
+            assert priced is not None
+            least = floor.step_seconds(count, prices.limits(preset))
+            assert 0 < least <= priced.step_seconds
+            assert prices.priced(preset, count, remat=remat, below_seconds=least) is None
+
+
+def test_what_cannot_fit_is_told_by_its_floor(prices: PresetPrices) -> None:
+    preset = three_dimensional("setting", 2, 2, 2, stage=0)
+    priced = prices.priced(preset, 4, remat="none")
+    assert priced is not None
+    less = [0.5 * size for size in priced.counted_bytes]
+    assert prices.floor(preset, 1, remat="none").step_seconds(4, less) == inf
+    with pytest.raises(MemoryExceeded, match=r"setting\(tp=2, pp=2, dp=2\).*4 microbatches"):
+        prices.priced(preset, 4, remat="none", limit_bytes=less)
+
+
+def test_rematerialisation_is_chosen_for_each_stage(prices: PresetPrices) -> None:
+    preset = three_dimensional("setting", 1, 4, 2, stage=0)
+    none, layer = (prices.priced(preset, 8, remat=remat) for remat in ("none", "layer"))
+    assert none is not None
+    assert layer is not None
+    assert none.step_seconds < layer.step_seconds
+    # The first rank holds the most microbatches: it alone has less than it would like.
+    limits = [0.99 * none.counted_bytes[0], *none.counted_bytes[1:]]
+    mixed = prices.priced(preset, 8, limit_bytes=limits)
+    assert mixed is not None
+    assert none.step_seconds <= mixed.step_seconds <= layer.step_seconds
+    assert all(held <= limit for held, limit in zip(mixed.counted_bytes, limits, strict=True))
+
+
+def test_stages_of_a_rank_are_held_together(prices: PresetPrices) -> None:
+    priced = prices.priced(three_dimensional("setting", 2, 2, 2, stage=0, chunks=2), 4, remat="none")
+    assert priced is not None
+    plan = written_out(priced.plan(prices.submeshes), priced.program, "gpu")
+    totals = [stage.memory.total for stage in plan.stages]
+    assert held_bytes(plan) == pytest.approx((totals[0] + totals[2], totals[1] + totals[3]))
+    timeline = simulate_plan(plan)
+    assert timeline.step_seconds == pytest.approx(priced.step_seconds, rel=1e-12)
+
+
+def test_more_stages_than_layers_and_batches_that_do_not_interleave(prices: PresetPrices) -> None:
+    with pytest.raises(PlanError, match="16 equal stages"):
+        prices.priced(three_dimensional("setting", 1, 8, 1, stage=0, chunks=2), 8)
+    with pytest.raises(PlanError, match="a multiple of 4"):
+        prices.priced(three_dimensional("setting", 1, 4, 2, stage=0, chunks=2), 2)
+    with pytest.raises(PlanError, match=r"chunks=2 and pp=1"):
+        presets.megatron(chunks=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=strategies.data())
+def test_no_schedule_takes_less_than_its_least(data: Any) -> None:
+    ranks, chunks = data.draw(strategies.integers(1, 4)), data.draw(strategies.integers(1, 3))
+    chunks = chunks if ranks > 1 else 1
+    count = ranks * data.draw(strategies.integers(1, 4))
+    numbers = strategies.floats(0.0, 4.0)
+    drawn = [[data.draw(numbers) for _ in range(3)] for _ in range(ranks * chunks)]
+    stages = [StageLeast(forward_seconds=f, backward_seconds=b, once_seconds=once) for f, b, once in drawn]
+    names = ["one_f_one_b", "gpipe"] if chunks == 1 else ["interleaved_one_f_one_b"]
+    name = data.draw(strategies.sampled_from(names))
+    schedule = make_schedule(name, len(stages), count, **({"chunks": chunks} if chunks > 1 else {}))
+    timing = Timing(
+        stages=tuple(
+            StageTiming(
+                forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds,
+                synchronise_seconds=one.once_seconds,
+            )
+            for one in stages
+        ),
+        edges=Timing.uniform(stages=len(stages), forward_seconds=1, backward_seconds=1).edges,
+    )  # fmt: skip
+    step = simulate(schedule, timing).step_seconds
+    assert least_step_seconds(stages, ranks, count) <= step * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "count"), [(4, 1, 3), (4, 1, 64), (3, 2, 30), (2, 4, 8)])
+def test_microbatches_in_flight_are_those_of_the_schedule(ranks: int, chunks: int, count: int) -> None:
+    preset = presets.megatron(pp=ranks, chunks=chunks)
+    name = "interleaved_one_f_one_b" if chunks > 1 else "one_f_one_b"
+    schedule = make_schedule(name, ranks * chunks, count, **({"chunks": chunks} if chunks > 1 else {}))
+    assert microbatches_in_flight(preset, count) == schedule.in_flight
+    assert microbatches_in_flight(presets.gpipe(4), 7) == (7, 7, 7, 7)
+
+
+@given(work=strategies.lists(strategies.integers(0, 9), min_size=1, max_size=8), data=strategies.data())
+def test_even_bounds_are_the_best(work: Sequence[int], data: Any) -> None:
+    count = data.draw(strategies.integers(1, len(work)))
+
+    def most(bounds: Sequence[int]) -> float:
+        return max(sum(work[a:b]) for a, b in pairwise(bounds))
+
+    every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), count - 1)]
+    found = even_bounds([float(one) for one in work], count)
+    assert tuple(found) in every
+    assert most(found) == min(map(most, every))
+
+
+def test_a_program_that_is_no_scan_is_cut_between_its_layers() -> None:
+    target = zoo.mlp(width=64, layers=8, batch=16)
+    prices = PresetPrices(Traces(target.step), (target.example_state, target.example_batch), load_cluster("rtx4090-4"))
+    assert main_scan(prices.program(4)) is None
+    priced = prices.priced(presets.megatron(pp=4).on(4), 4)
+    assert priced is not None
+    forward = [stage.forward_seconds for stage in priced.timing.timing.stages]
+    assert max(forward) < 1.5 * min(forward)
+
+
+def test_all_settings_are_found_and_the_best_is_the_best(prices: PresetPrices, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = list(groups(4, 8, 32))
+    shapes = {(g.preset.size("tensor"), g.preset.stages, g.preset.size("batch")) for g in every}
+    assert shapes == {(t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0}
+    assert {g.preset.chunks for g in every if g.preset.stages == 2} == {1, 2, 4}
+    some = (three_dimensional("setting", 2, 2, 2, stage=0), three_dimensional("setting", 1, 2, 4, stage=0, chunks=2))
+    few = [replace(g, counts=g.counts[-2:]) for g in groups(8, 8, 32) if g.preset in some]
+    monkeypatch.setattr("quality.SHOWN", 3)
+    outcome = Search(prices, 0.0, inf).run(few)
+    alone = []
+    for group in few:
+        for count in group.counts:
+            priced = prices.priced(group.preset, count, remat=group.remat)
+            assert priced is not None
+            alone.append(priced.step_seconds)
+    assert outcome.settings == len(alone) == 8
+    assert outcome.unknown == outcome.not_applicable == outcome.not_fitting == 0
+    assert [one.step_seconds for one in outcome.best] == pytest.approx(sorted(alone)[:3])
+    # All that beat a plan of ours are kept.
+    assert len(Search(prices, sorted(alone)[5] * (1 + 1e-9), inf).run(few).best) >= 5
