@@ -274,6 +274,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
         "faster_than_alpa": others["alpa"] / ours if "alpa" in others else None,
         "faster_than_presets": priced[best] / ours if best is not None else None,
         "faster_than_ours": {name: seconds for name, seconds in others.items() if seconds < ours * (1 - 1e-9)},
+        "presets_not_tried": sum(str(one).startswith("not tried") for one in found["presets"].values()),
         "never_worse": min(others.values(), default=np.inf) >= ours * (1 - 1e-9),
     }
 
@@ -371,6 +372,8 @@ def main() -> int:
     for one in rows(names, given.results, seconds=given.cell_seconds):
         found.append(one)
         words = one.get("failed") or f"{one['ours']['seconds']:.4g} s, faster: {one['faster_than_ours'] or 'nothing'}"
+        if one.get("presets_not_tried"):
+            words += f", {one['presets_not_tried']} presets not tried: --cell-seconds was over"
         print(f"{one['model']} on {one['gpus']}: {words}", file=sys.stderr)
     document = {
         "what": "predicted seconds of a step: ours, Alpa's published plan and presets, under our costs",

@@ -113,7 +113,8 @@ def plan_for(
     if submeshes is not None:
         submeshes = checked_submeshes(submeshes, where, None if stages == 1 else stages)
         stages = len(submeshes)
-    check_stages(stages, schedule)
+    if preset is None:  # which has sensible ones
+        check_stages(stages, schedule)
     asked = PlanRequest(
         traces=traces, args=args, cluster=where, microbatches=microbatches, mesh=meshes, pins=pinned, remat=remat,
         batch_axis=batch_axis, reduction=reduction, schedule=schedule, submeshes=submeshes, preset=preset,

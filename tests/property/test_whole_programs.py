@@ -254,6 +254,8 @@ class Priced:
                     seconds += fixed / len(self.parameters) - fixed
                 total += seconds
         moved = (2 * OPTIMIZER_SHARE + 3) * self.shard_bytes(value, choice.storage)
+        if self.case.microbatches > 1:
+            moved += self.case.microbatches * 3 * self.shard_bytes(value, choice.use)
         return total + moved / MEMORY_BYTES_PER_SECOND
 
     def price(self, assignment: Sequence[int]) -> tuple[float, float]:

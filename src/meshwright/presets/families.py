@@ -167,9 +167,8 @@ def three_dimensional(
     shown += [("zero", stage)] if stage else []
     shown += [("chunks", chunks)] if chunks > 1 else []
     shown += [("sequence_parallel", True)] if sequence_parallel else []
-    schedule = "interleaved_one_f_one_b" if chunks > 1 else "one_f_one_b"
     return Preset(
-        family=family, axes=(_data(dp), _tensor(tp)), stages=pp, zero=stage, schedule=schedule if pp > 1 else None,
+        family=family, axes=(_data(dp), _tensor(tp)), stages=pp, zero=stage, schedule="one_f_one_b" if pp > 1 else None,
         chunks=chunks, sequence_parallel=sequence_parallel,
         shown=tuple(shown),
     )  # fmt: skip

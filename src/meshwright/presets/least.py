@@ -144,5 +144,7 @@ def _in_flight(schedule: str, ranks: int, chunks: int, microbatches: int) -> tup
 
 
 def searched_schedule(preset: Preset) -> str:
-    """The schedule as which that of a preset is priced."""
+    """The schedule as which that of a preset is priced; of several stages on each rank its interleaved form."""
+    if preset.chunks > 1:
+        return "interleaved_one_f_one_b"
     return _PRICED_AS.get(preset.schedule, preset.schedule or "one_f_one_b")

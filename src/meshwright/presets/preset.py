@@ -41,7 +41,7 @@ class Preset:
       stages: how many equal submeshes with stages there are.
       zero: the ZeRO stage of every parameter.
       schedule: of several stages; None where there is one.
-      chunks: stages on each submesh; of more than one, interleaved.
+      chunks: stages on each submesh; of more than one, the schedule is its interleaved form.
       remat: "none", "layer", or None for the better.
       sequence_parallel: whether tensor axes also split the sequence between products.
       gradient_exchange: as in `plan.Stage`.

@@ -169,7 +169,10 @@ class IntraOpProblem:
         """Choices of a parameter, their seconds and their bytes."""
         value, pins = self.graph.values[index], self._pins
         free = pins.roles is None and pins.zero is None and not self._is_pinned(info.name, value.shape)
-        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), self.gradient_exchange
+        key = (
+            value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), self.gradient_exchange,
+            self.microbatches,
+        )  # fmt: skip
         if free and key in self.prices.parameters:
             return self.prices.parameters[key]
         choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
@@ -200,7 +203,7 @@ class IntraOpProblem:
             self._connect(u, v, table)
 
     def parameter_price(self, value_bytes: float, info: ParameterInfo, choice: ParameterChoice) -> tuple[float, float]:
-        """Seconds a step for gradient synchronisation and update, and bytes on one device."""
+        """Seconds a step for gradient accumulation, synchronisation and update, and bytes on one device."""
         prices, sizes = self.prices, self.sizes
         use, storage = choice.use, choice.storage
         local = value_bytes / use.shards(sizes)
@@ -221,10 +224,18 @@ class IntraOpProblem:
                 # Plain sums of all gradients run as one collective: its fixed cost is shared.
                 fixed = count * prices.collective(kind, 1.0, step.axes)
                 seconds -= fixed * (1 - 1 / max(len(self.parameters), 1))
+        seconds += self.accumulate_seconds(value_bytes, choice)
         optimizer = info.optimizer_bytes / storage.shards(sizes)
         # The update reads and writes optimizer state and parameter once and reads the gradient.
         seconds += elementwise_seconds(2 * optimizer + 3 * value_bytes / storage.shards(sizes), prices.device)
         return seconds, local + local + optimizer
+
+    def accumulate_seconds(self, value_bytes: float, choice: ParameterChoice) -> float:
+        """Seconds a step of adding up a parameter's gradients: each microbatch reads the sum and its own, and writes."""
+        if self.microbatches == 1:
+            return 0.0
+        moved = 3 * value_bytes / choice.use.shards(self.sizes)
+        return self.microbatches * elementwise_seconds(moved, self.prices.device)
 
     def _is_constant(self, operator: Operator) -> bool:
         return all(v is None or self.graph.values[v].constant for v in operator.results)

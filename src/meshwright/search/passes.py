@@ -36,18 +36,20 @@ class PassSeconds:
 
 def pass_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> PassSeconds:
     """What a solution of a problem takes, pass by pass; all of it together is the objective."""
-    synchronise = update = 0.0
+    synchronise = update = accumulate = 0.0
     for info, position, choice in zip(problem.parameters, problem.graph.parameters, chosen.parameters, strict=True):
         size = problem.graph.values[problem.graph.inputs[position]].bytes
         both, _ = problem.parameter_price(size, info, choice)
         shards = choice.storage.shards(problem.sizes)
         mine = elementwise_seconds((2 * info.optimizer_bytes + 3 * size) / shards, problem.prices.device)
-        synchronise += both - mine
+        added = problem.accumulate_seconds(size, choice)
+        synchronise += both - mine - added
         update += mine
+        accumulate += added / problem.microbatches
     forward = _forward_seconds(problem, chosen)
     backward = max(0.0, (chosen.solution.objective - synchronise - update) / problem.microbatches - forward)
     return PassSeconds(
-        forward=forward, backward=backward, weight=min(backward, _weight_seconds(problem, chosen)),
+        forward=forward, backward=backward, weight=min(backward, _weight_seconds(problem, chosen) + accumulate),
         synchronise=max(0.0, synchronise), update=update,
     )  # fmt: skip
 

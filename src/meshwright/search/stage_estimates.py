@@ -156,8 +156,9 @@ class StageEstimates:
             return share * both, share * forward
         if kind not in self._fastest:
             sums = [self._sum(kind, n, self._wishes[0], 0, 1) for n in range(len(self.solver.meshes[kind]))]
-            forward = np.min([one[_FORWARD] for one in sums], axis=0)
-            both = np.min([one[_FORWARD] + one[_BACKWARD] for one in sums], axis=0)
+            none = np.full((1, len(self._starts), len(self._starts)), np.inf)
+            forward = np.concatenate([none, *(one[None, _FORWARD] for one in sums)]).min(axis=0)
+            both = np.concatenate([none, *(one[None, _FORWARD] + one[None, _BACKWARD] for one in sums)]).min(axis=0)
             self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
         return self._fastest[kind]
 

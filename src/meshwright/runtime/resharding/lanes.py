@@ -40,7 +40,7 @@ LANES = 4
 """Between two processes, each way: so many messages at once, each at most a chunk's part of as many."""
 
 # In which a process has messages on their way at once: some arrive while the ends of the next find each other.
-_STEPS = 4
+_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
