@@ -308,18 +308,12 @@ def _plain(job: dict[str, Any], barrier: Any) -> tuple[float, float]:
 
     def rounds(number: int) -> list[RoundMessages]:
         pieces = [Piece(move=0, slice=((0, size),), start=i * part, stop=(i + 1) * part) for i in range(number)]
-        return [
-            RoundMessages(
-                steps=(
-                    tuple(
-                        Message(sender=host[0], receiver=hosts[(h + 1 + i % (count - 1)) % count][-1], pieces=(piece,))
-                        for h, host in enumerate(hosts)
-                    ),
-                ),
-                spread=(),
-            )
+        to = [[hosts[(h + 1 + i % (count - 1)) % count][-1] for h in range(count)] for i in range(number)]
+        steps = [
+            tuple(Message(sender=host[0], receiver=to[i][h], pieces=(piece,)) for h, host in enumerate(hosts))
             for i, piece in enumerate(pieces)
         ]
+        return [RoundMessages(steps=(step,), spread=()) for step in steps]
 
     ours, arrays = movers["ours"], [jax.ShapeDtypeStruct(value.shape, value.dtype)]
     few, many = (

@@ -39,8 +39,10 @@ _SPEC = PartitionSpec(_AXIS)
 LANES = 4
 """Between two processes, each way: so many messages at once, each at most a chunk's part of as many."""
 
-# In which a process has messages on their way at once: some arrive while the ends of the next find each other.
-_STEPS = 2
+# In which a process has messages on their way at once: some arrive while the ends of the next find each other. With
+# relays few, since what shares a NIC arrives later, and is passed on later.
+_STEPS = 4
+_STEPS_WITH_RELAYS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +114,10 @@ class Lanes:
                     )  # fmt: skip
                     for piece in message.pieces if ends[1] == me else ():
                         landing.setdefault((piece.move, piece.slice), []).append((piece.start, piece.stop, number))
+        relays = any(relayed(m) for one in rounds for step in one.steps for m in step)
+        self._window = _STEPS_WITH_RELAYS if relays else _STEPS
         steps = [flights for one in self._flights for flights in one]
-        self._most = max((sum(map(len, steps[i : i + _STEPS])) for i in range(len(steps))), default=0)
+        self._most = max((sum(map(len, steps[i : i + self._window])) for i in range(len(steps))), default=0)
         self._words = max((f.words + f.room for flights in steps for f in flights), default=0)
         self._idle: dict[Any, jax.Array] = {}
         self._free: dict[int, list[jax.Array]] = {}
@@ -145,11 +149,11 @@ class Lanes:
                     tell(told, len(self._rounds))
 
         # One for each message on its way and for each round that has not landed: none waits for a thread.
-        with ThreadPoolExecutor(self._most + _STEPS + 2, thread_name_prefix="reshard") as pool:
+        with ThreadPoolExecutor(self._most + self._window + 2, thread_name_prefix="reshard") as pool:
             for one, steps in zip(self._rounds, self._flights, strict=True):
                 arriving = []
                 for flights in steps:
-                    while len(window) >= _STEPS:
+                    while len(window) >= self._window:
                         for future in window.popleft():
                             future.result()
                     look(wait=False)
