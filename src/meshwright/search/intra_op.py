@@ -231,7 +231,8 @@ class IntraOpProblem:
         return seconds, local + local + optimizer
 
     def accumulate_seconds(self, value_bytes: float, choice: ParameterChoice) -> float:
-        """Seconds a step of adding up a parameter's gradients: each microbatch reads the sum and its own, and writes."""
+        """Seconds a step of adding up a parameter's gradients: each microbatch reads the sum and its own,
+        and writes the sum."""
         if self.microbatches == 1:
             return 0.0
         moved = 3 * value_bytes / choice.use.shards(self.sizes)
