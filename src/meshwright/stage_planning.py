@@ -31,7 +31,7 @@ from .sharding import Spec, convert
 from .simulate import simulate_plan
 
 # Microbatches tried where the user names none.
-_MOST_MICROBATCHES = 512
+_MOST_MICROBATCHES = 256
 
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 5

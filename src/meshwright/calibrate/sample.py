@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import binom
+from scipy.special import bdtr
 
 _MISSED = 0.025  # on either side
 
@@ -47,5 +47,6 @@ def sample_of(seconds: Sequence[float]) -> Sample:
     ordered = sorted(seconds)
     n = len(ordered)
     # The largest number of values that can be left out at each end.
-    left = max(int(binom.ppf(_MISSED, n, 0.5)) - 1, 0)
+    below = next(k for k in range(n + 1) if bdtr(k, n, 0.5) >= _MISSED)
+    left = max(below - 1, 0)
     return Sample(seconds=statistics.median(ordered), low=ordered[left], high=ordered[n - 1 - left], runs=n)
