@@ -60,7 +60,7 @@ def plan_one_stage(asked: PlanRequest) -> Planning:
             continue
         if asked.microbatches is None and asked.remat is None and found.plan.stages[0].rematerialised:
             found = _not_again(asked, program, count, found, spent)
-        return spent.told(found)
+        return spent.told(found, asked.started)
 
 
 def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning, spent: _Spent) -> Planning:
@@ -101,10 +101,10 @@ class _Spent:
         finally:
             self.trace += time.perf_counter() - begun
 
-    def told(self, planning: Planning) -> Planning:
-        """What was found, with all that it took."""
-        seconds = time.perf_counter()
-        return replace(planning, trace_seconds=self.trace, solve_seconds=self.solve, seconds=seconds - planning.seconds)
+    def told(self, planning: Planning, started: float) -> Planning:
+        """What was found, with all that it took since the work began."""
+        seconds = time.perf_counter() - started
+        return replace(planning, trace_seconds=self.trace, solve_seconds=self.solve, seconds=seconds)
 
 
 def _with(count: int) -> str:
@@ -112,7 +112,7 @@ def _with(count: int) -> str:
 
 
 def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: str | None, spent: _Spent) -> Planning:
-    """The fastest plan in so many microbatches; its `seconds` are when the work began.
+    """The fastest plan in so many microbatches; what it took is in `spent`, and not yet in the plan.
 
     Raises:
       MemoryExceeded: if none fits.
@@ -135,7 +135,7 @@ def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: st
     finally:
         spent.solve += time.perf_counter() - begun
     return Planning(
-        program=program, plan=result.plan, cluster=asked.cluster, seconds=asked.started, trace_seconds=0.0,
+        program=program, plan=result.plan, cluster=asked.cluster, seconds=0.0, trace_seconds=0.0,
         solve_seconds=0.0, considered=result.considered,
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ _PARTS_ALONE = 0.97
 # Less than this between two ways is no difference worth looking at.
 _SAME = 1.01
 
-# What a table says of a range, in this order; all but the last scale with the share of a microbatch or not at all.
+# What is summed up for a range, in this order. In a table the last is part of what is there throughout.
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
 
 
