@@ -26,9 +26,14 @@ _LIMIT_SECONDS = 1500
 # Whatever the machine uses outside: senders that fill a NIC's queue until it is full (of those that Linux lets any
 # namespace choose), and a window that does not shrink between one message and the next.
 _TCP = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
-# A process keeps the memory that it has freed, as accelerators' allocators do: getting it anew from the system costs
-# more than what is measured.
-_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**40), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# A process keeps the memory that it has freed, as accelerators' allocators do, in one pool and large pages: the first
+# touch of a page costs more here than all copies of what is on it, and made up half the seconds of some moves.
+_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**40),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_ARENA_MAX": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 def command(*words: str) -> None:
@@ -94,7 +99,9 @@ def _limit(rate: float) -> tuple[str, ...]:
     return ("rate", f"{round(rate * 8)}bit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
 
 
-def start(script: str, names: Sequence[str], devices: int, job: Path) -> list[subprocess.Popen[str]]:
+def start(
+    script: str, names: Sequence[str], devices: int, job: Path, keep: Sequence[int] = ()
+) -> list[subprocess.Popen[str]]:
     """A script as a child in every namespace, with a host name that resolves to its address there."""
     processes = []
     for i, name in enumerate(names):
@@ -119,14 +126,15 @@ def start(script: str, names: Sequence[str], devices: int, job: Path) -> list[su
                 stdout=log,
                 stderr=log,
                 text=True,
+                pass_fds=keep,
             )
         )
     return processes
 
 
-def run_children(script: str, names: Sequence[str], devices: int, job: Path) -> None:
-    """Run all children to their end; their logs where one fails."""
-    processes = start(script, names, devices, job)
+def run_children(script: str, names: Sequence[str], devices: int, job: Path, keep: Sequence[int] = ()) -> None:
+    """Run all children to their end, with the file descriptors `keep`; their logs where one fails."""
+    processes = start(script, names, devices, job, keep)
     until = time.monotonic() + _LIMIT_SECONDS
     try:
         while any(p.poll() is None for p in processes):

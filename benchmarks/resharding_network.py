@@ -1,7 +1,7 @@
 """Moves between hosts with limited NICs, measured: ours beside send/recv, local all-gather and the lower bound.
 
     sudo python benchmarks/resharding_network.py [--only C03 pipeline] [--mebibytes 32] [--mbit 200] [--repeat 3]
-                                                 [--json FILE] [--markdown FILE]
+                                                 [--algorithms ours] [--json FILE] [--markdown FILE]
 
 Every host is a process in a network namespace of its own, joined by a bridge; `tc tbf` limits what each sends and
 receives, and where a case says so the traffic of all of them together (through one `ifb` device). The tensors of the
@@ -9,7 +9,7 @@ cases keep their layouts and are scaled to the given size. A last row, `pipeline
 unequal neighbouring meshes, its values moved by our plans and by the naive transport. Needs Linux, root, `ip`, `tc` and
 `unshare`; says so and ends with status 0 where they are missing. Prints the table, or writes it and one JSON object to
 files; status 1 if ours takes more than 1.25 times the bound, or more than another where the model says that it takes
-less. Where data is relayed the tensor is twice as large.
+less. Where data is relayed the tensor is twice as large. What each case took is said as it ends.
 
 A move is timed from a barrier of all processes to the next, compiled and connected before; the median is taken. The
 limits are measured too, by one plain transfer between two hosts: seconds of the model are for that rate, not for the
@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from importlib.metadata import version
@@ -37,6 +37,7 @@ from typing import Any
 
 from resharding_hosts import hosts, missing, run_children
 
+_OTHERS = ("send_recv", "local_all_gather")
 _WITHIN = 1.25
 _LATENCY_SECONDS = 1e-3
 # A tensor that takes longer over one NIC is moved once by the algorithms that ours is compared with.
@@ -45,6 +46,8 @@ _LONG_SECONDS = 1.0
 _TIMED = 65
 # What measurements of one thing differ by.
 _NOISE = 1.05
+# Runs that are not timed: compiled in the first, and in the second memory still grows.
+_WARM = 2
 
 
 # The cases
@@ -87,6 +90,7 @@ def child(job: dict[str, Any]) -> None:
 
     mw.initialize(timeout_seconds=300)
     from meshwright.runtime.agree import agree, exchange_texts
+    from meshwright.runtime.resharding.lanes import LANES
 
     everybody = list(range(jax.process_count()))
 
@@ -95,8 +99,10 @@ def child(job: dict[str, Any]) -> None:
         return time.perf_counter()
 
     rate, latency = _plain(job, barrier)
-    latency = json.loads(agree(lambda: json.dumps(latency), about="the latency", timeout_seconds=600))
+    # Lanes pay it at the same time.
+    latency = json.loads(agree(lambda: json.dumps(latency / LANES), about="the latency", timeout_seconds=600))
     cases = [{**case, "latency_seconds": latency} for case in job["cases"]]
+    _say(job, f"{len(everybody)} hosts: {rate / 1e6:.2f} MB/s a NIC, {latency * 1e3:.2f} ms a round")
     found: dict[str, Any] = {
         "measured_Bps": rate, "measured_latency_seconds": latency,
         "cases": [_measured(case, job, rate, barrier) for case in cases],
@@ -108,6 +114,14 @@ def child(job: dict[str, Any]) -> None:
     barrier()
 
 
+def _say(job: dict[str, Any], text: str) -> None:
+    """On the screen of who started the hosts; by process 0."""
+    import jax
+
+    if jax.process_index() == 0:
+        os.write(job["screen"], f"{text}\n".encode())
+
+
 def _measured(case: dict[str, Any], job: dict[str, Any], rate: float, barrier: Any) -> dict[str, Any]:
     """One case, by each algorithm, checked to the bit."""
     import jax
@@ -116,7 +130,10 @@ def _measured(case: dict[str, Any], job: dict[str, Any], rate: float, barrier: A
     value, movers, plan = _prepared(case, job["devices"])
     measured: dict[str, float] = {}
     for name, mover in movers.items():
-        jax.block_until_ready(mover([value]))
+        if name not in job["algorithms"]:
+            continue
+        for _ in range(_WARM if name == "ours" else 1):
+            jax.block_until_ready(mover([value]))
         seconds = []
         often = name == "ours" or plan.demand.moves[0].bytes < _LONG_SECONDS * case["nic_Bps"]
         for _ in range(job["repeat"] if often else 1):
@@ -129,6 +146,8 @@ def _measured(case: dict[str, Any], job: dict[str, Any], rate: float, barrier: A
         for shard in moved.addressable_shards if moved is not None else ():
             assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
     scale = job["Bps"] / rate
+    _say(job, f"{case['id']}: bound {float(plan.bound.seconds) * scale:.3f} s, {plan.rounds} rounds, "
+              + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in measured.items()))  # fmt: skip
     return {
         "id": case["id"], "shape": case["shape"], "mebibytes": math.prod(case["shape"]) * case["item"] / 2**20,
         "bound_seconds": float(plan.bound.seconds) * scale, "planned_seconds": float(plan.seconds) * scale,
@@ -238,6 +257,7 @@ def _whole(case: dict[str, Any]) -> Any:
 
 def _prepared(case: dict[str, Any], devices: int) -> tuple[Any, dict[str, Any], Any]:
     import jax
+    from resharding_compared import local_all_gather, send_recv
 
     from meshwright.resharding.cases import read_case
     from meshwright.runtime.resharding import reshard_plan
@@ -260,7 +280,7 @@ def _prepared(case: dict[str, Any], devices: int) -> tuple[Any, dict[str, Any], 
     )  # fmt: skip
     plan = reshard_plan([value], target, network=network)
     arrays = [jax.ShapeDtypeStruct(shape, whole.dtype)]
-    others = {"send_recv": _send_recv(plan), "local_all_gather": _local_all_gather(plan)}
+    others = {"send_recv": send_recv(plan), "local_all_gather": local_all_gather(plan)}
     movers = {"ours": Mover(plan, arrays, [source], [target])}
     movers |= {name: Mover(plan, arrays, [source], [target], rounds=rounds) for name, rounds in others.items()}
     return value, movers, plan
@@ -289,7 +309,8 @@ def _plain(job: dict[str, Any], barrier: Any) -> tuple[float, float]:
     value, movers, _ = _prepared({**case, "src": {**one, "first": 0}, "dst": {**one, "first": each}}, each)
 
     def fastest(mover: Any) -> float:
-        jax.block_until_ready(mover([value]))
+        for _ in range(_WARM):
+            jax.block_until_ready(mover([value]))
         seconds = []
         for _ in range(3):
             begun = barrier()
@@ -322,61 +343,6 @@ def _plain(job: dict[str, Any], barrier: Any) -> tuple[float, float]:
     return rate, max((many - few) / (_TIMED - 1) - 4 * part / rate, 0.0)
 
 
-def _unit_tasks(plan: Any) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
-    """Every slice that has to cross hosts: the piece, who holds it, who needs it."""
-    from meshwright.resharding.messages import pieces
-
-    demand = plan.demand
-    for number, task in enumerate(demand.classes):
-        if task.receivers:
-            for entry, piece in pieces(plan, number, 0, task.bytes):
-                yield piece, *demand.patterns[demand.pattern[entry]]
-
-
-def _send_recv(plan: Any) -> list[Any]:
-    """Every slice from one of its holders, the one with least to send so far, to each device that needs it."""
-    sent: dict[tuple[int, int], list[Any]] = {}
-    home, load = plan.demand.network.domain_of, {}
-    for piece, holders, needers in _unit_tasks(plan):
-        far = [d for d in needers if home[d] not in {home[h] for h in holders}]
-        giver = min(holders, key=lambda d: (load.get(home[d], 0), d))
-        load[home[giver]] = load.get(home[giver], 0) + (piece.stop - piece.start) * len(far)
-        for taker in far:
-            sent.setdefault((giver, taker), []).append(piece)
-    return _rounds(sent, {})
-
-
-def _local_all_gather(plan: Any) -> list[Any]:
-    """Every slice cut among the devices that need it in a host, which then share what they have."""
-    from meshwright.resharding import Piece
-
-    sent: dict[tuple[int, int], list[Any]] = {}
-    shared: dict[tuple[int, int], list[Any]] = {}
-    home, load = plan.demand.network.domain_of, {}
-    for piece, holders, needers in _unit_tasks(plan):
-        near = {home[h] for h in holders}
-        for host in sorted({home[d] for d in needers} - near):
-            takers = [d for d in needers if home[d] == host]
-            giver = min(holders, key=lambda d: (load.get(home[d], 0), d))
-            load[home[giver]] = load.get(home[giver], 0) + piece.stop - piece.start
-            count = piece.stop - piece.start
-            cuts = [piece.start + count * i // len(takers) for i in range(len(takers) + 1)]
-            for taker, first, last in zip(takers, cuts, cuts[1:], strict=False):
-                part = Piece(move=piece.move, slice=piece.slice, start=first, stop=last)
-                sent.setdefault((giver, taker), []).append(part)
-                for other in takers:
-                    if other != taker:
-                        shared.setdefault((taker, other), []).append(part)
-    return _rounds(sent, shared)
-
-
-def _rounds(sent: dict[tuple[int, int], list[Any]], shared: dict[tuple[int, int], list[Any]]) -> list[Any]:
-    from meshwright.resharding import RoundMessages
-    from meshwright.resharding.messages import as_messages, disjoint_groups
-
-    return [RoundMessages(steps=disjoint_groups(as_messages(sent)), spread=as_messages(shared))]
-
-
 # In the parent
 
 
@@ -384,8 +350,8 @@ def verdict(row: dict[str, Any], model: dict[str, float]) -> dict[str, Any]:
     measured = row["measured_seconds"]
     ahead = {
         name: measured["ours"] <= measured[name] * _NOISE
-        for name in ("send_recv", "local_all_gather")
-        if model[name] > model["ours"] * 1.1
+        for name in measured
+        if name != "ours" and model[name] > model["ours"] * 1.1
     }
     within = measured["ours"] <= _WITHIN * row["bound_seconds"]
     return {**row, "model_seconds": model, "to_the_bound": measured["ours"] / row["bound_seconds"],
@@ -401,11 +367,13 @@ def measure(options: argparse.Namespace, cases: Sequence[dict[str, Any]], *, pip
     core = None if pipeline else cases[0].get("core_nics")
     rates = [rate * float(Fraction(scale.get(str(host), 1))) for host in range(count)]
     with tempfile.TemporaryDirectory() as folder:
-        path, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job = {"cases": cases, "pipeline": pipeline, "repeat": options.repeat, "Bps": rate, "devices": devices}
+        path, result, screen = Path(folder, "job.json"), Path(folder, "result.json"), os.dup(sys.stderr.fileno())
+        job = {"cases": cases, "pipeline": pipeline, "repeat": options.repeat, "Bps": rate, "devices": devices,
+               "algorithms": options.algorithms, "screen": screen}  # fmt: skip
         path.write_text(json.dumps({**job, "result": str(result)}))
         with hosts(rates, None if core is None else core * rate) as names:
-            run_children(__file__, names, devices, path)
+            run_children(__file__, names, devices, path, keep=(screen,))
+        os.close(screen)
         return {"hosts": count, "asked_Bps": rate, **json.loads(result.read_text())}
 
 
@@ -424,8 +392,9 @@ def table(found: dict[str, Any]) -> str:
     for row in found["cases"]:
         measured, model = row["measured_seconds"], row["model_seconds"]
         cells = [row["id"], f"{row['mebibytes']:.0f}", f"{row['bound_seconds']:.2f}", f"{measured['ours']:.2f}",
-                 f"{row['to_the_bound']:.2f}", f"{measured['send_recv']:.2f}", f"{measured['local_all_gather']:.2f}",
-                 *(f"{model[name]:.2f}" for name in ("ours", "send_recv", "local_all_gather"))]  # fmt: skip
+                 f"{row['to_the_bound']:.2f}",
+                 *(f"{measured[name]:.2f}" if name in measured else "" for name in _OTHERS),
+                 *(f"{model[name]:.2f}" for name in ("ours", *_OTHERS))]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     if "pipeline" in found:
         seconds = found["pipeline"]["step_seconds"]
@@ -441,6 +410,7 @@ def main() -> int:
     parser.add_argument("--mebibytes", type=float, default=32.0)
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--algorithms", nargs="*", default=["ours", *_OTHERS], help="ours among them")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--markdown", type=Path, help="write the table here, not to the screen")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -473,7 +443,7 @@ def main() -> int:
         scale = rate / result["measured_Bps"]
         for case, row in zip(cases, result["cases"], strict=True):
             told = report(read_case({**case, "latency_seconds": result["measured_latency_seconds"]}))
-            model = {name: told["algorithms"][name] * scale for name in ("send_recv", "local_all_gather")}
+            model = {name: told["algorithms"][name] * scale for name in _OTHERS}
             one = verdict(row, {"ours": told["ours_seconds"] * scale, **model})
             here = {name: result[name] for name in ("hosts", "measured_Bps", "measured_latency_seconds")}
             found["cases"].append({**one, **here})

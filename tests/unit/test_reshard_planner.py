@@ -94,6 +94,15 @@ def test_transfers_can_be_kept_small(receivers, limit):
         assert plan.seconds == plan.bound.seconds
 
 
+@pytest.mark.parametrize("order", [(2, 3, 4, 5), (2, 4, 3, 5), (3, 5, 4, 2)])
+def test_a_slice_of_one_byte_at_the_end_of_a_tape_arrives(order):
+    """Halves to quarters of an odd extent: cuts next to each other, of which the chunks' own cuts take no notice."""
+    network = uniform_network([(0, 1), (2, 3), (4, 5)], nic_rate=1e9)
+    source, target = (grid_layout(d, (len(d),), ("x",), [("x",)]) for d in ((0, 1), order))
+    moved = Move(name="w", shape=(400_001,), item_bytes=1, source=source, destination=target)
+    check_transfers(plan_reshard(network, [moved], most_transfer_bytes=3000))
+
+
 def test_latency_decides_how_many_chunks():
     moves = [move(whole((0,)), whole((1, 2)), shape=(1 << 22,))]
     chunks = {

@@ -184,7 +184,7 @@ class Demand:
         return np.where(position >= np.diff(begins)[number], position, self.start[entry] + inside)
 
     def settled(self, number: np.ndarray, position: np.ndarray, within: int) -> np.ndarray:
-        """As `align`; and where a unit task begins or ends at most `within` bytes away, there."""
+        """As `align`; and where a unit task begins or ends at most `within` bytes away, there. The end stays."""
         found = self.align(number, position)
         if not within or self.unit_tasks == len(self.classes):
             return found
@@ -193,7 +193,7 @@ class Demand:
         after = np.searchsorted(starts, place, side="right")
         low, high = starts[after - 1], np.append(starts, begins[-1])[after]
         near = np.where(place - low <= within, low, np.where(high - place <= within, high, place))
-        return near - begins[number]
+        return np.where(found >= np.diff(begins)[number], found, near - begins[number])
 
     def aligned(self, number: int, position: int) -> int:
         """As `align`, for one position."""

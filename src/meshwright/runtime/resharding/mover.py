@@ -5,7 +5,8 @@ between devices of one process, never over the host. Then the rounds, one after 
 into buffers, the buffers are exchanged, receivers unpack them and hand them to the other devices of their process.
 
 Beside the source and the destination a device holds two buffers of at most a chunk each (`Mover.buffer_bytes`); between
-CPU processes, where several messages are on their way at once (`lanes`), two for each process that it exchanges with.
+CPU processes, where several messages are on their way at once (`lanes`), all devices of one hold two for each process
+that it exchanges with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
 from .blocks import empty, finished, give, padded_elements, part, place, take, whole
 from .exchange import Exchange
-from .lanes import LANES, Lanes
+from .lanes import BUFFERS, Lanes
 from .layouts import boxes_by_id, holds
 from .words import item_bytes, word_of
 
@@ -32,7 +33,7 @@ Blocks = list[dict[int, jax.Array]]
 
 def most_bytes(devices: Iterable[Any], chunk_bytes: int) -> int:
     """The most that a plan may send between two devices in a round, so that no more than two chunks are needed."""
-    return max(chunk_bytes // LANES, 1) if _by_lanes(devices) else chunk_bytes
+    return max(2 * chunk_bytes // BUFFERS, 1) if _by_lanes(devices) else chunk_bytes
 
 
 def _by_lanes(devices: Iterable[Any]) -> bool:
@@ -101,8 +102,10 @@ class Mover:
 
     @property
     def buffer_bytes(self) -> int:
-        """What a device holds beside the source and the destination."""
-        return 2 * self._words * np.dtype(self._word).itemsize if self._rounds else 0
+        """What is held beside the source and the destination: by a device, or with lanes by all of this process."""
+        if not self._rounds:
+            return 0
+        return 2 * self._words * np.dtype(self._word).itemsize if self._lanes is None else self._lanes.buffer_bytes
 
     def __call__(
         self, values: Sequence[jax.Array], *, donate: bool = False, tell: Callable[[int, int], None] | None = None
