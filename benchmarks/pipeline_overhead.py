@@ -5,15 +5,20 @@
 A perceptron of equal blocks is trained in two stages by two processes of one core each, and by one process on one of
 these cores. With B equal microbatches two stages can at best be 2 B / (B + 1) times as fast as one: the bubble takes
 one microbatch. Reported is the share of that which is reached, `efficiency`: of each round, and of the fastest steps of
-all rounds, which other work on the machine disturbs least; if that is below --least, the exit status is 1.
+all rounds, which other work on the machine disturbs least; if the median of the rounds is below --least, the exit
+status is 1.
 
 Both run in turn in one run, process 0 doing the one-core steps while process 1 waits in a transfer, so that what else
 the machine does falls on both alike. The one-core step is the faster of two: the
 whole batch at once, and microbatches in a loop. Python's share is measured apart: the executor walks a step whose
-programs and transfers are replaced by their results. Prints one JSON object.
+programs and transfers are replaced by their results. `both_cores_busy` is how much longer the one-core step takes where
+the other core runs it as well: what the machine itself takes from two, whoever uses them. `cpu_seconds` are those of
+process 0 in a step of the pipeline: where some rounds take more of them than others, the core itself was slower then (a
+virtual machine's neighbours), and no runtime can help. Prints one JSON object.
 
 Known limit: two processes in lockstep suffer from whatever else wants either core, one process only from what wants
-its own. `chrt -r 1 python benchmarks/pipeline_overhead.py` keeps others away for its half minute.
+its own, so the machine has to be quiet. Real-time priority (`chrt`) is no way to that: the kernel gives it 95 % of a
+core, which slows the one-core step, that never waits, and hardly the pipeline, that does.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="of each kind, in a round")
+    parser.add_argument("--steps", type=int, default=5, help="of each kind, in a round; the fastest counts")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--examples", type=int, default=192, help="of a microbatch")
     parser.add_argument("--width", type=int, default=768)
@@ -71,7 +76,7 @@ def main() -> None:
         result.check()
         found = json.loads(out.read_text())
     print(json.dumps(found, indent=1))
-    enough = found["results"]["efficiency"]["fastest"] >= args.least
+    enough = found["results"]["efficiency"]["median"] >= args.least
     raise SystemExit(0 if enough else 1)
 
 
@@ -80,6 +85,7 @@ def measure(args: argparse.Namespace) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.experimental.multihost_utils import sync_global_devices
 
     import meshwright as mw
     from meshwright.runtime.pipeline.transport import ProcessTransport
@@ -121,17 +127,15 @@ def measure(args: argparse.Namespace) -> None:
     pipeline = mw.parallelize(step, stages=2, microbatches=args.microbatches, schedule=args.schedule)
     first = jax.process_index() == 0
     runs = {"pipeline": _trained(pipeline, weights, x)}
+    here = jax.device_put(x, jax.local_devices()[0])
+    beside = _trained(jax.jit(in_a_loop, donate_argnums=0), weights, here)
     if first:
-        runs["whole batch"] = _trained(
-            jax.jit(step, donate_argnums=0), weights, jax.device_put(x, jax.local_devices()[0])
-        )
-        runs["in a loop"] = _trained(
-            jax.jit(in_a_loop, donate_argnums=0), weights, jax.device_put(x, jax.local_devices()[0])
-        )
+        runs["whole batch"] = _trained(jax.jit(step, donate_argnums=0), weights, here)
+        runs["in a loop"] = beside
     planned = pipeline.planned(weights, x)
     if args.transport == "naive":
         planned._executor._transport = ProcessTransport()
-    for run in runs.values():
+    for run in dict.fromkeys((*runs.values(), beside)):
         for _ in range(_WARM_UP):
             run()
     if first:
@@ -140,9 +144,15 @@ def measure(args: argparse.Namespace) -> None:
         runs["pipeline"]()
         losses = {}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    together, busy = [], []
     for _ in range(args.rounds):
         for name, run in runs.items():
+            begun = time.process_time()
             seconds[name].append(min(run()[0] for _ in range(args.steps)))
+            if name == "pipeline":
+                busy.append((time.process_time() - begun) / args.steps)
+        sync_global_devices("both cores busy")
+        together.append(min(beside()[0] for _ in range(args.steps)))
     python = {**_python_seconds(planned, weights, x), "seconds_per_small_transfer": _transfer_seconds(planned)}
     if not first:
         return
@@ -162,7 +172,12 @@ def measure(args: argparse.Namespace) -> None:
         },
         "speed_up": round(statistics.median(a / b for a, b in zip(alone, seconds["pipeline"], strict=True)), 4),
         "best_possible_speed_up": round(best, 4),
+        "both_cores_busy": round(
+            statistics.median(a / b for a, b in zip(together, seconds["in a loop"], strict=True)), 4
+        ),
         "step_seconds": {name: round(statistics.median(found), 5) for name, found in seconds.items()},
+        "cpu_seconds": {"least": round(min(busy), 5), "median": round(statistics.median(busy), 5),
+                        "most": round(max(busy), 5)},
         "microbatch_seconds": round(microbatch, 5),
         "stages": [list(stage.equations or ()) for stage in planned.plan.stages],
         **python,

@@ -124,7 +124,7 @@ def plan(
     from .report.explain import explain_plan
     from .report.table import format_seconds
 
-    print(explain_plan(planning.plan, considered=planning.considered))
+    print(explain_plan(planning.plan, considered=planning.considered, alternatives=planning.alternatives))
     print(
         f"\nPlanned in {format_seconds(planning.seconds)}: tracing {format_seconds(planning.trace_seconds)}, "
         f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")

@@ -74,7 +74,8 @@ def run_demo(*, steps: int, pipeline: bool = False) -> bool:
         wanted = _PIPELINE if pipeline else {}
         planning = plan_for(target.step, (target.example_state, target.example_batch), **wanted)
     plan = planning.plan
-    console.print(explain_plan(plan, considered=planning.considered), markup=False, soft_wrap=True)
+    explained = explain_plan(plan, considered=planning.considered, alternatives=planning.alternatives)
+    console.print(explained, markup=False, soft_wrap=True)
     console.print(f"\nPlanned in {format_seconds(planning.seconds)}\n")
     if pipeline:
         text = timeline_text(simulate_plan(plan), width=_CHART_COLUMNS)

@@ -14,6 +14,7 @@ from .cluster import Cluster
 from .plan import Plan, Stage
 from .planning import Planning
 from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
+from .report.why import why
 from .simulate import Event, Timeline, TransferEvent
 from .verify import Check, Traffic, Verification
 
@@ -56,9 +57,32 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
             }
             for one in plan.transfers
         ],
+        "why": _why(plan),
+        "alternatives": [
+            {"what": one.what, "step_seconds": one.step_seconds, "ratio": one.step_seconds / predicted.step_seconds}
+            for one in planning.alternatives
+        ],
         "considered": list(planning.considered),
         "notes": list(plan.notes),
     })  # fmt: skip
+
+
+def _why(plan: Plan) -> dict[str, Any] | None:
+    """Where the time goes of a plan of several stages; one stage says so itself."""
+    if len(plan.stages) == 1:
+        return None
+    found = why(plan)
+    return {
+        "ranks": [
+            {
+                "stages": list(rank.stages), "compute_seconds": rank.compute, "collective_seconds": rank.collectives,
+                "other_seconds": rank.other, "transfer_seconds": rank.transfers, "bubble_seconds": rank.bubble,
+            }
+            for rank in found.ranks
+        ],
+        "balance": found.balance,
+        "binds": list(found.binds),
+    }  # fmt: skip
 
 
 def timeline_document(timeline: Timeline) -> dict[str, Any]:
@@ -177,6 +201,7 @@ def _stage(stage: Stage, cluster: Cluster) -> dict[str, Any]:
         "layers": list(stage.layers),
         "devices": list(stage.devices),
         "hosts": list(cluster.hosts_of(stage.devices)),
+        "device_kind": stage.device_kind,
         "mesh": dict(stage.mesh),
         "memory_bytes": {
             "parameters": memory.parameters,

@@ -82,7 +82,8 @@ def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning
             continue
         except PlanError:
             break  # it was our idea
-        return finer if finer.step_seconds < found.step_seconds else found
+        taken, other = (finer, found) if finer.step_seconds < found.step_seconds else (found, finer)
+        return taken.preferred_to(other)
     return found
 
 
@@ -136,7 +137,7 @@ def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: st
         spent.solve += time.perf_counter() - begun
     return Planning(
         program=program, plan=result.plan, cluster=asked.cluster, seconds=0.0, trace_seconds=0.0,
-        solve_seconds=0.0, considered=result.considered,
+        solve_seconds=0.0, considered=result.considered, alternatives=result.alternatives,
     )  # fmt: skip
 
 

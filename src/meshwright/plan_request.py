@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any
@@ -18,6 +18,7 @@ from .presets import Preset
 from .program.batch import batch_extents
 from .program.trace import Program, abstract
 from .program.traces import Traces
+from .search.alternative import Alternative, merged, one_stage_words, stages_words
 from .search.pins import Pins
 from .search.submeshes import Submesh, Submeshes
 
@@ -84,6 +85,7 @@ class Planning:
       trace_seconds: for tracing and analysing the step.
       solve_seconds: for the search.
       considered: the candidates, a line each.
+      alternatives: plans that were not taken, the fastest first.
     """
 
     program: Program
@@ -93,12 +95,30 @@ class Planning:
     trace_seconds: float
     solve_seconds: float
     considered: tuple[str, ...]
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def step_seconds(self) -> float:
         """Predicted, of one step."""
         assert self.plan.predicted is not None  # planning prices what it finds
         return self.plan.predicted.step_seconds
+
+    @property
+    def as_alternative(self) -> Alternative:
+        """It as one that another plan was preferred to."""
+        plan = self.plan
+        if len(plan.stages) == 1:
+            again = bool(plan.stages[0].rematerialised)
+            what = one_stage_words(plan.microbatches, plan.stages[0].mesh, rematerialised=again)
+        else:
+            sizes = [(stage.layers[1] - stage.layers[0], len(stage.devices)) for stage in plan.stages]
+            what = stages_words(plan.microbatches, plan.schedule, sizes)
+        return Alternative(what=what, step_seconds=self.step_seconds)
+
+    def preferred_to(self, *others: Planning) -> Planning:
+        """This plan, with others and what they were preferred to among its alternatives."""
+        found = merged(self.alternatives, *(one.alternatives for one in others), (o.as_alternative for o in others))
+        return replace(self, alternatives=found)
 
 
 def check_time_limit(seconds: Any) -> None:

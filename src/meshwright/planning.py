@@ -128,21 +128,15 @@ def plan_for(
 
 
 def _any_stages(asked: PlanRequest) -> Planning:
-    """The faster of the best plan of one stage and the best of several."""
+    """The fastest plan of any number of stages. The search for several looks at one stage too, but on meshes of two
+    axes."""
     if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
         return plan_stages(asked, None)
     count = asked.microbatches if asked.microbatches is not None else 1
     if asked.cluster.num_devices == 1 or not asked.program(count).marked:
         return plan_one_stage(asked)
     if sum(operator.repeats for operator in asked.program(count).graph.operators) > _SMALL_PROGRAM:
-        several = plan_stages(asked, None)
-        if len(several.plan.stages) > 1:
-            return several
-        # Its plans of one stage are of two axes, and by the solver's count of memory alone.
-        try:
-            return plan_one_stage(asked)
-        except PlanError:
-            return several
+        return plan_stages(asked, None)
     try:
         one = plan_one_stage(asked)
     except PlanError as refused:
@@ -156,7 +150,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
         return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
     except PlanError as error:
         return replace(one, considered=(*one.considered, f"several stages: {error}"))
-    return several if len(several.plan.stages) > 1 else one
+    return several.preferred_to(one)
 
 
 def _check_types(cluster: Any, pins: Any, preset: Any) -> None:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from typing import Any
 
+from .cluster import Cluster, HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError, size_words
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
@@ -16,22 +17,21 @@ from .plan_request import Planning, PlanRequest
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
-from .presets.written import held_bytes
+from .presets.written import held_bytes, usable_bytes, written_out
 from .program.batch import batch_extents
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
-from .runtime.pipeline.local_stages import LocalStages
 from .runtime.pipeline.stage_memory import StageMemory
-from .search.memory_limit import MemoryLimit
+from .search.memory_reserve import MemoryReserve
 from .search.parameters import parameter_infos
-from .search.pipeline import SIMULATED, StageRequest, StageSearch, StageSearchResult
+from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 
 # Microbatches tried where the user names none.
-_MOST_MICROBATCHES = 256
+_MOST_MICROBATCHES = 1024
 
 # How often a plan whose traced peak is too high is searched again with less memory.
 _ATTEMPTS = 5
@@ -44,10 +44,8 @@ _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "infe
 
 
 def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = float("inf")) -> Planning:
-    """The fastest plan with so many stages, or with any number of them.
-
-    A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
-    schedule. Where that is too much, the search is repeated with less memory.
+    """The fastest plan with so many stages, or with any number of them. Where hosts are of several kinds, their groups
+    are put in every order: which kind has the first stages, and which the last.
 
     Args:
       asked: the request.
@@ -60,6 +58,44 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     """
     if asked.preset is not None:
         return _plan_preset(asked, asked.preset)
+    orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
+    best: Planning | None = None
+    refused: Exception | None = None
+    solve_seconds = 0.0
+    for order in orders:
+        least = min(faster_than_seconds, best.step_seconds if best is not None else inf)
+        try:
+            found = _plan_in_order(replace(asked, cluster=order.cluster), stages, faster_than_seconds=least)
+        except (NothingFaster, MemoryExceeded) as error:
+            refused = refused or error
+            continue
+        found = replace(found, cluster=asked.cluster, plan=_in_cluster(found.plan, order, asked.cluster))
+        solve_seconds += found.solve_seconds
+        if best is None:
+            best = found
+        else:
+            faster = found.step_seconds < best.step_seconds
+            best = found.preferred_to(best) if faster else best.preferred_to(found)
+        if asked.left_seconds < 0:
+            break
+    if best is not None:
+        return replace(best, solve_seconds=solve_seconds)
+    assert refused is not None, "there is an order"
+    raise refused
+
+
+def _in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
+    """A plan for the cluster in another order of its hosts as one for the cluster itself."""
+    stages = [replace(stage, devices=tuple(order.devices[d] for d in stage.devices)) for stage in plan.stages]
+    return replace(plan, stages=tuple(stages), cluster_fingerprint=cluster.fingerprint())
+
+
+def _plan_in_order(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float) -> Planning:
+    """The fastest plan whose stages follow the hosts in their order.
+
+    A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
+    schedule. Where that is too much, the search is repeated with less memory.
+    """
     cluster, pins = asked.cluster, asked.pins
     programs = _Programs(asked, stages, _counts(asked))
     first = programs.any
@@ -73,8 +109,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
     )  # fmt: skip
     search = StageSearch(request)
-    usable = cluster.device.usable_memory_bytes
-    limits = _Limits(usable)
+    missed = _MissedMemory()
     solve_seconds = 0.0
     leanest = float("inf")
     nothing: MemoryExceeded | None = None
@@ -83,7 +118,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         asked.tell("searching stages")
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds
-            result = search.run(limits, time_limit_seconds=max(asked.left_seconds, least_seconds))
+            result = search.run(missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
         except MemoryExceeded as error:
             finer, nothing = _finer(asked, max(programs)), nothing or error
             if not finer:
@@ -92,23 +127,20 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
             search = StageSearch(replace(request, programs=programs))
             continue
         solve_seconds += result.seconds
-        plan = replace(result.plan, cluster_fingerprint=cluster.fingerprint())
-        plan = replace(plan, stages=tuple(replace(stage, memory_limit_bytes=usable) for stage in plan.stages))
-        if len(plan.stages) == 1:
-            return _planning(asked, result, plan, programs.seconds, solve_seconds)
-        counted = held_bytes(plan)
-        if asked.schedule == "pipedream":
-            plan = _asynchronous(plan, result.program.graph)
-        elif asked.schedule == "inference":
+        plan, counted = result.plan, held_bytes(result.plan)
+        if asked.schedule == "inference":
+            if len(plan.stages) == 1:
+                return _planning(asked, result, plan, programs.seconds, solve_seconds)  # it keeps nothing to be missed
             plan = _timed(replace(plan, schedule="inference", schedule_options=()))
+        elif asked.schedule == "pipedream" and len(plan.stages) > 1:
+            plan = _asynchronous(plan, result.program.graph)
         asked.tell("predicting memory")
-        local = LocalStages(result.program, plan, platform=cluster.device.platform, counted=known)
-        plan = local.plan_with_memory()
-        peaks = held_bytes(plan)
+        plan = written_out(plan, result.program, cluster.device.platform, known=known)
+        peaks, usable = held_bytes(plan), usable_bytes(plan)
         leanest = min(leanest, MARGIN * max(peaks))
-        if MARGIN * max(peaks) <= usable:
+        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
             return _planning(asked, result, plan, programs.seconds, solve_seconds)
-        limits.learn(plan.microbatches, counted, peaks)
+        missed.learn(plan.microbatches, counted, peaks, usable)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
 
 
@@ -121,48 +153,51 @@ class _Missed:
       last: whether it has the last layer.
       counted: bytes on a device.
       peak: what there is.
+      usable: of a device.
     """
 
     microbatches: int
     last: bool
     counted: float
     peak: float
+    usable: float
 
 
-class _Limits:
-    """What the search may count on a device in so many microbatches, as traced peaks have shown it to count too little.
+class _MissedMemory:
+    """What the search may not count on a device in so many microbatches, as traced peaks have shown it to count too
+    little.
 
     What it misses is mostly a microbatch's: half of it in half a microbatch.
-
-    Args:
-      usable: bytes of a device.
     """
 
-    def __init__(self, usable: float) -> None:
-        self._usable = usable
+    def __init__(self) -> None:
         self._missed: list[_Missed] = []
 
-    def __call__(self, microbatches: int) -> MemoryLimit:
-        return MemoryLimit(self._of(microbatches, last=False), self._of(microbatches, last=True))
+    def __call__(self, microbatches: int) -> MemoryReserve:
+        return MemoryReserve(self._of(microbatches, last=False), self._of(microbatches, last=True))
 
     def _of(self, microbatches: int, *, last: bool) -> float:
-        limit = most = self._usable / MARGIN if self._missed else self._usable
+        reserve = max((one.usable * (1 - 1 / MARGIN) for one in self._missed), default=0.0)
         for one in self._missed:
             if one.last == last:
                 # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
-                part = one.microbatches / microbatches
+                part, most = one.microbatches / microbatches, one.usable / MARGIN
                 unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
-                limit = min(limit, max(most - unseen, most * (1 - min(share, 1.0))))
+                limit = max(most - unseen, most * (1 - min(share, 1.0)))
                 if microbatches == one.microbatches:
                     limit = min(limit, 0.98 * one.counted)
-        return max(limit, 1.0)
+                reserve = max(reserve, one.usable - limit)
+        return reserve
 
-    def learn(self, microbatches: int, counted: Sequence[float], peaks: Sequence[float]) -> None:
-        """Of a plan that is too large, by rank: what was counted, and what it is. Ranks that fit say nothing."""
-        for rank, (peak, seen) in enumerate(zip(peaks, counted, strict=True)):
-            if MARGIN * peak > self._usable:
+    def learn(
+        self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float]
+    ) -> None:
+        """Of a plan that is too large, by rank: what was counted, what it is, and what there is for it. Ranks that fit
+        say nothing."""
+        for rank, (seen, peak, most) in enumerate(zip(counted, peaks, usable, strict=True)):
+            if MARGIN * peak > most:
                 last = rank == len(peaks) - 1
-                self._missed.append(_Missed(microbatches=microbatches, last=last, counted=seen, peak=peak))
+                self._missed.append(_Missed(microbatches=microbatches, last=last, counted=seen, peak=peak, usable=most))
 
 
 def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
@@ -222,7 +257,7 @@ def _planning(
     return Planning(
         program=result.program.source, plan=plan, cluster=asked.cluster,
         seconds=time.perf_counter() - asked.started, trace_seconds=trace_seconds, solve_seconds=solve_seconds,
-        considered=result.considered,
+        considered=result.considered, alternatives=result.alternatives,
     )  # fmt: skip
 
 

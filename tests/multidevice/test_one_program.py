@@ -53,6 +53,24 @@ def test_memory_beside_source_and_destination(seed: int) -> None:
     assert beside <= 4 * (before + after), (beside, before, after)
 
 
+def test_blocks_that_nobody_reads_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers have none of the source: what stands for it stays within an eighth of a chunk, however many shapes."""
+    monkeypatch.setattr(transport, "_KEPT_BYTES", 1 << 16)
+    devices = np.array(jax.devices(), dtype=object)
+    source, target = (
+        NamedSharding(Mesh(devices[part], ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x"))
+        for part in (slice(2), slice(4, 8))
+    )
+    there, before = PlannedTransport(hosts(4)), sum(x.nbytes for x in jax.live_arrays())
+    for rows in range(8, 96, 8):
+        moved = there.move([jax.device_put(np.ones((rows, 256), np.float32), source)], [target])
+        jax.block_until_ready(moved)
+    del moved
+    assert all(isinstance(way, OneProgram) for way in there._ways.values())
+    kept = sum(x.nbytes for x in jax.live_arrays()) - before
+    assert 0 < kept <= len(devices) * (1 << 16), kept
+
+
 def test_more_chunks_are_no_larger_program() -> None:
     """Split over one host to replicas on two, which is relayed: equal rounds are a loop."""
     devices = np.array(jax.devices(), dtype=object)

@@ -40,7 +40,7 @@ def test_a_step_in_four_processes(tmp_path: Path, options: str) -> None:
         f"""
 step = mw.parallelize(target.step, {options})
 state = step.init(target.init, jax.random.key(0), batch=batch)
-expected, alone = target.init(jax.random.key(0)), jax.jit(target.step)
+expected, alone = jax.jit(target.init)(jax.random.key(0)), jax.jit(target.step)
 for _ in range(3):
     state, metrics = step(state, batch)
     expected, wanted = alone(expected, batch)
@@ -52,33 +52,26 @@ print("plan", step.plan(state, batch))
     assert len(plans) == 1, plans
 
 
-def test_a_step_that_cannot_be_planned_is_refused_in_every_process(tmp_path: Path) -> None:
-    """Process 0 says why, and the others say what it said."""
-    found = outputs(
-        tmp_path,
-        """
-try:
-    mw.parallelize(target.step, memory_per_device=1000.0, microbatches=1)(target.init(jax.random.key(0)), batch)
-except mw.PlanError as error:
-    print("refused:", error)
-""",
-    )
-    assert all("refused:" in output and "usable on a device" in output for output in found), found
-    assert "from process 0" in found[1]
-
-
-def test_plans_that_differ_between_processes_are_refused_before_a_step(tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused_in_every_process(tmp_path: Path) -> None:
+    """A step without a plan, of which process 0 says why, and the others what it said; and plans that differ."""
     found = outputs(
         tmp_path,
         """
 from meshwright.cluster import load_cluster
 args = (target.example_state, target.example_batch)
+state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), target.example_state)
+try:
+    mw.parallelize(target.step, memory_per_device=1000.0, microbatches=1)(state, batch)
+except mw.PlanError as error:
+    print("unplanned:", error)
 plan = mw.plan_for(target.step, args, cluster=load_cluster("local"), stages=2, microbatches=2 + 2 * (place == 3)).plan
 try:
-    mw.parallelize(target.step, plan=plan)(target.init(jax.random.key(0)), batch)
+    mw.parallelize(target.step, plan=plan)(state, batch)
 except mw.PlanError as error:
-    print("refused:", error)
+    print("differing:", error)
 """,
     )
-    assert all("refused: refused to run the plan" in output for output in found), found
+    assert all("unplanned:" in output and "usable on a device" in output for output in found), found
+    assert "from process 0" in found[1]
+    assert all("differing: refused to run the plan" in output for output in found), found
     assert "in processes 3" in found[0]

@@ -12,7 +12,6 @@ import pytest
 
 from meshwright.search.inter_op import solve_inter_op
 from meshwright.search.inter_op_problem import ORDERS, Crossing, InterOpProblem, Option, Order
-from meshwright.search.memory_limit import MemoryLimit
 from meshwright.search.submeshes import Submesh
 
 Plan = list[tuple[int, int, Submesh, Option]]
@@ -66,7 +65,8 @@ def random_problem(seed: int, order: Order) -> InterOpProblem:
         crossings=crossings,
         transfer_seconds=lambda a, b, size: 0.05 + size * float(rates[a.first, b.stop]) / min(a.size, b.size),
         microbatches=int(generator.integers(1, 9)),
-        memory_limit=MemoryLimit(limit, 0.9 * limit),
+        # A device's memory depends on where it is.
+        limit_bytes=lambda submesh, last: limit * (0.9 if last else 1.0) * (1.0 if submesh.first % 2 else 0.8),
         order=order,
         max_stages=None if generator.random() < 0.8 else int(generator.integers(1, 4)),
         num_stages=None if generator.random() < 0.8 and order != "zero_bubble" else int(generator.integers(1, 4)),
@@ -101,12 +101,12 @@ def all_plans(problem: InterOpProblem) -> Iterator[Plan]:
 def price(problem: InterOpProblem, plan: Plan) -> float:
     """The objective, from its definition; infinite for a plan that does not fit."""
     n, b = len(plan), problem.microbatches
-    for i, (_, last, _, option) in enumerate(plan):
+    for i, (_, last, submesh, option) in enumerate(plan):
         kept = {
             "one_f_one_b": min(b, n - i), "eager_one_f_one_b": min(b, 2 * (n - i) - 1), "gpipe": b,
             "zero_bubble": min(b, n),
         }[problem.order]  # fmt: skip
-        limit = problem.memory_limit.of(last=last == problem.layers)
+        limit = problem.limit_bytes(submesh, last == problem.layers)
         if option.constant_bytes + kept * option.in_flight_bytes > limit:
             return inf
     forward, backward, once = np.zeros((n, n)), np.zeros((n, n)), np.zeros((n, n))
@@ -167,13 +167,15 @@ def test_no_plan_is_better(order: Order, block: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_narrow_beam_is_never_better_and_says_so(seed: int) -> None:
+def test_a_narrow_beam_is_never_better_and_says_how_far_off_it_may_be(seed: int) -> None:
     problem = random_problem(seed, "one_f_one_b")
-    wide, narrow = solve_inter_op(problem), solve_inter_op(problem, beam=1)
-    if wide is None or narrow is None:
-        return
-    assert wide.seconds <= narrow.seconds * (1 + 1e-12)
-    assert wide.exact
+    wide = solve_inter_op(problem)
+    for beam in (1, 2):
+        narrow = solve_inter_op(problem, beam=beam)
+        if wide is None or narrow is None:
+            return
+        assert narrow.lower_bound <= wide.seconds * (1 + 1e-12) <= narrow.seconds * (1 + 2e-12)
+        assert wide.exact
 
 
 def test_the_same_numbers_give_the_same_plan() -> None:

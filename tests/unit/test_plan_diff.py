@@ -182,6 +182,7 @@ STAGE_CHANGES = {
     "update_seconds": 0.02,
     "in_flight": 2,
     "gradient_exchange": "central",
+    "device_kind": "another",
 }
 SENT = Transfer(
     source=0, target=1, name="tanh", value=7, bytes=64.0, differentiated=True, forward_seconds=0.1, backward_seconds=0.1

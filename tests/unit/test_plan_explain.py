@@ -20,7 +20,10 @@ from meshwright.plan import (
 )
 from meshwright.report.explain import explain_plan
 from meshwright.report.strategy import AxisRole, axis_roles
+from meshwright.report.why import why, why_table
+from meshwright.search.alternative import Alternative
 from meshwright.sharding import Spec
+from meshwright.simulate import simulate_plan
 
 MIB = 2.0**20
 BATCH, COLUMN, NONE = (("x",), (), ()), ((), (), ("x",)), ((), (), ())
@@ -243,3 +246,71 @@ def test_stages_are_rows_of_a_table_and_have_their_own_parts() -> None:
     first, other = text.split("STAGE 2 of 2")
     assert "x: data parallel" in first.split("STAGE 1 of 2")[1]
     assert "tensor parallel (column)" in other
+
+
+def pipeline_of(*stages: Stage, microbatches: int = 4, **changes: Any) -> Plan:
+    """Stages one after the other under 1F1B, each sending the next one a value."""
+    stages = tuple(replace(one, devices=(n,), mesh=(("x", 1),)) for n, one in enumerate(stages))
+    sent = Transfer(
+        source=0, target=1, name="h", value=3, bytes=8.0, differentiated=True, forward_seconds=1.0,
+        backward_seconds=1.0,
+    )  # fmt: skip
+    transfers = tuple(replace(sent, source=n, target=n + 1) for n in range(len(stages) - 1))
+    return plan_of(
+        *stages, schedule="one_f_one_b", microbatches=microbatches, **{"transfers": transfers, **changes}
+    )  # fmt: skip
+
+
+def working(forward: float, backward: float, microbatches: int = 4, **changes: Any) -> Stage:
+    """A stage that computes three quarters of its time, and spends the rest on collectives."""
+    work = microbatches * (forward + backward)
+    return stage_of(
+        (), products=(), forward_seconds=forward, backward_seconds=backward, in_flight=2, compute_seconds=0.75 * work,
+        communication_seconds=0.25 * work, **changes,
+    )  # fmt: skip
+
+
+def test_where_a_step_goes_adds_up_to_the_step() -> None:
+    """By hand, without transfers: the second stage works 4 times 9, after a forward of 2 and before a backward of 4."""
+    found = why(pipeline_of(working(2.0, 4.0), working(3.0, 6.0)))
+    step = simulate_plan(pipeline_of(working(2.0, 4.0), working(3.0, 6.0))).step_seconds
+    for rank in found.ranks:
+        assert rank.busy + rank.transfers + rank.bubble == pytest.approx(step)
+        assert rank.transfers == pytest.approx(step - 42.0)
+    first, second = found.ranks
+    assert (first.compute, first.collectives, first.other) == pytest.approx((18.0, 6.0, 0.0))
+    assert (second.compute, second.collectives, second.bubble) == pytest.approx((27.0, 9.0, 6.0))
+    assert found.balance == pytest.approx((24 + 36) / (2 * 36))
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (working(3.0, 6.0), "work is uneven: the others wait for stage 2, balance 83.3 %"),
+        (working(2.0, 4.0), "work is even: balance 100.0 %"),
+        (working(2.0, 4.0, memory_limit_bytes=5.2 * MIB), "memory binds on stage 2: up to 96.2 % of what a device has"),
+        (working(2.0, 4.0), "memory does not bind: every device has 5.0 MiB or more left"),
+        (
+            working(2.0, 4.0, rematerialised=(((), ((0, 2),)),)),
+            "memory makes stage 2 rematerialise: up to 23.5 % of the step is spent on activations that are",
+        ),
+        (working(3.0, 6.0), "the step of the busiest devices (stage 2): compute 61.4 %"),
+    ],
+)
+def test_what_binds(second: Stage, words: str) -> None:
+    found = why(pipeline_of(working(2.0, 4.0), second))
+    assert any(line.startswith(words) for line in found.binds), found.binds
+
+
+def test_equal_ranks_share_a_row() -> None:
+    plan = pipeline_of(*[working(2.0, 4.0)] * 3)
+    rows = why_table(why(plan)).splitlines()
+    assert [row.split()[0] for row in rows[2:]] == ["1", "2", "3"] or any("to" in row for row in rows[2:])
+    assert "Where a step of each device goes" in explain_plan(plan)
+
+
+def test_alternatives_with_what_they_would_cost() -> None:
+    others = (Alternative(what="2 microbatches, gpipe", step_seconds=0.021),)
+    text = explain_plan(plan_of(stage_of((), products=())), alternatives=others)
+    assert "Nearest alternatives" in text
+    assert "2 microbatches, gpipe  21.0 ms           +5.0%" in text

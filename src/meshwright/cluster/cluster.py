@@ -123,6 +123,11 @@ class Cluster:
         return found
 
     @property
+    def device_kinds(self) -> str:
+        """The kinds of its devices in words, in the order in which they are first met."""
+        return " + ".join(self.devices_of_kind)
+
+    @property
     def device(self) -> Device:
         """The device that every host holds; in a mixed cluster one that has the least of each, so what it can do all
         can."""

@@ -91,6 +91,7 @@ def _stage_lines(a: Stage, b: Stage) -> Iterator[str]:
     yield from _scalar("layers", _range(a.layers), _range(b.layers))
     yield from _scalar("equations", _run(a.equations), _run(b.equations))
     yield from _scalar("devices", _positions(a.devices), _positions(b.devices))
+    yield from _scalar("device kind", a.device_kind, b.device_kind)
     yield from _scalar("mesh", mesh_words(a.mesh), mesh_words(b.mesh))
     yield from _operators(a.operators, b.operators)
     yield from _settled(a, b)

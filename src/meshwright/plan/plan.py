@@ -129,6 +129,7 @@ class Stage:
       in_flight: most microbatches whose activations it holds at once.
       gradient_exchange: how gradients that all devices of an axis have a part of are summed: "collective" (all-reduce),
         or "central": each device sends its part to the first, which sends the sums back (a parameter server).
+      device_kind: what its devices are, as the cluster calls them; of several kinds all, in order.
     """
 
     layers: tuple[int, int]
@@ -152,6 +153,7 @@ class Stage:
     update_seconds: float = 0.0
     in_flight: int = 1
     gradient_exchange: str = "collective"
+    device_kind: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from ..runtime.pipeline.stage_memory import StageMemory
 from .least import Floor
 from .preset import Preset
 from .prices import PresetPrices, PricedPreset
-from .written import held_bytes, written_out
+from .written import held_bytes, usable_bytes, written_out
 
 # How often a plan whose programs hold too much is searched again with less memory.
 _ATTEMPTS = 5
@@ -85,13 +85,14 @@ def planned_preset(
         plan = finish(priced.plan(prices.submeshes), priced)
         plan = written_out(plan, priced.program, prices.cluster.device.platform, known=known)
         held = [margin * size for size in held_bytes(plan)]
-        if max(held) <= usable:
+        most = usable_bytes(plan)
+        if all(size <= limit for size, limit in zip(held, most, strict=True)):
             return PlannedPreset(priced=priced, plan=plan, considered=tuple(considered))
         leanest = min(leanest, max(held))
-        for rank, (size, counted) in enumerate(zip(held, priced.counted_bytes, strict=True)):
-            if size > usable:
+        for rank, (size, counted, limit) in enumerate(zip(held, priced.counted_bytes, most, strict=True)):
+            if size > limit:
                 # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
-                milder = max(usable - (size - counted), usable * counted / size)
+                milder = max(limit - (size - counted), limit * counted / size)
                 limits[rank] = max(min(0.98 * counted, milder), 1.0)
     raise MemoryExceeded(
         refused=f"the preset {preset} on {prices.cluster.num_devices} x {prices.cluster.device.kind}",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -28,7 +28,6 @@ from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
 from ..search.inter_op_problem import PlacedStage
-from ..search.memory_limit import MemoryLimit
 from ..search.parameters import parameter_infos
 from ..search.pins import Layout, Pins
 from ..search.stage_costs import StageCosts
@@ -200,8 +199,8 @@ class PresetPrices:
             if remat is not None:
                 self._check_least(stages, solved, mine, limits)
         placed = self._placed(stages, remat, limits)
-        limit = MemoryLimit(max(limits), max(limits))
-        timing = replace(staged_timing(stages.cut.staged, placed, self.submeshes), limit=limit)
+        of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
+        timing = staged_timing(stages.cut.staged, placed, self.submeshes, limit_bytes=of_stages)
         held = held_by_rank(stages, placed)
         if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
             raise self._exceeded(stages, max(held), max(limits))
@@ -237,7 +236,20 @@ class PresetPrices:
 
     def limits(self, preset: Preset) -> tuple[float, ...]:
         """What a device of each rank can hold."""
-        return (self.cluster.device.usable_memory_bytes,) * preset.stages
+        places = self._places(preset)
+        return tuple(self.submeshes.part(place).device.usable_memory_bytes for place in places)
+
+    def _places(self, preset: Preset) -> list[Submesh]:
+        """The equal submeshes of its ranks.
+
+        Raises:
+          PlanError: if the cluster cannot be cut so.
+        """
+        size = self.cluster.num_devices // preset.stages
+        places = [Submesh(rank * size, (rank + 1) * size) for rank in range(preset.stages)]
+        for place in places:
+            self.submeshes.check(place)
+        return places
 
     def least_bytes(self, preset: Preset) -> float:
         """Bytes of parameters, gradients and optimizer state on the device that holds most, at least: its share."""
@@ -322,10 +334,7 @@ class PresetPrices:
         Raises:
           PlanError: if the preset does not suit the program, the cluster or the number of microbatches.
         """
-        count, size = preset.stages * preset.chunks, self.cluster.num_devices // preset.stages
-        places = [Submesh(rank * size, (rank + 1) * size) for rank in range(preset.stages)]
-        for place in places:
-            self.submeshes.check(place)
+        count, places = preset.stages * preset.chunks, self._places(preset)
         program = self.program(microbatches)
         roles = preset.roles_in(program, self.traces, self.args, batch_axis=self._batch_axis)
         cut = self._cut_into(microbatches, count)

@@ -37,6 +37,15 @@ def written_out(
     return replace(plan, stages=(replace(stage, memory=memory),))
 
 
+def usable_bytes(plan: Plan) -> tuple[float, ...]:
+    """What a device of each rank can hold.
+
+    Args:
+      plan: any.
+    """
+    return tuple({stage.devices: stage.memory_limit_bytes for stage in plan.stages}.values())
+
+
 def held_bytes(plan: Plan) -> tuple[float, ...]:
     """What a device of each rank holds, all of its stages together.
 

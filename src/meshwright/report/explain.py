@@ -11,6 +11,7 @@ from math import isfinite, prod
 
 from ..plan import ParameterPlan, Plan, Stage
 from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
+from ..search.alternative import Alternative
 from ..sharding import Spec
 from .stages import stage_table, transfer_table
 from .strategy import AxisRole, axis_roles, side
@@ -23,17 +24,16 @@ from .table import (
     format_seconds,
     format_table,
 )
-
-# From this share of the limit on, memory is said to bind.
-_BINDS = 0.9
+from .why import BINDS, memory_share, why, why_table
 
 
-def explain_plan(plan: Plan, *, considered: Sequence[str] = ()) -> str:
+def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Sequence[Alternative] = ()) -> str:
     """The plan as text, without a final newline.
 
     Args:
       plan: to be explained.
       considered: the candidates that the search compared, a line each.
+      alternatives: plans that were not taken.
     """
     parts = ["\n".join(_header(plan))]
     if len(plan.stages) == 1:
@@ -46,8 +46,14 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = ()) -> str:
         )
         if plan.transfers:
             parts.append(_section("Between stages, for one microbatch", transfer_table(plan).split("\n")))
+        if plan.predicted is not None:
+            found = why(plan)
+            parts.append(_section("Where a step of each device goes", why_table(found).split("\n")))
+            parts.append(_section("What binds", found.binds))
         for number, stage in enumerate(plan.stages, start=1):
             parts.append(_section(f"STAGE {number} of {len(plan.stages)}", [*_staged(plan, stage)]))
+    if alternatives and plan.predicted is not None:
+        parts.append(_section("Nearest alternatives", _alternatives(alternatives, plan.predicted.step_seconds)))
     if considered:
         parts.append(_section("Considered by the search", considered))
     if plan.notes:
@@ -57,6 +63,19 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = ()) -> str:
 
 def _section(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _alternatives(alternatives: Sequence[Alternative], step_seconds: float) -> list[str]:
+    rows = [
+        (one.what, format_seconds(one.step_seconds), f"{one.step_seconds / step_seconds - 1:+.1%}")
+        for one in alternatives
+    ]
+    lines = format_table(("instead", "step", "than this plan"), rows, left=1).split("\n")
+    if any(one.step_seconds < step_seconds * (1 - 1e-3) for one in alternatives):
+        lines.append(
+            "what seems faster is less simple (a split backward, a further axis) and by too little to be trusted"
+        )
+    return lines
 
 
 # What it is
@@ -80,7 +99,12 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"predicted rate: {rate} of the model a device, {format_flops(predicted.flops_per_device)} executed a device"
     gap = predicted.optimality_gap
     if isfinite(gap):
-        yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none under the cost model'}"
+        of = (
+            "under the cost model"
+            if len(plan.stages) == 1
+            else "among plans whose stages share no devices, by estimates"
+        )
+        yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"
 
 
 def _where_it_goes(plan: Plan, step_seconds: float) -> str:
@@ -224,13 +248,12 @@ def _storage(stage: Stage, axes: Sequence[str]) -> Iterator[str]:
 
 
 def _memory_reason(stage: Stage) -> Iterator[str]:
-    limit = stage.memory_limit_bytes
-    share = stage.memory.total / limit if limit > 0 and isfinite(limit) else 0.0
+    share = memory_share(stage)
     ranges = sum(len(runs) for _, runs in stage.rematerialised)
     again = (
         f"activations of {_count(ranges, 'range')} of equations computed again in the backward pass" if ranges else ""
     )
-    if share >= _BINDS:
+    if share >= BINDS:
         yield f"memory binds ({format_percent(share)} of the limit)" + (f": rematerialised, {again}" if again else "")
     elif again:
         yield f"rematerialised: {again}"

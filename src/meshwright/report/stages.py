@@ -17,7 +17,7 @@ def stage_table(plan: Plan) -> str:
     """A row for each stage: where it lies, its seconds, what it holds."""
     rows = [
         (
-            str(number), _range(stage.layers), _range((min(stage.devices), max(stage.devices) + 1)),
+            str(number), _range(stage.layers), _positions(stage.devices),
             mesh_words(stage.mesh), format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
             format_seconds(stage.synchronise_seconds), format_seconds(stage.update_seconds), str(stage.in_flight),
             _memory(stage), "layer" if stage.rematerialised else "none",
@@ -28,7 +28,11 @@ def stage_table(plan: Plan) -> str:
         "stage", "layers", "devices", "mesh", "forward", "backward", "synchronise", "update", "in flight",
         "memory (of the limit)", "remat",
     )  # fmt: skip
-    return format_table(heads, rows, left=4)
+    kinds = [stage.device_kind for stage in plan.stages]
+    if len(set(kinds)) > 1:
+        heads = (*heads[:3], "of kind", *heads[3:])
+        rows = [(*row[:3], kind, *row[3:]) for row, kind in zip(rows, kinds, strict=True)]
+    return format_table(heads, rows, left=heads.index("forward"))
 
 
 def transfer_table(plan: Plan) -> str:
@@ -49,6 +53,17 @@ def transfer_table(plan: Plan) -> str:
     table = format_table(("stages", "values", "size", "forward", "backward"), rows, left=2)
     left_out = len(found) - len(rows)
     return table if not left_out else f"{table}\nand {left_out} faster edges"
+
+
+def _positions(devices: Sequence[int]) -> str:
+    """Neighbours together; of a stage over hosts of several kinds they need not be one run."""
+    runs: list[list[int]] = []
+    for device in devices:
+        if runs and device == runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([device, device + 1])
+    return ", ".join(_range((first, stop)) for first, stop in runs)
 
 
 def _range(bounds: tuple[int, int]) -> str:

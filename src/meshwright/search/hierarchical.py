@@ -14,6 +14,7 @@ from ..program.graph import Graph
 from ..program.segments import Segments, layer_segments, rematerialise
 from ..solve import Infeasible
 from .account import account
+from .alternative import Alternative, nearest, one_stage_words
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
@@ -69,6 +70,7 @@ class SearchResult:
     plan: Plan
     solve_seconds: float
     considered: tuple[str, ...]
+    alternatives: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,11 @@ class HierarchicalSearch:
             raise _nothing_fits(request, memory_row_bytes, least) if isfinite(least) else _contradiction(request)
         plan = _assemble(request, best, gap=max(1 - bound / best.seconds, 0.0) if best.seconds else 0.0)
         considered = tuple(_described(candidate, best) for candidate in candidates)
-        return SearchResult(plan=plan, solve_seconds=time.perf_counter() - start, considered=considered)
+        seconds = {_words(candidate): candidate.seconds for candidate in candidates}
+        return SearchResult(
+            plan=plan, solve_seconds=time.perf_counter() - start, considered=considered,
+            alternatives=nearest(seconds, but=_words(best)),
+        )  # fmt: skip
 
     def _solve(self, index: int, remat: str, limit: float) -> _Candidate | float:
         """The best choice on one mesh, or the least memory that would be enough."""
@@ -218,6 +224,11 @@ def _shape(mesh: LogicalMesh) -> str:
     return "x".join(str(axis.size) for axis in mesh.axes)
 
 
+def _words(candidate: _Candidate) -> str:
+    mesh = [(axis.name, axis.size) for axis in candidate.mesh.axes]
+    return one_stage_words(candidate.problem.microbatches, mesh, rematerialised=candidate.remat == "layer")
+
+
 def _described(candidate: _Candidate, best: _Candidate) -> str:
     text = f"{_shape(candidate.mesh)} remat={candidate.remat}: {candidate.seconds:.6g} s"
     if candidate is best:
@@ -269,6 +280,7 @@ def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
         rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in best.segments.items())),
         memory=counted_memory(graph, chosen, infos, problem, chosen.solution.memory),
         memory_limit_bytes=request.cluster.device.usable_memory_bytes,
+        device_kind=request.cluster.device_kinds,
         communication=totals.collectives,
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,

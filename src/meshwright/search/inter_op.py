@@ -32,11 +32,12 @@ same numbers say which labels are the most promising (A*). Brute force over all 
 tests/property/test_inter_op.py.
 
 Cost: states x submeshes x layers x labels, of which the bounds leave few. Values read by very many stages make labels
-incomparable; `beam` bounds the labels of a state, and `Found.exact` says whether it ever had to.
+incomparable; `beam` bounds the labels of a state, and `Found.lower_bound` says what that may have cost.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -99,16 +100,17 @@ def solve_inter_op(problem: InterOpProblem, *, beam: int = 256, upper_bound: flo
         search = _Search(problem, 1, upper_bound)
         narrow = search.run()
         if narrow is not None:
-            search.beam, search.bound, search.exact = beam, narrow.seconds * (1 + 1e-12), True
+            search.beam, search.bound, search.dropped = beam, narrow.seconds * (1 + 1e-12), inf
             wide = search.run()
-            return wide if wide is not None else narrow
+            return wide if wide is not None else replace(narrow, lower_bound=min(narrow.seconds, search.dropped))
     return _Search(problem, beam, upper_bound).run()
 
 
 class _Search:
     def __init__(self, problem: InterOpProblem, beam: int, bound: float) -> None:
         self.problem, self.beam, self.bound = problem, beam, bound
-        self.exact = True
+        # What plans take at least whose labels there was no room for.
+        self.dropped = inf
         self.ending: dict[int, list[Submesh]] = {}
         for submesh in problem.submeshes:
             self.ending.setdefault(submesh.stop, []).append(submesh)
@@ -140,7 +142,7 @@ class _Search:
                 for first in range(layers):
                     for last in range(first + 1, layers + 1):
                         options = problem.options(first, last, submesh, in_flight[place])
-                        fitting = [option for option in options if problem.fits(option, place + 1)]
+                        fitting = [option for option in options if problem.fits(option, submesh, place + 1)]
                         seconds[place, first, last] = min((option.seconds for option in fitting), default=inf)
                         forward[place, first, last] = min((option.forward_seconds for option in fitting), default=inf)
         return seconds, forward if problem.order == "zero_bubble" else seconds
@@ -174,7 +176,7 @@ class _Search:
                 labels = [label for group in states[last][device].values() for label in group]
                 if len(labels) > self.beam:
                     labels.sort(key=lambda label: (self._promise(label, last, device), label.stages))
-                    self.exact = False
+                    self.dropped = min(self.dropped, self._promise(labels[self.beam], last, device))
                     del labels[self.beam :]
                 for label in labels:
                     self._extend(states, label, last, device)
@@ -184,7 +186,9 @@ class _Search:
             return None
         done.sort(key=lambda label: (self._objective(label), label.stages))
         chains = [tuple(label.chain()) for label in done[: _OTHERS + 1]]
-        return Found(seconds=self._objective(done[0]), stages=chains[0], exact=self.exact, others=tuple(chains[1:]))
+        seconds = self._objective(done[0])
+        bound = min(seconds, self.dropped)
+        return Found(seconds=seconds, stages=chains[0], lower_bound=bound, others=tuple(chains[1:]))
 
     def _objective(self, label: _Label) -> float:
         return label.seconds + (self.problem.microbatches - 1) * sum(label.periods) + label.late
@@ -210,7 +214,7 @@ class _Search:
                 left = [float(table[first, self._positions[submesh.first]]) for table in self._left[place]]
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
-                    if not problem.fits(option, place):
+                    if not problem.fits(option, submesh, place):
                         continue
                     if edges is None:
                         edges = self._edges(label, first, last, submesh)

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .memory_limit import MemoryLimit
 from .submeshes import Submesh
 
 Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
@@ -83,14 +82,19 @@ class Found:
     Args:
       seconds: the objective.
       stages: in program order.
-      exact: whether no better plan exists under these numbers.
+      lower_bound: no plan takes less under these numbers; seconds.
       others: the next best that the search has left, best first; not all there are.
     """
 
     seconds: float
     stages: tuple[PlacedStage, ...]
-    exact: bool
+    lower_bound: float
     others: tuple[tuple[PlacedStage, ...], ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether no better plan exists under these numbers."""
+        return self.lower_bound >= self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,7 @@ class InterOpProblem:
       transfer_seconds: from one submesh to a later one, of so many bytes; what an edge carries is one transfer. Two
         holders of a parameter exchange its gradient in as many seconds, both ways at once.
       microbatches: in a step.
-      memory_limit: of a device.
+      limit_bytes: that may be counted on a device of a submesh, by whether the stage on it has the last layer.
       order: the schedule.
       max_stages: the most stages.
       num_stages: how many stages there are to be; None for any number, except for zero bubble.
@@ -124,7 +128,7 @@ class InterOpProblem:
     crossings: Sequence[Crossing]
     transfer_seconds: Callable[[Submesh, Submesh, float], float]
     microbatches: int
-    memory_limit: MemoryLimit
+    limit_bytes: Callable[[Submesh, bool], float]
     order: Order = "one_f_one_b"
     max_stages: int | None = None
     num_stages: int | None = None
@@ -146,7 +150,7 @@ class InterOpProblem:
             return min(self.microbatches, self.num_stages)
         return min(self.microbatches, from_end if self.order == "one_f_one_b" else 2 * from_end - 1)
 
-    def fits(self, option: Option, from_end: int) -> bool:
-        """Whether an option at this place from the end fits a device."""
+    def fits(self, option: Option, submesh: Submesh, from_end: int) -> bool:
+        """Whether an option at this place from the end fits a device of a submesh."""
         held = option.constant_bytes + self.in_flight(from_end) * option.in_flight_bytes
-        return held <= self.memory_limit.of(last=from_end == 1) * (1 + 1e-12)
+        return held <= self.limit_bytes(submesh, from_end == 1) * (1 + 1e-12)

@@ -20,15 +20,16 @@ from math import inf, isfinite
 from ..errors import MemoryExceeded, PlanError
 from ..plan import Plan
 from ..program.staged import StagedProgram, merge_scans
+from .alternative import Alternative, nearest
+from .candidate import Candidate, scheduled
 from .given_stages import of_layers, restricted, stages_of_like_work
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving, interleaved
-from .memory_limit import MemoryLimit
+from .memory_reserve import MemoryReserve
 from .stage_costs import StageCosts
 from .stage_request import (
-    INTERLEAVED,
     SIMULATED as SIMULATED,
     StageRequest as StageRequest,
     check_layers,
@@ -37,7 +38,7 @@ from .stage_request import (
     placements,
 )
 from .staged_plan import assemble
-from .staged_timing import WORTH_SPLITTING, Scheduled, StagedTiming, best_schedule, staged_timing
+from .staged_timing import Scheduled
 from .submeshes import Submeshes
 
 # Plans whose objective is this much longer than the best may still be the best simulated.
@@ -47,6 +48,9 @@ _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 # An estimated plan may turn out to take this much longer: less is tried first.
 _ESTIMATE_SLACK = (1.1, 1.5)
+
+# What is said of numbers of microbatches and orders that are out of the question.
+_NOTHING = "nothing that fits or is as fast"
 
 # Labels of a state; and the submeshes from which on there are fewer.
 _MOST_LABELS, _MANY_PLACES = 256, 400
@@ -72,6 +76,7 @@ class StageSearchResult:
       solves: integer programs solved.
       considered: the best plan of each number of microbatches and order, a line each.
       scheduled: the schedule and its simulation.
+      alternatives: plans that were not taken, the fastest first.
     """
 
     plan: Plan
@@ -80,20 +85,7 @@ class StageSearchResult:
     solves: int
     considered: tuple[str, ...]
     scheduled: Scheduled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    seconds: float
-    costs: StageCosts
-    stages: tuple[PlacedStage, ...]
-    staged: StagedTiming
-    scheduled: Scheduled
-
-    @property
-    def weight(self) -> float:
-        """Its seconds, with what a split backward has to gain to be taken."""
-        return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
+    alternatives: tuple[Alternative, ...]
 
 
 class NothingFaster(Exception):
@@ -118,8 +110,7 @@ class StageSearch:
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.usable = request.cluster.device.usable_memory_bytes
-        self.limit: Callable[[int], MemoryLimit] = self._unlimited
+        self.reserve: Callable[[int], MemoryReserve] = _nothing_reserved
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
         self._interleaving = Interleaving(request, self._costs)
@@ -127,14 +118,14 @@ class StageSearch:
         self._slack = _ESTIMATE_SLACK[0]
         self._reset()
 
-    def _unlimited(self, count: int) -> MemoryLimit:
-        return MemoryLimit(self.usable, self.usable)
-
     def _reset(self) -> None:
         self.start = time.perf_counter()
         self.best_objective = self.request.faster_than_seconds
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self.considered: list[str] = []
+        self.simulated: dict[str, float] = {}
+        # What plans take at least that were not looked at to the end.
+        self.unsearched = inf
 
     def costs(self, count: int) -> StageCosts:
         """Of the program in so many microbatches.
@@ -153,7 +144,7 @@ class StageSearch:
         made = self._made[count]
         if isinstance(made, PlanError):
             raise made
-        made.limit(self.limit(count))
+        made.reserve(self.reserve(count))
         return made
 
     @property
@@ -189,13 +180,12 @@ class StageSearch:
         return time.perf_counter() - self.start > self._seconds
 
     def run(
-        self, limit: Callable[[int], MemoryLimit] | None = None, *, time_limit_seconds: float | None = None
+        self, reserve: Callable[[int], MemoryReserve] | None = None, *, time_limit_seconds: float | None = None
     ) -> StageSearchResult:
         """The fastest plan that fits.
 
         Args:
-          limit: what the search may count on a device in so many microbatches; None for what the cluster's
-            devices have.
+          reserve: what the search may not count on a device in so many microbatches; None for nothing.
           time_limit_seconds: for this run; None for the request's.
 
         Raises:
@@ -204,9 +194,9 @@ class StageSearch:
         """
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-        self.limit = limit if limit is not None else self._unlimited
+        self.reserve = reserve if reserve is not None else _nothing_reserved
         known = self.request.faster_than_seconds
-        best: _Candidate | None = None
+        best: Candidate | None = None
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
             best = self._simulate()
@@ -216,19 +206,23 @@ class StageSearch:
             raise NothingFaster
         if best is None:
             # What was thought possible was not: nothing is left out then.
+            self.unsearched = inf
             self._search(bounded=False)
             best = self._simulate()
         if best is None:
             raise self._nothing_fits()
-        searched, best = best.costs, self._merged(best)
+        searched, taken = best.costs, best.words(best.scheduled.name)
+        best = self._merged(best)
         if best is None:
             raise self._nothing_fits()
-        plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster)
+        gap = max(1 - self.unsearched / best.seconds, 0.0) if best.seconds > 0 else 0.0
+        plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
         solves = sum(costs.solves for costs in (*self._all_costs, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
             plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
             considered=tuple(self.considered), scheduled=best.scheduled,
+            alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
 
     def _search(self, *, bounded: bool) -> None:
@@ -238,16 +232,18 @@ class StageSearch:
         if bounded:
             for count in [count for count in left if not isfinite(expected[count])]:
                 left.remove(count)
-                self.considered.append(f"{count} microbatches: nothing that fits or is as fast")
+                self.considered.append(f"{count} microbatches: {_NOTHING}")
         while left:
             count = self._next(left, expected)
             left.remove(count)
             if expected[count] > self.best_objective:
-                seconds = f"{expected[count]:.6g} s at the very least"
-                self.considered.append(f"{count} microbatches: not searched, {seconds}")
+                least = expected[count]
+                reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
+                self.considered.append(f"{count} microbatches: {reason}")
                 continue
             if self.late and self.finished:
                 self.considered.append(f"{count} microbatches: not searched, out of time")
+                self.unsearched = min(self.unsearched, expected[count])
                 continue
             try:
                 costs = self.costs(count)
@@ -297,7 +293,7 @@ class StageSearch:
         # Where the most microbatches fit and fewer do not, it is good to know soon.
         for count in sorted(counts, reverse=True):
             share = costs.program.microbatches / count
-            costs.limit(self.limit(count))
+            costs.reserve(self.reserve(count))
             problem = self._problem(costs, "one_f_one_b", costs.crossings(share), share)
             bound = min([self.best_objective, *found.values()]) * _MAY_BE_BEST
             costs.focus(most_seconds(problem, bound))
@@ -346,22 +342,25 @@ class StageSearch:
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self._bound(costs, problem)
+        least = inf
         for _ in range(_MOST_ROUNDS):
             found = solve_inter_op(problem, beam=self.beam, upper_bound=self.best_objective * _WORTH_SIMULATING)
             if found is None:
-                self.considered.append(f"{name}: nothing that fits or is as fast")
+                self.considered.append(f"{name}: {_NOTHING}")
                 return
             left = self._solve(costs, problem, found.stages)
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
+            least = found.lower_bound
             if not left:
                 self._learn(problem, found)
                 sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
                 self.considered.append(f"{name}: {found.seconds:.6g} s with layers x devices {sizes}")
-                return
+                break
             if self.late and self.finished:
                 self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
-                return
+                break
+        self.unsearched = min(self.unsearched, least)
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
@@ -376,6 +375,7 @@ class StageSearch:
             )
             bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
         costs.focus(most_seconds(problem, bound))
+        self.unsearched = min(self.unsearched, bound)
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -390,7 +390,7 @@ class StageSearch:
             crossings=crossings,
             transfer_seconds=self.submeshes.transfer_seconds,
             microbatches=round(costs.program.microbatches / share),
-            memory_limit=self.limit(round(costs.program.microbatches / share)),
+            limit_bytes=costs.limit_bytes,
             order=order,
             num_stages=request.stage_count,
             least=lambda submesh: costs.least(submesh, share),
@@ -429,9 +429,9 @@ class StageSearch:
         if problem.order != "zero_bubble" or self._only_splits:
             self.best_objective = min(self.best_objective, found.seconds)
 
-    def _simulate(self) -> _Candidate | None:
+    def _simulate(self) -> Candidate | None:
         """The best of the finished plans by simulation."""
-        best: _Candidate | None = None
+        best: Candidate | None = None
         for (number, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
             if seconds > self.best_objective * _WORTH_SIMULATING:
                 break
@@ -443,13 +443,13 @@ class StageSearch:
                 best = candidate
         return best
 
-    def _interleaved(self) -> Iterator[_Candidate]:
+    def _interleaved(self) -> Iterator[Candidate]:
         """Plans of several stages a rank, for as many ranks as the best plans so far suggest."""
         for costs, ranks, chunks in self._interleaving.tries(self.finished, self._all_costs):
             if self.late and self.finished:
                 return
             finer = self._interleaving.in_stages(costs, ranks * chunks)
-            finer.limit(self.limit(costs.program.microbatches))
+            finer.reserve(self.reserve(costs.program.microbatches))
             stages = interleaved(finer, ranks, chunks)
             candidate = self._scheduled(finer, stages, chunks=chunks) if stages is not None else None
             if candidate is not None:
@@ -457,19 +457,14 @@ class StageSearch:
                 self.considered.append(f"{costs.program.microbatches} microbatches, interleaved: {shape}")
                 yield candidate
 
-    def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> _Candidate | None:
-        timing = staged_timing(costs.program, stages, self.submeshes)
-        staged = replace(timing, limit=self.limit(costs.program.microbatches))
-        orders = [name for name in SIMULATED if name in self._schedules and name != INTERLEAVED]
-        orders = orders if len(stages) > 1 else ["one_f_one_b"]
-        scheduled = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
-        if scheduled is None:
-            return None
-        return _Candidate(
-            seconds=scheduled.timeline.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=scheduled
-        )
+    def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:
+        found = scheduled(costs, stages, self._schedules, chunks=chunks)
+        if found is not None:
+            for words, seconds in found.all_schedules():
+                self.simulated[words] = min(seconds, self.simulated.get(words, inf))
+        return found
 
-    def _merged(self, best: _Candidate) -> _Candidate | None:
+    def _merged(self, best: Candidate) -> Candidate | None:
         """The same plan with the pieces of a scan that lie in one stage made one scan again."""
         program = best.costs.program
         bounds = [program.layers[stage.first][0] for stage in best.stages[1:]]
@@ -478,6 +473,7 @@ class StageSearch:
         whole = merge_scans(program, bounds)
         # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
         costs = self._costs(whole if whole is not None else replace(program, piece_starts={}))
+        costs.reserve(self.reserve(program.microbatches))
         stages = []
         chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
         for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
@@ -491,8 +487,13 @@ class StageSearch:
         return self._scheduled(costs, tuple(stages), chunks=chunks)
 
     def _nothing_fits(self) -> MemoryExceeded:
-        usable = max(self.limit(count).inner for count in self.counts)
-        return nothing_fits(self.request, usable, min(costs.least_bytes() for costs in self._all_costs))
+        usable = self.request.cluster.device.usable_memory_bytes
+        left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
+        return nothing_fits(self.request, left, min(costs.least_bytes() for costs in self._all_costs))
+
+
+def _nothing_reserved(microbatches: int) -> MemoryReserve:
+    return MemoryReserve()
 
 
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:

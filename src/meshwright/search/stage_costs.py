@@ -17,7 +17,7 @@ import numpy as np
 from ..program.staged import StagedProgram
 from .inter_op_problem import Crossing, Option
 from .intra_op import ParameterInfo
-from .memory_limit import MemoryLimit
+from .memory_reserve import MemoryReserve
 from .pins import Pins
 from .program_parts import in_parts
 from .stage_estimates import StageEstimates, best_of
@@ -64,8 +64,7 @@ class StageCosts:
         self.solver = solver(program)
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
-        usable = submeshes.cluster.device.usable_memory_bytes
-        self._limit = MemoryLimit(usable, usable)
+        self._reserve = MemoryReserve()
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
@@ -131,11 +130,11 @@ class StageCosts:
             kinds[kind] = np.maximum(kinds[kind], most) if kind in kinds else most
         self.estimates.focus(kinds)
 
-    def limit(self, limit: MemoryLimit) -> None:
-        """From now on so many bytes may be counted on a device."""
-        if self._limit != limit:
-            self._limit = limit
-            self.estimates.limit(limit)
+    def reserve(self, reserve: MemoryReserve) -> None:
+        """From now on so many bytes of a device may not be counted."""
+        if self._reserve != reserve:
+            self._reserve = reserve
+            self.estimates.reserve(reserve)
             self._solved.clear()
             self._shares.clear()
             self.forget_estimates()
@@ -173,9 +172,14 @@ class StageCosts:
             for one in estimates
         )  # fmt: skip
 
-    def _limit_of(self, last: int) -> float:
-        """Bytes on a device of a stage that ends before this layer."""
-        return self._limit.of(last=last == len(self.program.layers))
+    def limit_bytes(self, submesh: Submesh, last: bool) -> float:
+        """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer."""
+        usable = self.solver.kind_of.devices[self.solver.kind_of[submesh]].usable_memory_bytes
+        return self._reserve.limit(usable, last=last)
+
+    def _limit_of(self, submesh: Submesh, stop: int) -> float:
+        """Of a stage that ends before this layer."""
+        return self.limit_bytes(submesh, stop == len(self.program.layers))
 
     def forget_estimates(self) -> None:
         """Estimate every range again, whatever it takes."""
@@ -235,7 +239,7 @@ class StageCosts:
             if weight >= best:
                 break
             place = Place(first, last, kind, number)
-            stage = self.solver.within(place, remat, in_flight, self._limit_of(last))
+            stage = self.solver.within(place, remat, in_flight, self._limit_of(submesh, last))
             if stage is not None:
                 found.append(_option_of(stage))
                 best = min(best, self.estimates.weight(found[-1]))
@@ -251,7 +255,7 @@ class StageCosts:
             for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
                 if best is not None and weight >= self.estimates.weight(best):
                     break
-                place, limit = Place(first, last, kind, number), self._limit_of(last) / share
+                place, limit = Place(first, last, kind, number), self._limit_of(submesh, last) / share
                 stage = self.solver.within(place, remat, in_flight, limit)
                 option = _option_of(stage) if stage is not None else None
                 if option and (best is None or self.estimates.weight(option) < self.estimates.weight(best)):

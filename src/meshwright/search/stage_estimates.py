@@ -28,7 +28,7 @@ import numpy as np
 
 from ..program.staged import StagedProgram
 from .inter_op_problem import Option
-from .memory_limit import MemoryLimit
+from .memory_reserve import MemoryReserve
 from .stage_solver import Place, SolvedStage, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
@@ -108,12 +108,10 @@ class StageEstimates:
         # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
-        self._unit = solver.limit_bytes
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
         self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
-        # By the layer that ends a range.
-        self._limits = np.full(len(self._starts), solver.limit_bytes)
+        self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._parts: dict[tuple[int, int, int, str, int, float], tuple[tuple[float, ...], float]] = {}
@@ -125,9 +123,9 @@ class StageEstimates:
         self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
         self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
 
-    def limit(self, limit: MemoryLimit) -> None:
-        """From now on so many bytes may be counted on a device; prices stay what they are."""
-        self._limits[:-1], self._limits[-1] = limit.inner, limit.final
+    def reserve(self, reserve: MemoryReserve) -> None:
+        """From now on so many bytes of a device may not be counted; prices stay what they are."""
+        self._reserve = reserve
         self._clear()
 
     def focus(self, most_seconds: Mapping[int, np.ndarray]) -> None:
@@ -196,6 +194,14 @@ class StageEstimates:
         """Seconds a step of a stage that sets the period: what its problem minimises."""
         return self.program.microbatches / share * option.seconds + option.once_seconds
 
+    def _usable(self, kind: int) -> float:
+        return self.solver.kind_of.devices[kind].usable_memory_bytes
+
+    def _limits(self, kind: int) -> np.ndarray:
+        """Bytes that may be counted on a device of a kind of submesh, by the layer that ends a range."""
+        ends = range(len(self._starts))
+        return np.array([self._reserve.limit(self._usable(kind), last=end == ends[-1]) for end in ends])
+
     # Tables
 
     def _place(self, kind: int, in_flight: int, share: float) -> tuple[_Table, int]:
@@ -219,6 +225,7 @@ class StageEstimates:
         steps = self.program.microbatches / share
         most = self._most.get(kind, np.full((layers, layers), np.inf))
         best = np.full((2, len(in_flight), layers, layers), np.inf)
+        limits = self._limits(kind)
         ways, fields, left = [], [], []
         for _, number, low in self._bounds(kind, share):
             weight = steps * low[0] + low[1]
@@ -227,7 +234,7 @@ class StageEstimates:
             looked_at = False
             for remat in self._wishes:
                 constant, kept, workspace = self._least(kind, number, remat)
-                wanted = open_ & (constant + share * (times * kept + workspace) <= self._limits)
+                wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
                 if not wanted.any():
                     continue
                 found = self._priced(kind, number, remat, in_flight, share, wanted, most)
@@ -239,7 +246,7 @@ class StageEstimates:
                 np.minimum(best[0], seconds, out=best[0])
                 np.minimum(best[1], steps * seconds + found[_ONCE], out=best[1])
                 # Where memory does not bind there is nothing to gain by computing anything twice.
-                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * self._limits))
+                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * limits))
             if not looked_at:
                 left.append((number, np.where(low[0] <= most, weight, np.inf)))
         shape = (0, _WORKSPACE, len(in_flight), layers, layers)
@@ -285,12 +292,13 @@ class StageEstimates:
         found = np.full((_WORKSPACE, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
+        limits = self._limits(kind)
         for price in range(len(_PRICES) + 1):
             now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share)
             held = now[_CONSTANT] + times * now[_KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[_FORWARD])
-            take = wanted & (held <= self._limits)
+            take = wanted & (held <= limits)
             if before is None or over is None:
                 wanted = wanted & (now[_FORWARD] + now[_BACKWARD] <= most)
                 take = take & wanted
@@ -299,8 +307,8 @@ class StageEstimates:
                     break
             elif take.any():
                 # Between the last price at which it does not fit and this one.
-                limits = np.broadcast_to(self._limits, take.shape)[take]
-                way = (over[take] - limits) / (over[take] - held[take])
+                most_held = np.broadcast_to(limits, take.shape)[take]
+                way = (over[take] - most_held) / (over[take] - held[take])
                 found[:, take] = (1 - way) * before[:, take] + way * here[:, take]
             wanted = wanted & ~take
             if not wanted.any():
@@ -426,7 +434,7 @@ class StageEstimates:
         """A part by itself at all prices of memory."""
         key = (self.solver.number(place.first, place.last), place.kind, place.mesh, remat, in_flight)
         if key not in self._ladders:
-            unit = self._free_weight(place.kind, place.mesh) / self._unit
+            unit = self._free_weight(place.kind, place.mesh) / self._usable(place.kind)
             prices = [(price * unit, in_flight) for price in _PRICES]
             self._ladders[key] = self.solver.priced(place, remat, prices)
         return self._ladders[key]

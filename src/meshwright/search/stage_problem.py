@@ -170,7 +170,7 @@ class StageProblem(IntraOpProblem):
             if best is None or not cheap < dear:
                 return None
             if best[0] - bound <= gap * abs(best[0]):
-                return self.chosen(best[1])
+                return self.chosen(best[1], lower_bound=bound)
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
         return None
 
@@ -178,12 +178,13 @@ class StageProblem(IntraOpProblem):
         held = zip(self._constant_bytes, self._kept_by_node, choices, strict=True)
         return sum(float(once[c] + in_flight * each[c]) for once, each, c in held)
 
-    def chosen(self, choices: tuple[int, ...]) -> IntraOpSolution:
-        """These choices as a solution of the problem without a limit, without a proof."""
+    def chosen(self, choices: tuple[int, ...], lower_bound: float | None = None) -> IntraOpSolution:
+        """These choices as a solution, of which no other is below the bound; None for this one's own seconds."""
         plain, _ = self._free
         objective = plain.objective(choices)
         solution = Solution(
-            choices=choices, objective=objective, lower_bound=objective, method="elimination", proven=True, seconds=0.0,
+            choices=choices, objective=objective, method="elimination", proven=True, seconds=0.0,
+            lower_bound=objective if lower_bound is None else min(lower_bound, objective),
             memory=self._held(choices, self.in_flight),
         )  # fmt: skip
         graph, nodes = self.graph, self.operator_node

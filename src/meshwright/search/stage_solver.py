@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ..cluster import Cluster, LogicalMesh
+from ..cluster import Cluster, Device, LogicalMesh
 from ..program.cut import Cut
 from ..program.residuals import kept_values
 from ..program.segments import Segments, rematerialise
@@ -80,6 +80,7 @@ class Kinds:
 
     Attributes:
       meshes: of each kind its logical meshes.
+      devices: of each kind what it is made of; of several kinds of device one that has the least of each.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Kinds:
         own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
     ) -> None:
         self.meshes: list[tuple[LogicalMesh, ...]] = []
+        self.devices: list[Device] = []
         self._submeshes, self._wanted, self._own = submeshes, meshes, own_meshes or {}
         self._numbers: dict[Any, int] = {}
         self._of: dict[Submesh, int] = {}
@@ -99,7 +101,9 @@ class Kinds:
             kind = self._submeshes.kind(submesh), tuple(wanted)
             if kind not in self._numbers:
                 self._numbers[kind] = len(self._numbers)
-                self.meshes.append(_meshes_of(self._submeshes.part(submesh), wanted))
+                part = self._submeshes.part(submesh)
+                self.meshes.append(_meshes_of(part, wanted))
+                self.devices.append(part.device)
             self._of[submesh] = self._numbers[kind]
         return self._of[submesh]
 
@@ -127,7 +131,6 @@ class StageSolver:
         self.program = program
         self.submeshes = submeshes
         self.parameters = parameters
-        self.limit_bytes = submeshes.cluster.device.usable_memory_bytes
         self.solves = 0
         self.kind_of, self.meshes = kinds, kinds.meshes
         self._pins = pins
@@ -202,7 +205,7 @@ class StageSolver:
                 cut,
                 rematerialise(cut.graph, segments) if segments else cut.graph,
                 mesh,
-                self.submeshes.cluster.device,
+                self.kind_of.devices[place.kind],
                 parameters=self.parameters_of(cut),
                 microbatches=self.program.microbatches,
                 pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,

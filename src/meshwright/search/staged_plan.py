@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from ..cluster import Cluster
 from ..plan import (
@@ -24,7 +25,13 @@ from .staged_timing import Scheduled, StagedTiming, edge_bytes
 
 
 def assemble(
-    costs: StageCosts, stages: Sequence[PlacedStage], staged: StagedTiming, scheduled: Scheduled, cluster: Cluster
+    costs: StageCosts,
+    stages: Sequence[PlacedStage],
+    staged: StagedTiming,
+    scheduled: Scheduled,
+    cluster: Cluster,
+    *,
+    gap: float = inf,
 ) -> Plan:
     """The plan of solved stages. With one stage it is a plan without a schedule, like those of `hierarchical`.
 
@@ -34,6 +41,7 @@ def assemble(
       staged: their timing.
       scheduled: the schedule and its simulation.
       cluster: where it runs.
+      gap: how much less any other stages can take, relative; infinite where nobody has looked for any.
     """
     program = costs.program
     parts = [
@@ -62,8 +70,7 @@ def assemble(
             step_seconds=seconds,
             tflops_per_device=model_flops / max(seconds, 1e-30) / devices / 1e12,
             flops_per_device=executed / devices,
-            # Which stages are best is not proven: ranges are estimated before they are solved.
-            optimality_gap=_solved(stages[0]).chosen.solution.gap if single else float("inf"),
+            optimality_gap=1 - (1 - gap) * (1 - max(_solved(stage).chosen.solution.gap for stage in stages)),
             bubble_fraction=0.0 if single else scheduled.timeline.bubble_fraction,
         ),
         schedule_options=() if single else scheduled.options,
@@ -87,6 +94,7 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
     totals = account(solved.problem, chosen)
     seconds, count = solved.seconds, program.microbatches
     rows = [held.rows for held in cut.parameters]
+    part = costs.submeshes.part(placed.submesh)
     return Stage(
         layers=(placed.first, placed.last),
         devices=tuple(range(placed.submesh.first, placed.submesh.stop)),
@@ -99,7 +107,8 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
             sorted(moved_segments(solved.segments, cut.equations[0] - solved.cut.equations[0]).items())
         ),
         memory=counted_memory(graph, chosen, infos, solved.problem, solved.held_bytes(in_flight)),
-        memory_limit_bytes=costs.submeshes.cluster.device.usable_memory_bytes,
+        memory_limit_bytes=part.device.usable_memory_bytes,
+        device_kind=part.device_kinds,
         communication=totals.collectives,
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,

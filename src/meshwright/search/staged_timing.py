@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 
 from ..program.staged import StagedProgram
 from ..schedule import Edge, Schedule, adaptive_warm_up, make_schedule
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
 from .inter_op_problem import PlacedStage
-from .memory_limit import MemoryLimit
 from .submeshes import Submesh, Submeshes
 
 # Relative gain below which the backward is left whole.
@@ -47,25 +47,26 @@ class StagedTiming:
       sent: what crosses edges, by source, target and value.
       bytes_in_flight: of each stage, on one device, for each microbatch in flight.
       bytes_throughout: of each stage, on one device.
-      limit: what may be counted on a device.
+      limit_bytes: of each stage, what may be counted on one device.
     """
 
     timing: Timing
     sent: tuple[Sent, ...]
     bytes_in_flight: tuple[float, ...]
     bytes_throughout: tuple[float, ...]
-    limit: MemoryLimit
+    limit_bytes: tuple[float, ...]
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether every rank can hold what the schedule keeps in flight on its stages."""
-        held = [0.0] * len(schedule.ranks)
+        held, limits = [0.0] * len(schedule.ranks), [inf] * len(schedule.ranks)
         numbers = zip(
-            schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, strict=True
-        )
-        for rank, fixed, count, size in numbers:
+            schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, self.limit_bytes,
+            strict=True,
+        )  # fmt: skip
+        for rank, fixed, count, size, limit in numbers:
             held[rank] += fixed + count * size
-        last = schedule.stage_ranks[-1]
-        return all(size <= self.limit.of(last=rank == last) * (1 + 1e-12) for rank, size in enumerate(held))
+            limits[rank] = min(limits[rank], limit)
+        return all(size <= limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +78,14 @@ class Scheduled:
       options: its options, as a plan stores them.
       schedule: itself.
       timeline: its simulation.
+      others: seconds of a step under the other schedules that fit, by their names.
     """
 
     name: str
     options: ScheduleOptions
     schedule: Schedule
     timeline: Timeline
+    others: tuple[tuple[str, float], ...] = ()
 
 
 def stage_crossings(program: StagedProgram, ranges: Sequence[tuple[int, int]]) -> tuple[Sent, ...]:
@@ -118,14 +121,23 @@ def exchanged_bytes(program: StagedProgram, ranges: Sequence[tuple[int, int]]) -
     return found
 
 
-def staged_timing(program: StagedProgram, stages: Sequence[PlacedStage], submeshes: Submeshes) -> StagedTiming:
+def staged_timing(
+    program: StagedProgram,
+    stages: Sequence[PlacedStage],
+    submeshes: Submeshes,
+    *,
+    limit_bytes: Sequence[float] | None = None,
+) -> StagedTiming:
     """The timing of solved stages.
 
     Args:
       program: in layers.
       stages: in program order, their options solved (`StageCosts.solve`).
       submeshes: of the cluster.
+      limit_bytes: of each stage, what may be counted on one device; None for what it has.
     """
+    if limit_bytes is None:
+        limit_bytes = [submeshes.part(stage.submesh).device.usable_memory_bytes for stage in stages]
     ranges = [(stage.first, stage.last) for stage in stages]
     places: list[Submesh] = [stage.submesh for stage in stages]
     sent = stage_crossings(program, ranges)
@@ -164,7 +176,7 @@ def staged_timing(program: StagedProgram, stages: Sequence[PlacedStage], submesh
         sent=sent,
         bytes_in_flight=tuple(stage.option.in_flight_bytes for stage in stages),
         bytes_throughout=tuple(stage.option.constant_bytes for stage in stages),
-        limit=MemoryLimit(*(submeshes.cluster.device.usable_memory_bytes,) * 2),
+        limit_bytes=tuple(limit_bytes),
     )
 
 
@@ -186,6 +198,7 @@ def best_schedule(
       chunks: stages on each rank; of more than one, the order can only be the interleaved one.
     """
     best: Scheduled | None = None
+    seconds: dict[str, float] = {}
     tries = _tries(staged, orders) if chunks == 1 else [("interleaved_one_f_one_b", (("chunks", chunks),))]
     for name, options in tries:
         edges = tuple(edge.edge for edge in staged.timing.edges)
@@ -193,12 +206,15 @@ def best_schedule(
         if not staged.fits(schedule):
             continue
         timeline = simulate(schedule, staged.timing)
+        seconds[name] = timeline.step_seconds
         # A schedule that keeps more in flight has to be faster, and not by the last bits; one that splits the backward
         # is priced by a guess at its halves, and has to be worth it.
         gain = WORTH_SPLITTING if schedule.splits_backward else 1e-6
         if best is None or timeline.step_seconds < best.timeline.step_seconds * (1 - gain):
             best = Scheduled(name=name, options=options, schedule=schedule, timeline=timeline)
-    return best
+    if best is None:
+        return None
+    return replace(best, others=tuple((name, taken) for name, taken in seconds.items() if name != best.name))
 
 
 def _tries(staged: StagedTiming, orders: Sequence[str]) -> Iterator[tuple[str, ScheduleOptions]]:

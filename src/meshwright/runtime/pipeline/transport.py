@@ -32,8 +32,9 @@ _MOST_CHUNKS = 8
 # four times as much, which is two chunks. Larger ones go round by round, in chunks.
 _MOST_BYTES = CHUNK_BYTES // 2
 
-# A block that is only there because a program asks for it is kept up to this size, and made anew beyond.
-_KEPT_BYTES = 1 << 20
+# Blocks that are only there because programs ask for them are kept up to this size together, on each device, and others
+# made anew for each move: an eighth of a chunk.
+_KEPT_BYTES = CHUNK_BYTES // 8
 
 # How long a process waits for the others to say what they plan.
 _AGREE_SECONDS = 300.0
@@ -86,6 +87,7 @@ class PlannedTransport:
         self._network = network
         self._ways: dict[Any, _Way] = {}
         self._zeros: dict[Any, jax.Array] = {}
+        self._kept: dict[Any, int] = {}
 
     def move(
         self, values: Sequence[jax.Array], targets: Sequence[NamedSharding], about: Callable[[], str] = _something
@@ -143,8 +145,9 @@ class PlannedTransport:
         found = self._zeros.get((shape, dtype, device))
         if found is None:
             found = jax.device_put(np.zeros(shape, dtype), device)
-            if found.nbytes <= _KEPT_BYTES:
-                self._zeros[shape, dtype, device] = found
+            kept = self._kept.get(device, 0) + found.nbytes
+            if kept <= _KEPT_BYTES:
+                self._kept[device], self._zeros[shape, dtype, device] = kept, found
         return found
 
 

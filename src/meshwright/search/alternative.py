@@ -1,0 +1,68 @@
+"""Plans that a search had in hand and did not take, with what they would cost: a reader sees how much is at stake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..plan.words import mesh_words
+
+# So many are told.
+_MOST = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that was not taken.
+
+    Args:
+      what: in a few words.
+      step_seconds: predicted.
+    """
+
+    what: str
+    step_seconds: float
+
+
+def nearest(seconds: Mapping[str, float], *, but: str = "") -> tuple[Alternative, ...]:
+    """The few that take the least.
+
+    Args:
+      seconds: of each plan, by what it is.
+      but: the one that was taken.
+    """
+    found = sorted((taken, what) for what, taken in seconds.items() if what != but)
+    return tuple(Alternative(what=what, step_seconds=taken) for taken, what in found[:_MOST])
+
+
+def merged(*groups: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    """The nearest of several searches."""
+    return nearest({one.what: one.step_seconds for group in groups for one in group})
+
+
+def one_stage_words(microbatches: int, mesh: Sequence[tuple[str, int]], *, rematerialised: bool) -> str:
+    """A plan of one stage.
+
+    >>> one_stage_words(4, [("x", 8)], rematerialised=True)
+    '4 microbatches, one stage of mesh x=8, rematerialised'
+    """
+    again = ", rematerialised" if rematerialised else ""
+    return f"{_microbatches(microbatches)}, one stage of mesh {mesh_words(mesh)}{again}"
+
+
+def stages_words(microbatches: int, schedule: str, sizes: Sequence[tuple[int, int]]) -> str:
+    """A plan of several stages by their layers and devices, equal neighbours together.
+
+    >>> stages_words(8, "gpipe", [(1, 4), (1, 4), (2, 8)])
+    '8 microbatches, gpipe, layers x devices 2 of 1x4, 2x8'
+    """
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    stages = ", ".join(
+        f"{count} of {layers}x{devices}" if count > 1 else f"{layers}x{devices}" for (layers, devices), count in runs
+    )
+    return f"{_microbatches(microbatches)}, {schedule}, layers x devices {stages}"
+
+
+def _microbatches(count: int) -> str:
+    return "1 microbatch" if count == 1 else f"{count} microbatches"

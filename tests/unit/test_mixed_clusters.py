@@ -1,0 +1,178 @@
+"""Clusters of several kinds of device: stages are sized to what they land on, and in the best order of the kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright import value_and_grad
+from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster
+from meshwright.plan.io import plan_from_dict, plan_to_dict
+from meshwright.planning import plan_for
+from meshwright.presets import gpipe
+from meshwright.program.staged import StagedProgram, staged_program
+from meshwright.program.trace import trace_program
+from meshwright.report.explain import explain_plan
+from meshwright.search.parameters import parameter_infos
+from meshwright.search.pipeline import StageRequest, search_stages
+
+SLOW = Device(
+    kind="slow", peak_flops={"float32": 10e12}, memory_bytes=64e9, memory_bandwidth_bytes_per_second=1e12,
+    efficiency=0.6, kernel_launch_seconds=4e-6, usable_memory_fraction=1.0,
+)  # fmt: skip
+# Twice as fast in everything.
+FAST = replace(
+    SLOW, kind="fast", peak_flops={"float32": 20e12}, memory_bandwidth_bytes_per_second=2e12,
+    kernel_launch_seconds=2e-6,
+)  # fmt: skip
+# Moving values costs next to nothing: what is left is balance.
+LINK = Link(bandwidth_bytes_per_second=1e13, latency_seconds=1e-9, launch_seconds=1e-9)
+
+
+def host(device: Device, devices: int = 1) -> Host:
+    return Host(device=device, devices=devices, link=LINK, nic=LINK, nics=1)
+
+
+def cluster_of(*hosts: Host) -> Cluster:
+    return Cluster(name="mixed", hosts=hosts)
+
+
+def chain(state: Any, x: Any) -> Any:
+    """Twelve equal layers."""
+
+    def loss(weights: Any) -> Any:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.sum(h)
+
+    value, grads = value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, state, grads), value
+
+
+ARGS = ([jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 12, jax.ShapeDtypeStruct((65536, 2048), jnp.float32))
+
+
+@cache
+def staged(microbatches: int, layers: int) -> tuple[StagedProgram, Any]:
+    program = trace_program(chain, ARGS, microbatches=microbatches)
+    return staged_program(program, layers=layers, exactly=True), tuple(parameter_infos(program))
+
+
+def seconds(cluster: Cluster, layers: tuple[int, ...], submeshes: tuple[int, ...], microbatches: int = 8) -> float:
+    """Of a step of given stages, each on what it lands on."""
+    program, infos = staged(microbatches, sum(layers))
+    result = search_stages(
+        StageRequest(
+            programs=[program], parameters=infos, cluster=cluster, layers=layers, submeshes=submeshes, remat="none",
+            schedules=("one_f_one_b",),
+        )
+    )  # fmt: skip
+    assert result.plan.predicted is not None
+    return result.plan.predicted.step_seconds
+
+
+def test_stages_are_as_long_as_their_devices_are_fast() -> None:
+    """By hand: a layer takes three units of time on the fast device (its product, and the gradients of both operands),
+    six on the slow one, the first layer two and four, since nobody wants the gradient of the batch. Who takes both
+    devices for the slow kind cuts 6 + 6: the first stage works 34 for each of 8 microbatches and once waits for 18 of
+    the second, 12 of which it spends on its next forward. Cut 4 + 8, the second stage works 24 for each, after the
+    first forward (8) and before the last backward (14)."""
+    cluster = cluster_of(host(SLOW), host(FAST))
+    blind, aware = seconds(cluster, (6, 6), (1, 1)), seconds(cluster, (4, 8), (1, 1))
+    by_hand = (8 * 34 + 6) / (8 + 8 * 24 + 14)
+    assert blind / aware == pytest.approx(by_hand, rel=0.005)
+    planned = plan_for(chain, ARGS, cluster=cluster, microbatches=8, stages=2, schedule="one_f_one_b", remat="none")
+    assert planned.step_seconds <= aware * (1 + 1e-9)
+    length = {stage.device_kind: stage.layers[1] - stage.layers[0] for stage in planned.plan.stages}
+    assert length == {"slow": 4, "fast": 8}
+    assert planned.step_seconds < planned_as_if_slow() / 1.25
+
+
+def planned_as_if_slow() -> float:
+    """What the plan made for two slow devices takes on the mixed cluster."""
+    uniform = cluster_of(host(SLOW), host(SLOW))
+    plan = plan_for(chain, ARGS, cluster=uniform, microbatches=8, stages=2, schedule="one_f_one_b", remat="none").plan
+    lengths = tuple(stage.layers[1] - stage.layers[0] for stage in plan.stages)
+    return seconds(cluster_of(host(SLOW), host(FAST)), lengths, (1, 1))
+
+
+def test_no_order_and_no_stages_are_faster() -> None:
+    """Brute force: every order of the kinds, every cut of the layers, every row of submeshes."""
+    cluster = cluster_of(host(SLOW, 2), host(FAST))
+    layers, devices = 4, 3
+    best = float("inf")
+    for order in host_orders(cluster):
+        for stages in (1, 2, 3):
+            for cut in combinations(range(1, layers), stages - 1):
+                lengths = tuple(b - a for a, b in pairwise((0, *cut, layers)))
+                for split in combinations(range(1, devices), stages - 1):
+                    sizes = tuple(b - a for a, b in pairwise((0, *split, devices)))
+                    if _is_row(order.cluster, sizes):
+                        best = min(best, seconds(order.cluster, lengths, sizes))
+    program, infos = staged(8, layers)
+    found = []
+    for order in host_orders(cluster):
+        request = StageRequest(
+            programs=[program], parameters=infos, cluster=order.cluster, remat="none", schedules=("one_f_one_b",)
+        )
+        predicted = search_stages(request).plan.predicted
+        assert predicted is not None
+        found.append(predicted.step_seconds)
+    assert min(found) == pytest.approx(best, rel=1e-6)
+
+
+def _is_row(cluster: Cluster, sizes: tuple[int, ...]) -> bool:
+    """Whether stages of so many devices, one after the other, lie on submeshes."""
+    from meshwright.search.submeshes import Submesh, Submeshes
+
+    stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    pieces = Submeshes(cluster)
+    return all(pieces.is_submesh(Submesh(stop - size, stop)) for stop, size in zip(stops, sizes, strict=True))
+
+
+def test_the_order_of_kinds_is_searched() -> None:
+    """What a first stage keeps for its microbatches in flight fits the large memory only."""
+    small = replace(FAST, kind="fast and small", memory_bytes=1.1e9)
+    mixed = cluster_of(host(small), host(SLOW))
+    wishes: dict[str, Any] = {"microbatches": 8, "stages": 2, "schedule": "one_f_one_b", "remat": "none"}
+    plan = plan_for(chain, ARGS, cluster=mixed, **wishes).plan
+    assert [stage.device_kind for stage in plan.stages] == ["slow", "fast and small"]
+    # Devices are numbered as in the cluster that was given.
+    assert [stage.devices for stage in plan.stages] == [(1,), (0,)]
+    assert [stage.memory_limit_bytes for stage in plan.stages] == [64e9, 1.1e9]
+    assert all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    text = explain_plan(plan)
+    assert "of kind" in text
+    assert "work is" in text
+
+
+def test_orders_of_hosts() -> None:
+    slow, fast, other = host(SLOW), host(FAST, 2), host(replace(SLOW, kind="other"))
+    (only,) = host_orders(cluster_of(slow, slow))
+    assert only.devices == (0, 1)
+    assert {order.devices for order in host_orders(cluster_of(slow, fast, slow))} == {
+        (0, 1, 2, 3), (0, 3, 1, 2), (1, 2, 0, 3),
+    }  # fmt: skip
+    assert len(host_orders(cluster_of(slow, fast, other))) == 6
+    # Hosts stay under their leaf switches.
+    leaves = replace(cluster_of(slow, fast, slow, fast), fabric_hosts_per_leaf=2)
+    assert len(host_orders(leaves)) == 1
+    assert len(host_orders(replace(cluster_of(slow, slow, fast, fast), fabric_hosts_per_leaf=2))) == 2
+
+
+def test_a_preset_has_equal_stages_on_unequal_devices() -> None:
+    """The hand-set plan is priced on the devices it gets, and ours is not slower."""
+    cluster = load_cluster("p3.16xlarge:1+p4d.24xlarge:1")
+    even = plan_for(chain, ARGS, cluster=cluster, microbatches=8, preset=gpipe(stages=2))
+    assert [stage.device_kind for stage in even.plan.stages] == list(cluster.devices_of_kind)
+    assert even.plan.stages[0].forward_seconds > even.plan.stages[1].forward_seconds
+    ours = plan_for(chain, ARGS, cluster=cluster, microbatches=8, stages=2)
+    assert ours.step_seconds <= even.step_seconds * (1 + 1e-9)
