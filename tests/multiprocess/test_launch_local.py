@@ -115,6 +115,30 @@ def test_one_that_fails_ends_all(tmp_path: Path, last: str, status: int, shown: 
     assert str(result.failed.log) in str(caught.value)
 
 
+def test_the_first_to_fail_is_named_where_another_is_gone_before_it(tmp_path: Path) -> None:
+    """Process 1 meets an error and prints it for half a second; process 0 fails of that, and ends at once."""
+    script = write_script(
+        tmp_path,
+        f"""
+        import sys, time
+        def slow(kind, error, traceback):
+            mark("printing")
+            time.sleep(0.5)
+            print(error)
+        sys.excepthook = slow
+        if place == 1:
+            raise ValueError("the cause")
+        while not os.path.exists({str(tmp_path / "printing")!r}):
+            time.sleep(0.01)
+        sys.exit("the consequence")
+        """,
+    )
+    result = run(script, processes=2, timeout_seconds=LIMIT_SECONDS)
+    assert result.failed is result.processes[1]
+    assert "the cause" in str(result.problem)
+    assert [process.ended_by_launcher for process in result.processes] == [False, False]
+
+
 def test_a_traceback_starts_in_the_script(tmp_path: Path) -> None:
     script = write_script(tmp_path, "def deep():\n    raise ValueError('why')\ndeep()")
     result = run(script, processes=1)

@@ -100,12 +100,15 @@ def assert_failed(ran: Result, seconds: float, *shown: str) -> None:
 
 
 def test_a_process_that_raises_in_the_middle_of_a_step_ends_all(tmp_path: Path) -> None:
-    """A signal's handler raises wherever the process is just then."""
+    """A signal's handler raises wherever the process is just then, and again if Python ignores errors there."""
     text = """
 def fail(*_):
     raise OSError("the disk is full")
+def fail_soon(*_):
+    signal.setitimer(signal.ITIMER_REAL, 0.005)
 signal.signal(signal.SIGALRM, fail)
-steps(step, lambda number: signal.setitimer(signal.ITIMER_REAL, 0.005) if place == 1 and number == 20 else None)
+sys.unraisablehook = fail_soon
+steps(step, lambda number: fail_soon() if place == 1 and number == 20 else None)
 """
     ran, seconds = launch(tmp_path, _PLAIN + text)
     assert_failed(ran, seconds, "OSError: the disk is full", "process 1")

@@ -1,8 +1,9 @@
 """The first code of a local process: tie its life to the launcher's, run the script, and end at once if that fails.
 
-Run by the launcher as ``python -P -m meshwright.launch.child LAUNCHER_PID SCRIPT [ARGUMENT ...]``. The script sees
+Run by the launcher as ``python -P -m meshwright.launch.child LAUNCHER_PID PIPE SCRIPT [ARGUMENT ...]``. The script sees
 what ``python SCRIPT ARGUMENT ...`` would show it: `__name__`, `sys.argv`, its folder first in `sys.path`, and its own
-tracebacks.
+tracebacks. When it fails, the launcher is told so through the pipe before the error is printed: printing takes long
+enough for another process to fail of it, and to be gone first.
 """
 
 from __future__ import annotations
@@ -12,27 +13,32 @@ import os
 import runpy
 import signal
 import sys
+import time
 from types import TracebackType
 
-from .ending import end_at_once
+from .ending import end_at_once, tell_failed
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main() -> None:
     """Run the script that the command line names."""
-    launcher, script, *arguments = sys.argv[1:]
+    launcher, pipe, script, *arguments = sys.argv[1:]
     die_with(int(launcher))
+    os.set_inheritable(int(pipe), False)  # what the script starts has no part in it
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
+        failed_ns = time.monotonic_ns()
         status = _status_of(error)
         if status:
+            tell_failed(int(pipe), failed_ns)
             end_at_once(status)
         raise
     except BaseException as error:
+        tell_failed(int(pipe), time.monotonic_ns())
         shown = error.with_traceback(_own_frames_removed(error.__traceback__))
         sys.excepthook(type(shown), shown, shown.__traceback__)
         end_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -34,3 +34,18 @@ def end_at_once(status: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(status)
+
+
+def tell_failed(pipe: int, failed_ns: int) -> None:
+    """Tell the launcher when this process failed, by the clock that all processes of a machine share."""
+    with contextlib.suppress(OSError):  # the script has closed what it did not open
+        os.write(pipe, failed_ns.to_bytes(8, "little"))
+
+
+def failed_seconds(pipe: int) -> float | None:
+    """The launcher's side: when the process failed, by the monotonic clock; None if it has not said so."""
+    try:
+        told = os.read(pipe, 8)
+    except BlockingIOError:
+        return None
+    return int.from_bytes(told, "little") / 1e9 if len(told) == 8 else None

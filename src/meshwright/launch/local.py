@@ -1,9 +1,10 @@
 """Several processes on this machine, as one run: all start, one that fails ends all, none stays behind.
 
 The launcher is one loop in one thread. It sleeps until a process ends (a pidfd becomes readable) or a tenth of a second
-has passed, and then hands on what the processes have printed. The kernel reports endings in their order, so the process
-named as the first to fail is the one that caused the errors of the others. If the launcher itself is killed, the kernel
-kills the processes (`child.die_with`), and a guard what they have started (`guard`).
+has passed, and then hands on what the processes have printed. An error in one causes errors in others, which may be
+gone before it has printed its own: the process named as the one that failed is the one that failed first, which each
+tells before it prints (`ending.tell_failed`). If the launcher itself is killed, the kernel kills the processes
+(`child.die_with`), and a guard what they have started (`guard`).
 
 Known limits: Linux only (pidfd, parent-death signals). What a script starts ends with it unless it leaves the script's
 process group.
@@ -11,6 +12,7 @@ process group.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -120,11 +122,10 @@ class _Together:
         failed: ProcessResult | None = None
         over = False
         while self._selector.get_map() and failed is None and not self._stop and not over:
-            ended = self._ended_within(_TICK_SECONDS)
+            failures = _failures(self._ended_within(_TICK_SECONDS))
             self._follow()
-            failures = [result for result in ended if result.status != 0]
-            # Two within one wake-up: who was the cause had fallen silent before the other reported its error.
-            failed = min(failures, key=lambda result: result.log.stat().st_mtime_ns, default=None)
+            if failures:
+                failed = self._first_failure(failures)
             over = timeout_seconds is not None and time.monotonic() - self._started > timeout_seconds
         running = bool(self._selector.get_map())
         self.end_all()
@@ -139,6 +140,25 @@ class _Together:
             signal=stopped_by,
             seconds=time.monotonic() - self._started,
         )
+
+    def _first_failure(self, failures: list[LocalProcess]) -> ProcessResult:
+        """The process that failed first: of those that have ended, or that end soon of errors they have met."""
+        seen = time.monotonic()
+        while time.monotonic() < seen + (_GRACE_SECONDS if self._fails() else _TICK_SECONDS):
+            failures += _failures(self._ended_within(_TICK_SECONDS / 4))
+
+        def failed_seconds(process: LocalProcess) -> float:
+            if process.failed_seconds is not None:
+                return process.failed_seconds
+            # Killed: that comes from outside, but for SIGABRT, by which JAX ends processes that have lost others.
+            return -math.inf if process.reap().status not in (1, -signal.SIGABRT) else seen
+
+        first = min(failures, key=lambda process: (failed_seconds(process), process.log.path.stat().st_mtime_ns))
+        return first.reap()
+
+    def _fails(self) -> bool:
+        """Whether one that has met an error is still about to end."""
+        return any(process.result is None and process.failed_seconds is not None for process in self._all)
 
     def end_all(self) -> None:
         """End every process that still runs, and return when none does."""
@@ -168,16 +188,21 @@ class _Together:
         for process in self._all:
             process.signal(number)
 
-    def _ended_within(self, seconds: float) -> list[ProcessResult]:
-        ended = []
+    def _ended_within(self, seconds: float) -> list[LocalProcess]:
+        ended: list[LocalProcess] = []
         for key, _ in self._selector.select(seconds):
             self._selector.unregister(key.fd)
-            ended.append(key.data.reap())
+            key.data.reap()
+            ended.append(key.data)
         return ended
 
     def _follow(self) -> None:
         for process in self._all:
             process.log.follow()
+
+
+def _failures(ended: list[LocalProcess]) -> list[LocalProcess]:
+    return [process for process in ended if process.reap().status != 0]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from .ending import failed_seconds
 from .guard import Guard
 from .log import FollowedLog
 from .result import ProcessResult
@@ -40,15 +41,22 @@ class LocalProcess:
         guard: Guard,
     ) -> None:
         # -P: the folder the launcher was called in is not searched for modules before Python's own.
-        command = [sys.executable, "-P", "-m", "meshwright.launch.child", str(os.getpid()), script, *arguments]
+        self._told, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        command = [
+            sys.executable, "-P", "-m", "meshwright.launch.child", str(os.getpid()), str(tells), script, *arguments,
+        ]  # fmt: skip
         self.process_id, self.log, self._guard = process_id, log, guard
         self.result: ProcessResult | None = None
+        self._failed_seconds: float | None = None
         self._started = time.monotonic()
         # No preexec_fn: running Python between fork and exec is unsafe in a process with threads, and JAX warns of it.
-        self._process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log.written, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log.written, stderr=subprocess.STDOUT,
+                start_new_session=True, pass_fds=[tells],
+            )  # fmt: skip
+        finally:
+            os.close(tells)
         guard.watch(self._process.pid)
         self._ended_by_launcher = False
         self.pidfd = os.pidfd_open(self._process.pid)
@@ -57,6 +65,13 @@ class LocalProcess:
     def pid(self) -> int:
         """Its number in the system, which is that of its process group too."""
         return self._process.pid
+
+    @property
+    def failed_seconds(self) -> float | None:
+        """When an error ended its script, by the monotonic clock; it may still be printing it. None if none has."""
+        if self._failed_seconds is None and self.result is None:
+            self._failed_seconds = failed_seconds(self._told)
+        return self._failed_seconds
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and to what it started; it counts as ended by the launcher from now on."""
@@ -67,6 +82,8 @@ class LocalProcess:
     def reap(self) -> ProcessResult:
         """How the process ended; to be called once it has. What it left running in its group is killed."""
         if self.result is None:
+            _ = self.failed_seconds  # the last that it can tell
+            os.close(self._told)
             # Before its status is taken: until then the system gives its number to nobody else.
             self._signal_group(signal.SIGKILL)
             self._guard.forget(self.pid)
