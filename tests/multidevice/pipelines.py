@@ -72,7 +72,7 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
         place = Submesh(start, stop)
         option = min(costs.solve(first, last, place, pipeline.microbatches), key=lambda one: one.seconds)
         stages.append(PlacedStage(first, last, place, option))
-    timing = staged_timing(staged, stages, places)
+    timing = staged_timing(costs.solver, stages)
     scheduled = best_schedule(timing, pipeline.microbatches, ["gpipe"])
     assert scheduled is not None
     plan = assemble(costs, stages, timing, scheduled, cluster)

@@ -200,7 +200,7 @@ class PresetPrices:
                 self._check_least(stages, solved, mine, limits)
         placed = self._placed(stages, remat, limits)
         of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
-        timing = staged_timing(stages.cut.staged, placed, self.submeshes, limit_bytes=of_stages)
+        timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
         held = held_by_rank(stages, placed)
         if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
             raise self._exceeded(stages, max(held), max(limits))

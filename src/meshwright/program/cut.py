@@ -55,6 +55,7 @@ class Cut:
       program_inputs: which other inputs of the program it reads, as positions in the whole graph's `inputs`.
       received: values of the whole graph that it reads and earlier equations compute.
       sent: values of the whole graph that it computes and later equations read.
+      sent_values: for each of these the value of `graph` that it is; pieces of one scan are one there.
       program_outputs: which outputs of the program it computes, as positions in the whole graph's `outputs`.
     """
 
@@ -67,6 +68,7 @@ class Cut:
     program_inputs: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
+    sent_values: tuple[int, ...]
     program_outputs: tuple[int, ...]
 
     @cached_property
@@ -158,7 +160,7 @@ class Cutter:
             shapes,
             (first, last), repeated, operators, inputs, outputs,
             held=tuple(h for _, h in held), program_inputs=tuple(program_inputs), received=tuple(received), sent=sent,
-            program_outputs=leaving,
+            made=tuple(same.get(v, v) for v in sent), program_outputs=leaving,
         )  # fmt: skip
 
     def _within(self, first: int, last: int) -> Iterator[Operator]:
@@ -226,6 +228,7 @@ class Cutter:
         program_inputs: tuple[int, ...],
         received: tuple[int, ...],
         sent: tuple[int, ...],
+        made: tuple[int, ...],
         program_outputs: tuple[int, ...],
     ) -> Cut:
         order = dict.fromkeys(inputs)
@@ -253,5 +256,5 @@ class Cutter:
         return Cut(
             equations=equations, repeated=repeated, graph=graph, operators=tuple(op.index for op in operators),
             values=tuple(numbers), parameters=held, program_inputs=program_inputs, received=received, sent=sent,
-            program_outputs=program_outputs,
+            sent_values=tuple(numbers[v] for v in made), program_outputs=program_outputs,
         )  # fmt: skip

@@ -16,6 +16,7 @@ full rate; what leaves a leaf of an oversubscribed fabric always gets the bandwi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -96,16 +97,33 @@ class MoveCosts:
         Raises:
           ReshardError: a spec is longer than the rank, or a device is none of the cluster's.
         """
-        key = (source, destination, rank)
-        found = self._pairs.get(key)
-        if found is None:
-            found = self._pairs[key] = self._pair(source, destination, rank)
-        price, network_start, link_start = found
-        over_network, over_links = size_bytes * price.network, size_bytes * price.links
+        return self.seconds_together([(size_bytes, source, destination, rank)])
+
+    def seconds_together(self, values: Iterable[tuple[float, Layout, Layout, int]]) -> float:
+        """Of moving several values in one plan: their bytes add up, the starts of messages are paid once.
+
+        Args:
+          values: as of `seconds`: bytes, source, destination and rank of each.
+
+        Raises:
+          ReshardError: as of `seconds`.
+        """
+        over_network = over_links = network_start = link_start = 0.0
+        relayed = False
+        for size_bytes, source, destination, rank in values:
+            key = (source, destination, rank)
+            found = self._pairs.get(key)
+            if found is None:
+                found = self._pairs[key] = self._pair(source, destination, rank)
+            price, mine, near = found
+            over_network += size_bytes * price.network
+            over_links += size_bytes * price.links
+            network_start, link_start = max(network_start, mine), max(link_start, near)
+            relayed |= price.relayed and size_bytes > 0
         total = 0.0
         if over_network:
             total = over_network + network_start
-            if price.relayed:
+            if relayed:
                 # With K chunks a K-th of the time and K starts more; the planner takes the best K.
                 best = math.sqrt(over_network / network_start) if network_start else math.inf
                 chunks = min(max(best, 1.0), MOST_CHUNKS)

@@ -64,7 +64,7 @@ def scheduled(
     """
     ends = len(costs.program.layers)
     limits = [costs.limit_bytes(stage.submesh, stage.last == ends) for stage in stages]
-    staged = staged_timing(costs.program, stages, costs.submeshes, limit_bytes=limits)
+    staged = staged_timing(costs.solver, stages, limit_bytes=limits)
     orders = [name for name in SIMULATED if name in schedules and name != INTERLEAVED]
     orders = orders if len(stages) > 1 else ["one_f_one_b"]
     found = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)

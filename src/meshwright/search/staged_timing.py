@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import inf
 
-from ..program.staged import StagedProgram
 from ..schedule import Edge, Schedule, adaptive_warm_up, make_schedule
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
+from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchanged_bytes, stage_crossings
 from .inter_op_problem import PlacedStage
-from .submeshes import Submesh, Submeshes
+from .stage_solver import StageSolver
+from .submeshes import Submesh
 
 # Relative gain below which the backward is left whole.
 WORTH_SPLITTING = 0.02
 
 ScheduleOptions = tuple[tuple[str, int | tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """A value that crosses an edge.
-
-    Args:
-      source: stage that computes it.
-      target: stage that reads it.
-      value: its index in the whole graph.
-      bytes: of the whole value, for one microbatch.
-      differentiated: whether its cotangent comes back.
-    """
-
-    source: int
-    target: int
-    value: int
-    bytes: float
-    differentiated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,54 +69,17 @@ class Scheduled:
     others: tuple[tuple[str, float], ...] = ()
 
 
-def stage_crossings(program: StagedProgram, ranges: Sequence[tuple[int, int]]) -> tuple[Sent, ...]:
-    """The values that stages of these layers send each other, an entry for each reader, sorted."""
-    cutter, graph, layers = program.cutter, program.graph, program.layers
-    stage_of: dict[int, int] = {}
-    for number, (first, last) in enumerate(ranges):
-        stage_of.update(dict.fromkeys(range(layers[first][0], layers[last - 1][1]), number))
-    found = []
-    for value, equations in cutter.read_at.items():
-        if cutter.crosses(value):
-            source = stage_of[cutter.made_at[value]]
-            for target in sorted({stage_of[e] for e in equations} - {source}):
-                array = graph.values[value]
-                found.append((source, target, value, array.bytes, array.differentiated))
-    return tuple(Sent(source=s, target=t, value=v, bytes=size, differentiated=d) for s, t, v, size, d in sorted(found))
-
-
-def exchanged_bytes(program: StagedProgram, ranges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Bytes of gradients that a stage and the next one holding the same parameters sum once a step."""
-    cutter, graph, layers = program.cutter, program.graph, program.layers
-    found: dict[tuple[int, int], float] = {}
-    for position in graph.parameters:
-        value = graph.inputs[position]
-        equations = [e for e in cutter.read_at.get(value, ()) if e not in program.rows]
-        holders = [
-            number
-            for number, (first, last) in enumerate(ranges)
-            if any(layers[first][0] <= e < layers[last - 1][1] for e in equations)
-        ]
-        for pair in pairwise(holders):
-            found[pair] = found.get(pair, 0.0) + graph.values[value].bytes
-    return found
-
-
 def staged_timing(
-    program: StagedProgram,
-    stages: Sequence[PlacedStage],
-    submeshes: Submeshes,
-    *,
-    limit_bytes: Sequence[float] | None = None,
+    solver: StageSolver, stages: Sequence[PlacedStage], *, limit_bytes: Sequence[float] | None = None
 ) -> StagedTiming:
     """The timing of solved stages.
 
     Args:
-      program: in layers.
+      solver: of their program, in layers.
       stages: in program order, their options solved (`StageCosts.solve`).
-      submeshes: of the cluster.
       limit_bytes: of each stage, what may be counted on one device; None for what it has.
     """
+    program, submeshes = solver.program, solver.submeshes
     if limit_bytes is None:
         limit_bytes = [submeshes.part(stage.submesh).device.usable_memory_bytes for stage in stages]
     ranges = [(stage.first, stage.last) for stage in stages]
@@ -144,14 +88,16 @@ def staged_timing(
     exchange = [0.0] * len(stages)
     for (source, target), size in exchanged_bytes(program, ranges).items():
         exchange[source] += submeshes.transfer_seconds(places[source], places[target], size)
+    layouts = [boundary_layouts(stage, solver.cut(stage.first, stage.last)) for stage in stages]
     edges = []
     for source, target in sorted({(one.source, one.target) for one in sent}):
-        forward, backward = edge_bytes(sent, source, target)
+        forward, _ = edge_bytes(sent, source, target)
+        there, back = edge_seconds(solver, sent, (source, target), layouts)
         edges.append(
             EdgeTiming(
                 edge=Edge(source, target),
-                forward_seconds=submeshes.transfer_seconds(places[source], places[target], forward),
-                backward_seconds=submeshes.transfer_seconds(places[source], places[target], backward),
+                forward_seconds=there,
+                backward_seconds=back,
                 source_bytes=forward / places[source].size,
                 target_bytes=forward / places[target].size,
             )
@@ -178,12 +124,6 @@ def staged_timing(
         bytes_throughout=tuple(stage.option.constant_bytes for stage in stages),
         limit_bytes=tuple(limit_bytes),
     )
-
-
-def edge_bytes(sent: Sequence[Sent], source: int, target: int) -> tuple[float, float]:
-    """Bytes that an edge carries for one microbatch, forward and back."""
-    mine = [one for one in sent if (one.source, one.target) == (source, target)]
-    return sum(one.bytes for one in mine), sum(one.bytes for one in mine if one.differentiated)
 
 
 def best_schedule(

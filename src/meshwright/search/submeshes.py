@@ -22,6 +22,7 @@ from itertools import accumulate
 
 from ..cluster import Cluster, Host
 from ..errors import PlanError
+from ..resharding import MoveCosts
 
 # More units than these are put together: a stage of the smallest size would be one of as many.
 _MOST_UNITS = 32
@@ -75,6 +76,11 @@ class Submeshes:
                 found |= {Submesh(self._bounds[i], self._bounds[i + unit * size]) for i in starts}
         return tuple(sorted(found))
 
+    @cached_property
+    def moves(self) -> MoveCosts:
+        """What moves between layouts on this cluster take."""
+        return MoveCosts(self.cluster)
+
     def is_submesh(self, submesh: Submesh) -> bool:
         """Whether a stage may have these devices."""
         if not 0 <= submesh.first < submesh.stop <= self.cluster.num_devices:
@@ -121,7 +127,8 @@ class Submeshes:
         return replace(self.cluster, hosts=self.kind(submesh))
 
     def transfer_seconds(self, source: Submesh, target: Submesh, size_bytes: float) -> float:
-        """Seconds to move a value of `size_bytes` from one submesh to another; none for no bytes, or for none to go."""
+        """Seconds to move a value of `size_bytes` from one submesh to another, whatever its layouts; none for no bytes,
+        or for none to go. With layouts it may take longer (`crossings.edge_seconds`)."""
         if size_bytes <= 0 or source == target:
             return 0.0
         launch, latency, bandwidth = self._path(source, target)

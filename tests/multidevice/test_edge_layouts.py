@@ -1,0 +1,87 @@
+"""What crosses from stage to stage is priced in the layouts in which it is moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from pipelines import Pipeline, pipelined
+
+import meshwright as mw
+from meshwright import zoo
+from meshwright.runtime.pipeline.transport import PlannedTransport
+from meshwright.runtime.resharding.layouts import block_boxes
+from meshwright.search import staged_timing
+
+BOXES = frozenset[tuple[Any, Any]]
+
+
+def boxes_of(sharding: Any, shape: tuple[int, ...]) -> BOXES:
+    return frozenset((device.id, box) for device, box in block_boxes(sharding, shape).items())
+
+
+def stacked_step(state: Any, batch: Any) -> Any:
+    """Five equal layers, scanned."""
+
+    def loss(state: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), batch, state)[0] ** 2)
+
+    value, grads = mw.value_and_grad(loss)(state)
+    return state - 0.1 * grads, value
+
+
+def stacked() -> tuple[Any, tuple[Any, Any]]:
+    return stacked_step, (0.1 * jax.random.normal(jax.random.key(0), (5, 32, 32)), jnp.ones((16, 32)))
+
+
+def of_zoo(name: str) -> tuple[Any, tuple[Any, Any]]:
+    target = zoo.build(name)
+    return target.step, (target.init(jax.random.key(0)), target.make_batch(jax.random.key(1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline"),
+    [
+        (lambda: of_zoo("mlp-tiny"), Pipeline(submeshes=(2, 4), microbatches=2)),
+        (lambda: of_zoo("gpt-tiny"), Pipeline(submeshes=(2, 2, 4), microbatches=2)),
+        pytest.param(lambda: of_zoo("unet-tiny"), Pipeline(submeshes=(4, 4), microbatches=2), marks=pytest.mark.slow),
+        (stacked, Pipeline(submeshes=(4, 2), layers=(1, 1), microbatches=2, scan_splits={0: (3, 2)})),
+    ],
+    ids=["mlp", "gpt", "unet", "scanned"],
+)
+def test_moved_values_have_the_layouts_they_were_priced_in(
+    model: Any, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: set[tuple[tuple[int, ...], BOXES, BOXES]] = set()
+    moved: set[tuple[tuple[int, ...], BOXES, BOXES]] = set()
+    price, move = staged_timing.edge_seconds, PlannedTransport.move
+
+    def note_price(solver: Any, sent: Any, edge: Any, layouts: Any) -> Any:
+        for one in sent:
+            if (one.source, one.target) == edge:
+                shape = solver.program.graph.values[one.value].shape
+                ends = (layouts[edge[0]].sent[one.value], layouts[edge[1]].received[one.value])
+                there = tuple(frozenset(end.boxes(shape).items()) for end in ends)
+                priced.add((shape, *there))
+                if one.differentiated:
+                    priced.add((shape, *reversed(there)))
+        return price(solver, sent, edge, layouts)
+
+    def note_move(self: Any, values: Any, targets: Any, *rest: Any) -> Any:
+        moved.update(
+            (value.shape, boxes_of(value.sharding, value.shape), boxes_of(target, value.shape))
+            for value, target in zip(values, targets, strict=True)
+        )
+        return move(self, values, targets, *rest)
+
+    monkeypatch.setattr(staged_timing, "edge_seconds", note_price)
+    monkeypatch.setattr(PlannedTransport, "move", note_move)
+    function, args = model()
+    step = pipelined(function, args, pipeline)
+    step(*args)
+    assert len(priced) > 1
+    assert priced <= moved
+    # Nothing else moves but the gradients that stages with the same parameter exchange, once a step.
+    assert {shape for shape, *_ in moved - priced} <= {leaf.shape for leaf in jax.tree.leaves(args[0])}
