@@ -5,9 +5,10 @@
 
 Prints one JSON object: what was run, with which versions, and a row for each cell, that is for each family of models
 (gpt, moe, wresnet) and number of V100s (AWS p3.16xlarge, 25 Gb/s between hosts, 1 to 64 of them): the plan that
-`meshwright plan` gives, the published one, and the best plan under every preset that `meshwright compare` tries, each
-with its predicted seconds of a step or with the reason why there is none. `--markdown` prints the rows as a table.
-Exit status 1 if anything is predicted to be faster than our plan, or a cell failed.
+`meshwright plan` gives, the published one, and every preset that `meshwright compare` tries, each with the predicted
+seconds of a step of its best plan, with what it takes at least where that is more than the best of them takes, or with
+the reason why there is none. `--markdown` prints the rows as a table. Exit status 1 if anything is, or may be, faster
+than our plan by prediction, or a cell failed.
 
 Each cell is a process of its own with a time limit. With `--results` its row is kept in that folder, and a cell whose
 row is there is not run again.
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
 import json
 import os
 import platform
@@ -50,7 +52,11 @@ from meshwright.compare import candidates_for
 from meshwright.errors import PlanError, size_words
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
+from meshwright.presets import Preset
+from meshwright.presets.planned import planned_preset
+from meshwright.presets.prices import PresetPrices
 from meshwright.presets.written import held_bytes, written_out
+from meshwright.program.batch import batch_extents
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces, traces_of
 from meshwright.search.parameters import parameter_infos
@@ -233,26 +239,78 @@ def _published(
         return {"refused": str(error)}
 
 
-def _presets(traces: Traces, args: tuple[Any, ...], cluster: Cluster, deadline: float) -> dict[str, float | str]:
-    """Of each preset the predicted seconds of its best plan, or why there is none."""
-    found: dict[str, float | str] = {}
-    tried = candidates_for(cluster)
-    for number, preset in enumerate(tried):
-        left = deadline - time.perf_counter()
-        if left < 0:
-            found[str(preset)] = "not tried: the time was over"
-            continue
-        # PipeDream answers another question: its gradients are of older weights.
-        if preset.schedule == "pipedream":
-            continue
+def _presets(
+    traces: Traces, args: tuple[Any, ...], cluster: Cluster, deadline: float
+) -> dict[str, dict[str, float | str]]:
+    """Of each preset the predicted seconds of its best plan, what it takes at least, or why there is none.
+
+    Numbers of microbatches of all presets are looked at together, that of the least bound first: priced, which is a
+    better bound, and when it is the least again written out. It ends when nothing left can be the fastest.
+    """
+    prices, counts = PresetPrices(traces, args, cluster), _counts(args)
+    # PipeDream answers another question: its gradients are of older weights.
+    presets = [preset for preset in candidates_for(cluster) if preset.schedule != "pipedream"]
+    exact: dict[int, float] = {}
+    refused = dict.fromkeys(range(len(presets)), "nothing fits")
+    queue: list[tuple[float, int, int, bool]] = []
+    for number, preset in enumerate(presets):
         try:
-            planning = plan_for(
-                traces, args, cluster=cluster, preset=preset, time_limit_seconds=left / (len(tried) - number)
-            )  # fmt: skip
-            found[str(preset)] = planning.step_seconds
+            bounds = _least(prices, preset, counts)
         except PlanError as error:
-            found[str(preset)] = str(error)
-    return found
+            refused[number] = str(error)
+        else:
+            queue += [(least, count, number, False) for count, least in bounds.items() if least < np.inf]
+    heapq.heapify(queue)
+    best = np.inf
+    while queue and queue[0][0] < best and time.perf_counter() < deadline:
+        least, count, number, priced = heapq.heappop(queue)
+        try:
+            if priced:
+                plan = planned_preset(prices, presets[number], [count], margin=MARGIN).plan
+                assert plan.predicted is not None
+                exact[number] = min(plan.predicted.step_seconds, exact.get(number, np.inf))
+                best = min(best, exact[number])
+            else:
+                found = prices.priced(presets[number], count)
+                assert found is not None
+                heapq.heappush(queue, (max(least, found.step_seconds), count, number, True))
+        except PlanError as error:
+            refused[number] = str(error)
+    at_least: dict[int, float] = {}
+    for least, _, number, _ in queue:
+        at_least[number] = min(least, at_least.get(number, np.inf))
+    return {
+        str(preset): {"seconds": exact[number]}
+        if number in exact and exact[number] <= at_least.get(number, np.inf)
+        else {"at_least": at_least[number]}
+        if number in at_least
+        else {"refused": refused[number]}
+        for number, preset in enumerate(presets)
+    }
+
+
+def _least(prices: PresetPrices, preset: Preset, counts: Sequence[int]) -> dict[int, float]:
+    """Seconds that a preset takes at least, by numbers of microbatches; infinite where it cannot fit."""
+    prices.check_least(preset)
+    refused: PlanError | None = None
+    mine = [count for count in counts if preset.chunks == 1 or count % preset.stages == 0]
+    for fewest in mine:
+        try:
+            floor = prices.floor(preset, fewest)
+        except PlanError as error:
+            refused = refused or error  # some steps cannot be cut so
+        else:
+            limits = prices.limits(preset)
+            return {count: floor.step_seconds(count, limits) for count in mine if count >= fewest}
+    if refused is not None:
+        raise refused
+    return {}
+
+
+def _counts(args: tuple[Any, ...]) -> list[int]:
+    """The numbers of microbatches that the batch can be cut into."""
+    (batch,) = batch_extents(args, 0)
+    return [n for n in range(1, batch + 1) if batch % n == 0]
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -264,7 +322,9 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
     """A row with what is faster than our plan in it."""
     if "failed" in found:
         return {**found, "never_worse": False}
-    priced = {name: seconds for name, seconds in found["presets"].items() if not isinstance(seconds, str)}
+    priced = {name: one["seconds"] for name, one in found["presets"].items() if "seconds" in one}
+    # Whatever was not planned takes at least so long.
+    bounds = {name: one["at_least"] for name, one in found["presets"].items() if "at_least" in one}
     best = min(priced, key=lambda name: priced[name], default=None)
     others = {**priced, **({"alpa": found["alpa"]["seconds"]} if "seconds" in found["alpa"] else {})}
     ours = found["ours"]["seconds"]
@@ -274,8 +334,9 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
         "faster_than_alpa": others["alpa"] / ours if "alpa" in others else None,
         "faster_than_presets": priced[best] / ours if best is not None else None,
         "faster_than_ours": {name: seconds for name, seconds in others.items() if seconds < ours * (1 - 1e-9)},
-        "presets_not_tried": sum(str(one).startswith("not tried") for one in found["presets"].values()),
-        "never_worse": min(others.values(), default=np.inf) >= ours * (1 - 1e-9),
+        "presets_unknown": sum(least < ours for least in bounds.values()),
+        "best_preset_is_best": best is None or min(bounds.values(), default=np.inf) >= priced[best],
+        "never_worse": min((*others.values(), *bounds.values()), default=np.inf) >= ours * (1 - 1e-9),
     }
 
 
@@ -330,7 +391,8 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             one["model"], str(one["gpus"]),
             f"{_runs(ours['stages'])}, {ours['microbatches']} mb, {ours['schedule']}: {ours['seconds']:.4g}",
             f"{ours['tflops_per_gpu']:.1f}", published, _factor(one["faster_than_alpa"]),
-            "none" if best is None else f"{best}: {one['presets'][best]:.4g}", _factor(one["faster_than_presets"]),
+            "none" if best is None else f"{best}: {one['presets'][best]['seconds']:.4g}",
+            _factor(one["faster_than_presets"]),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -372,8 +434,8 @@ def main() -> int:
     for one in rows(names, given.results, seconds=given.cell_seconds):
         found.append(one)
         words = one.get("failed") or f"{one['ours']['seconds']:.4g} s, faster: {one['faster_than_ours'] or 'nothing'}"
-        if one.get("presets_not_tried"):
-            words += f", {one['presets_not_tried']} presets not tried: --cell-seconds was over"
+        if one.get("presets_unknown"):
+            words += f", {one['presets_unknown']} presets unknown: --cell-seconds was over"
         print(f"{one['model']} on {one['gpus']}: {words}", file=sys.stderr)
     document = {
         "what": "predicted seconds of a step: ours, Alpa's published plan and presets, under our costs",
