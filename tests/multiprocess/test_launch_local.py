@@ -115,7 +115,8 @@ def test_one_that_fails_ends_all(tmp_path: Path, last: str, status: int, shown: 
     assert str(result.failed.log) in str(caught.value)
 
 
-def test_the_first_to_fail_is_named_where_another_is_gone_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("consequence", ["sys.exit('the consequence')", "time.sleep(0.2); os.kill(os.getpid(), 11)"])
+def test_the_first_to_fail_is_named_where_another_is_gone_before_it(tmp_path: Path, consequence: str) -> None:
     """Process 1 meets an error and prints it for half a second; process 0 fails of that, and ends at once."""
     script = write_script(
         tmp_path,
@@ -130,7 +131,7 @@ def test_the_first_to_fail_is_named_where_another_is_gone_before_it(tmp_path: Pa
             raise ValueError("the cause")
         while not os.path.exists({str(tmp_path / "printing")!r}):
             time.sleep(0.01)
-        sys.exit("the consequence")
+        {consequence}
         """,
     )
     result = run(script, processes=2, timeout_seconds=LIMIT_SECONDS)

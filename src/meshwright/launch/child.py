@@ -26,19 +26,21 @@ def main() -> None:
     launcher, pipe, script, *arguments = sys.argv[1:]
     die_with(int(launcher))
     os.set_inheritable(int(pipe), False)  # what the script starts has no part in it
+    me = os.getpid()
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
-        failed_ns = time.monotonic_ns()
+        if error.code is not None and error.code != 0 and os.getpid() == me:  # what was forked has no part in it
+            tell_failed(int(pipe), time.monotonic_ns())
         status = _status_of(error)
         if status:
-            tell_failed(int(pipe), failed_ns)
             end_at_once(status)
         raise
     except BaseException as error:
-        tell_failed(int(pipe), time.monotonic_ns())
+        if os.getpid() == me:
+            tell_failed(int(pipe), time.monotonic_ns())
         shown = error.with_traceback(_own_frames_removed(error.__traceback__))
         sys.excepthook(type(shown), shown, shown.__traceback__)
         end_at_once(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -2,9 +2,9 @@
 
 The launcher is one loop in one thread. It sleeps until a process ends (a pidfd becomes readable) or a tenth of a second
 has passed, and then hands on what the processes have printed. An error in one causes errors in others, which may be
-gone before it has printed its own: the process named as the one that failed is the one that failed first, which each
-tells before it prints (`ending.tell_failed`). If the launcher itself is killed, the kernel kills the processes
-(`child.die_with`), and a guard what they have started (`guard`).
+gone before it has printed its own: named is the one that failed first, which a script that raises tells before it
+prints (`ending.tell_failed`). If the launcher itself is killed, the kernel kills the processes (`child.die_with`), and
+a guard what they have started (`guard`).
 
 Known limits: Linux only (pidfd, parent-death signals). What a script starts ends with it unless it leaves the script's
 process group.
@@ -12,7 +12,6 @@ process group.
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
@@ -31,7 +30,7 @@ from .guard import Guard
 from .log import FollowedLog
 from .port import hold_port
 from .process import LocalProcess
-from .result import ProcessResult, Result
+from .result import Result
 
 _TICK_SECONDS = 0.1
 # JAX catches SIGTERM and goes on, so this is for what is not JAX in a script; then comes SIGKILL.
@@ -57,7 +56,7 @@ def run(
 
     Each process finds its place in its environment, where `meshwright.initialize()` reads it. When one fails, or the
     time is over, or SIGINT, SIGTERM or SIGHUP reaches this process, all are ended: SIGTERM, and SIGKILL one second
-    later.
+    later. Before that, those that are printing an error have a second to end by themselves.
 
     Args:
       script: a Python file.
@@ -119,13 +118,13 @@ class _Together:
 
     def wait(self, script: str, timeout_seconds: float | None) -> Result:
         """Follow the processes to the end of the run."""
-        failed: ProcessResult | None = None
+        failed: LocalProcess | None = None
         over = False
         while self._selector.get_map() and failed is None and not self._stop and not over:
-            failures = _failures(self._ended_within(_TICK_SECONDS))
+            ended = self._ended_within(_TICK_SECONDS)
             self._follow()
-            if failures:
-                failed = self._first_failure(failures)
+            if any(map(_ended_badly, ended)):
+                failed = self._first_failure()
             over = timeout_seconds is not None and time.monotonic() - self._started > timeout_seconds
         running = bool(self._selector.get_map())
         self.end_all()
@@ -136,29 +135,23 @@ class _Together:
             script=script,
             ended_by="failure" if failed else "signal" if stopped_by else "timeout" if running else "itself",
             processes=tuple(process.reap() for process in self._all),
-            failed=failed,
+            failed=failed.reap() if failed else None,
             signal=stopped_by,
             seconds=time.monotonic() - self._started,
         )
 
-    def _first_failure(self, failures: list[LocalProcess]) -> ProcessResult:
-        """The process that failed first: of those that have ended, or that end soon of errors they have met."""
-        seen = time.monotonic()
-        while time.monotonic() < seen + (_GRACE_SECONDS if self._fails() else _TICK_SECONDS):
-            failures += _failures(self._ended_within(_TICK_SECONDS / 4))
-
-        def failed_seconds(process: LocalProcess) -> float:
-            if process.failed_seconds is not None:
-                return process.failed_seconds
-            # Killed: that comes from outside, but for SIGABRT, by which JAX ends processes that have lost others.
-            return -math.inf if process.reap().status not in (1, -signal.SIGABRT) else seen
-
-        first = min(failures, key=lambda process: (failed_seconds(process), process.log.path.stat().st_mtime_ns))
-        return first.reap()
+    def _first_failure(self) -> LocalProcess:
+        """The process that failed first, once those that have met an error have had time to print it."""
+        until = time.monotonic() + _GRACE_SECONDS
+        soon = time.monotonic() + _TICK_SECONDS
+        while self._selector.get_map() and not self._stop and time.monotonic() < (until if self._fails() else soon):
+            self._ended_within(_TICK_SECONDS / 4)
+            self._follow()
+        return min((one for one in self._all if one.failed_seconds or _ended_badly(one)), key=_failed_about)
 
     def _fails(self) -> bool:
         """Whether one that has met an error is still about to end."""
-        return any(process.result is None and process.failed_seconds is not None for process in self._all)
+        return any(one.result is None and one.failed_seconds is not None for one in self._all)
 
     def end_all(self) -> None:
         """End every process that still runs, and return when none does."""
@@ -201,8 +194,20 @@ class _Together:
             process.log.follow()
 
 
-def _failures(ended: list[LocalProcess]) -> list[LocalProcess]:
-    return [process for process in ended if process.reap().status != 0]
+def _ended_badly(process: LocalProcess) -> bool:
+    return process.result is not None and process.result.status != 0
+
+
+def _failed_about(process: LocalProcess) -> float:
+    """When a process failed: as it has told, or else somewhat before it was seen to have ended.
+
+    One that is killed cannot tell, and the errors of others may be told before its end is seen. Of SIGABRT that is not
+    so: by it JAX ends processes that have lost another.
+    """
+    if process.failed_seconds is not None:
+        return process.failed_seconds
+    aborted = process.result is not None and process.result.status == -signal.SIGABRT
+    return process.ended_seconds - (0.0 if aborted else _TICK_SECONDS)
 
 
 @contextmanager

@@ -28,6 +28,10 @@ class LocalProcess:
       environment: all of its environment.
       log: what it prints goes there.
       guard: knows of it while it runs.
+
+    Attributes:
+      result: how it ended; None before.
+      ended_seconds: when that was seen, by the monotonic clock.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class LocalProcess:
         ]  # fmt: skip
         self.process_id, self.log, self._guard = process_id, log, guard
         self.result: ProcessResult | None = None
+        self.ended_seconds = 0.0
         self._failed_seconds: float | None = None
         self._started = time.monotonic()
         # No preexec_fn: running Python between fork and exec is unsafe in a process with threads, and JAX warns of it.
@@ -55,6 +60,9 @@ class LocalProcess:
                 command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log.written, stderr=subprocess.STDOUT,
                 start_new_session=True, pass_fds=[tells],
             )  # fmt: skip
+        except BaseException:
+            os.close(self._told)
+            raise
         finally:
             os.close(tells)
         guard.watch(self._process.pid)
@@ -82,6 +90,7 @@ class LocalProcess:
     def reap(self) -> ProcessResult:
         """How the process ended; to be called once it has. What it left running in its group is killed."""
         if self.result is None:
+            self.ended_seconds = time.monotonic()
             _ = self.failed_seconds  # the last that it can tell
             os.close(self._told)
             # Before its status is taken: until then the system gives its number to nobody else.

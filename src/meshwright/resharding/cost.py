@@ -100,7 +100,7 @@ class MoveCosts:
         return self.seconds_together([(size_bytes, source, destination, rank)])
 
     def seconds_together(self, values: Iterable[tuple[float, Layout, Layout, int]]) -> float:
-        """Of moving several values in one plan: their bytes add up, the starts of messages are paid once.
+        """Of moving several values in one plan, at most: what each takes adds up, the starts of messages are paid once.
 
         Args:
           values: as of `seconds`: bytes, source, destination and rank of each.
@@ -158,19 +158,26 @@ class MoveCosts:
         )
 
     def _link_seconds(self, demand: Demand) -> float:
-        """Of the copies inside hosts: the most that a device has to get from others of its host, over its link.
+        """Of the copies inside hosts: the most that a device has to get from others of its host, or to give them first,
+        over its link.
 
-        Of what enters a host each of the devices that need it takes in a share from the network.
+        Of what enters a host each of the devices that need it takes in a share from the network. What a host has is
+        given once by those that hold it there, in equal shares; those that got it give it on.
         """
-        got: dict[int, float] = {}
+        busy: dict[tuple[str, int], float] = {}
+
+        def count(way: str, device: int, size: float) -> None:
+            busy[way, device] = busy.get((way, device), 0.0) + size
+
         for number, size in zip(demand.pattern.tolist(), demand.bytes.tolist(), strict=True):
             holders, needers = demand.patterns[number]
-            near = {self._host_of[d] for d in holders}
             for host in {self._host_of[d] for d in needers}:
                 takers = [d for d in needers if self._host_of[d] == host]
-                share = 0.0 if host in near else 1 / len(takers)
-                for d in takers:
-                    if d not in holders:
-                        got[d] = got.get(d, 0.0) + size * (1 - share)
-        rates = {d: self.cluster.hosts[self._host_of[d]].link.bandwidth_bytes_per_second for d in got}
-        return max((size / rates[d] for d, size in got.items()), default=0.0)
+                givers = [d for d in holders if self._host_of[d] == host]
+                lacking = [d for d in takers if d not in holders]
+                for device in lacking:
+                    count("in", device, size * (1 - (0.0 if givers else 1 / len(takers))))
+                for device in givers if lacking else ():
+                    count("out", device, size / len(givers))
+        rates = {d: self.cluster.hosts[self._host_of[d]].link.bandwidth_bytes_per_second for _, d in busy}
+        return max((size / rates[device] for (_, device), size in busy.items()), default=0.0)

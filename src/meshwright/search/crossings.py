@@ -15,6 +15,7 @@ from itertools import pairwise
 from ..program.cut import Cut
 from ..program.staged import StagedProgram
 from ..resharding import DeviceMesh, Layout
+from ..sharding import Spec
 from .inter_op_problem import PlacedStage
 from .stage_solver import SolvedStage, StageSolver
 
@@ -77,7 +78,7 @@ def edge_bytes(sent: Sequence[Sent], source: int, target: int) -> tuple[float, f
     return sum(one.bytes for one in mine), sum(one.bytes for one in mine if one.differentiated)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryLayouts:
     """How the values that cross a stage's ends lie on its devices, by their index in the whole graph.
 
@@ -98,25 +99,25 @@ def boundary_layouts(stage: PlacedStage, cut: Cut) -> BoundaryLayouts:
       cut: its own range.
     """
     solved: SolvedStage = stage.option.tag
-    chosen, graph = solved.chosen, cut.graph
+    chosen, graph, sizes = solved.chosen, cut.graph, solved.problem.sizes
     mesh = DeviceMesh(
-        devices=tuple(range(stage.submesh.first, stage.submesh.stop)),
-        shape=tuple(solved.problem.sizes.values()), axes=tuple(solved.problem.sizes),
-    )  # fmt: skip
+        devices=tuple(range(stage.submesh.first, stage.submesh.stop)), shape=tuple(sizes.values()), axes=tuple(sizes)
+    )
+    spec_of = dict(zip(graph.inputs, chosen.inputs, strict=True))
     wanted = frozenset(cut.received)
     received = {
-        cut.values[value]: Layout(mesh=mesh, spec=chosen.inputs[position].dims)
-        for position, value in enumerate(graph.inputs)
+        cut.values[value]: Layout(mesh=mesh, spec=spec.dims)
+        for value, spec in spec_of.items()
         if cut.values[value] in wanted
     }
     sent = {}
     for value, made in zip(cut.sent, cut.sent_values, strict=True):
-        spec = chosen.settled.get(made)
+        spec = chosen.settled.get(made) or spec_of.get(made)  # rows of a parameter are an input, and sent all the same
         if spec is None:
             operator, result = graph.producer[made]
             choice = chosen.operators[operator]
-            spec = choice.algorithm.results[result] if choice is not None else None
-        sent[value] = Layout(mesh=mesh, spec=spec.dims if spec is not None else ())
+            spec = choice.algorithm.results[result] if choice is not None else Spec(())
+        sent[value] = Layout(mesh=mesh, spec=spec.dims)
     return BoundaryLayouts(received=received, sent=sent)
 
 
@@ -132,13 +133,13 @@ def edge_seconds(
       layouts: of all stages.
     """
     values = solver.program.graph.values
-    there, back = [], []
+    forward, backward = [], []
     for one in sent:
         if (one.source, one.target) == edge:
-            here, yonder = layouts[one.source].sent[one.value], layouts[one.target].received[one.value]
+            here, there = layouts[one.source].sent[one.value], layouts[one.target].received[one.value]
             rank = len(values[one.value].shape)
-            there.append((one.bytes, here, yonder, rank))
+            forward.append((one.bytes, here, there, rank))
             if one.differentiated:
-                back.append((one.bytes, yonder, here, rank))
+                backward.append((one.bytes, there, here, rank))
     moves = solver.submeshes.moves
-    return moves.seconds_together(there), moves.seconds_together(back)
+    return moves.seconds_together(forward), moves.seconds_together(backward)

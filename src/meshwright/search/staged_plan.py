@@ -120,6 +120,7 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
         synchronise_seconds=synchronise_seconds,
         update_seconds=seconds.update_seconds,
         in_flight=min(in_flight, count),
+        gradient_exchange=solved.problem.gradient_exchange,
     )
 
 

@@ -127,8 +127,10 @@ class Submeshes:
         return replace(self.cluster, hosts=self.kind(submesh))
 
     def transfer_seconds(self, source: Submesh, target: Submesh, size_bytes: float) -> float:
-        """Seconds to move a value of `size_bytes` from one submesh to another, whatever its layouts; none for no bytes,
-        or for none to go. With layouts it may take longer (`crossings.edge_seconds`)."""
+        """Seconds to move a value of `size_bytes` from one submesh to another, at least; none if nothing is to go.
+
+        What its layouts make of that is known later (`crossings.edge_seconds`).
+        """
         if size_bytes <= 0 or source == target:
             return 0.0
         launch, latency, bandwidth = self._path(source, target)
@@ -152,4 +154,5 @@ class Submeshes:
 
     def _nics(self, hosts: Sequence[int]) -> float:
         total = sum(self.cluster.hosts[number].nic_bandwidth_bytes_per_second for number in hosts)
-        return total / self.cluster.fabric_oversubscription
+        leaves = len(self.cluster.hosts) > self.cluster.fabric_hosts_per_leaf
+        return total / (self.cluster.fabric_oversubscription if leaves else 1.0)
