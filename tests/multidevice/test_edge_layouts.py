@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from pipelines import Pipeline, pipelined
+from pipelines import Pipeline, pipelined, staged_plan
 
 import meshwright as mw
 from meshwright import zoo
+from meshwright.program.staged import staged_program
+from meshwright.program.trace import trace_program
 from meshwright.runtime.pipeline.transport import PlannedTransport
 from meshwright.runtime.resharding.layouts import block_boxes
 from meshwright.search import staged_timing
@@ -34,6 +36,19 @@ def stacked_step(state: Any, batch: Any) -> Any:
 
 def stacked() -> tuple[Any, tuple[Any, Any]]:
     return stacked_step, (0.1 * jax.random.normal(jax.random.key(0), (5, 32, 32)), jnp.ones((16, 32)))
+
+
+def sliced_step(state: Any, batch: Any) -> Any:
+    """Both layers use the same rows of one parameter: the first stage sends them."""
+
+    def loss(state: Any) -> Any:
+        rows = state[:32]
+        h = jnp.tanh(batch @ rows)
+        mw.layer_boundary()
+        return jnp.mean(jnp.tanh(h @ rows) ** 2)
+
+    value, grads = mw.value_and_grad(loss)(state)
+    return state - 0.1 * grads, value
 
 
 def of_zoo(name: str) -> tuple[Any, tuple[Any, Any]]:
@@ -85,3 +100,11 @@ def test_moved_values_have_the_layouts_they_were_priced_in(
     assert priced <= moved
     # Nothing else moves but the gradients that stages with the same parameter exchange, once a step.
     assert {shape for shape, *_ in moved - priced} <= {leaf.shape for leaf in jax.tree.leaves(args[0])}
+
+
+def test_rows_of_a_parameter_that_a_stage_slices_and_sends_are_priced() -> None:
+    """They are an input of the stage, not a result; such a plan is refused only when it is to run."""
+    program = trace_program(sliced_step, (jnp.ones((40, 32)), jnp.ones((16, 32))), microbatches=2)
+    plan = staged_plan(program, staged_program(program), Pipeline(submeshes=(4, 2), microbatches=2))
+    assert {one.bytes for one in plan.transfers} == {32 * 32 * 4, 8 * 32 * 4}
+    assert all(one.forward_seconds > 0 for one in plan.transfers)

@@ -12,6 +12,7 @@ import pytest
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.resharding import Layout, Move, MoveCosts, ReshardError, cluster_network, grid_layout, plan_reshard
 from meshwright.resharding.simulate import plan_fluid_seconds
+from meshwright.search.submeshes import Submeshes
 
 MEBI = 2**20
 
@@ -57,6 +58,47 @@ def test_the_planners_seconds(seed: int) -> None:
         planned = float(plan.seconds) + plan.latency_seconds
         assert told == pytest.approx(planned, rel=0.05, abs=1e-6), (source, destination)
         assert plan_fluid_seconds(plan) <= float(plan.seconds) * 1.001
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_values_take_no_more_together_than_one_after_the_other_and_no_less_than_their_plan(seed: int) -> None:
+    pick = random.Random(seed)
+    cluster = free_links(load_cluster("p3.16xlarge:3"))
+    costs, network = MoveCosts(cluster), cluster_network(cluster)
+    for _ in range(5):
+        ends = (range(8), range(8, 24))
+        pairs = [tuple(some_layout(pick, devices, 2) for devices in ends) for _ in range(3)]
+        told = costs.seconds_together((64 * MEBI, here, there, 2) for here, there in pairs)
+        moves = [
+            Move(name=f"v{n}", shape=(128, 32), item_bytes=16 * 1024, source=here, destination=there)
+            for n, (here, there) in enumerate(pairs)
+        ]
+        plan = plan_reshard(network, moves)
+        assert (float(plan.seconds) + plan.latency_seconds) * 0.95 <= told
+        assert told <= sum(costs.seconds(64 * MEBI, here, there, rank=2) for here, there in pairs) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cluster", ["p3.16xlarge:4", "dgx-h100:3", "p3.16xlarge:2+p4d.24xlarge:1", "tpu-v5e"])
+def test_no_layouts_take_less_than_the_search_says_of_all(cluster: str) -> None:
+    """Of stages on submeshes as the search has them (`Submeshes.transfer_seconds`)."""
+    pick = random.Random(0)
+    submeshes = Submeshes(load_cluster(cluster))
+    for _ in range(200):
+        source, target = pick.sample(submeshes.all, 2)
+        if source.first < target.stop and target.first < source.stop:
+            continue
+        here, there = (some_layout(pick, range(s.first, s.stop), 2) for s in (source, target))
+        told = submeshes.moves.seconds(64 * MEBI, here, there, rank=2)
+        assert told >= submeshes.transfer_seconds(source, target, 64 * MEBI) * (1 - 1e-9), (source, target, here, there)
+
+
+def test_links_are_charged_to_those_who_give() -> None:
+    cluster = load_cluster("p3.16xlarge:1")
+    link = cluster.hosts[0].link
+    one, four = grid_layout([0], (1,), ("x",), []), grid_layout(range(4, 8), (4,), ("x",), [("x",)])
+    start = link.launch_seconds + link.latency_seconds
+    seconds = MoveCosts(cluster).seconds(MEBI, one, four, rank=1)
+    assert seconds == pytest.approx(start + MEBI / link.bandwidth_bytes_per_second)
 
 
 def test_links_are_charged_where_many_devices_of_a_host_want_the_same() -> None:

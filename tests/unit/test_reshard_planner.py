@@ -103,6 +103,18 @@ def test_a_slice_of_one_byte_at_the_end_of_a_tape_arrives(order):
     check_transfers(plan_reshard(network, [moved], most_transfer_bytes=3000))
 
 
+def test_senders_and_relays_share_the_load_where_receivers_are_the_bottleneck():
+    """Two hosts with a half each, four that want all: nobody has to send more than two thirds of what one receives."""
+    network = uniform_network([(host,) for host in range(6)], nic_rate=1e9)
+    plan = plan_reshard(network, [move(split([0, 1]), whole([2, 3, 4, 5]), shape=(1 << 18,))])
+    sent = dict.fromkeys(range(6), 0)
+    for route in plan.routes:
+        sent[route.sender] += route.bytes
+        sent[route.receiver] += route.bytes * len(route.onward)
+    assert max(sent.values()) == pytest.approx(4 * 2**18 * 2 / 3, rel=0.01)
+    assert plan.seconds <= plan.bound.seconds * (1 + Fraction(1, 64))
+
+
 def test_latency_decides_how_many_chunks():
     moves = [move(whole((0,)), whole((1, 2)), shape=(1 << 22,))]
     chunks = {

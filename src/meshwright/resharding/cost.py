@@ -108,8 +108,7 @@ class MoveCosts:
         Raises:
           ReshardError: as of `seconds`.
         """
-        over_network = over_links = network_start = link_start = 0.0
-        relayed = False
+        over_network = over_links = relayed = network_start = link_start = 0.0
         for size_bytes, source, destination, rank in values:
             key = (source, destination, rank)
             found = self._pairs.get(key)
@@ -119,15 +118,15 @@ class MoveCosts:
             over_network += size_bytes * price.network
             over_links += size_bytes * price.links
             network_start, link_start = max(network_start, mine), max(link_start, near)
-            relayed |= price.relayed and size_bytes > 0
+            relayed += size_bytes * price.network if price.relayed else 0.0
         total = 0.0
         if over_network:
             total = over_network + network_start
             if relayed:
                 # With K chunks a K-th of the time and K starts more; the planner takes the best K.
-                best = math.sqrt(over_network / network_start) if network_start else math.inf
+                best = math.sqrt(relayed / network_start) if network_start else math.inf
                 chunks = min(max(best, 1.0), MOST_CHUNKS)
-                total += over_network / chunks + network_start * chunks
+                total += relayed / chunks + network_start * chunks
         return total + (over_links + link_start if over_links else 0.0)
 
     def _pair(self, source: Layout, destination: Layout, rank: int) -> tuple[_Price, float, float]:

@@ -144,12 +144,10 @@ class Submeshes:
             link = self.cluster.hosts[here[0]].link
             return link.launch_seconds, link.latency_seconds, link.bandwidth_bytes_per_second * fewest
         ends = [self.cluster.hosts[number] for number in (*here, *there)]
-        nics = [self._nics(here), self._nics(there)]
-        links = [host.link.bandwidth_bytes_per_second * fewest for host in ends]
         return (
             max(host.nic.launch_seconds for host in ends),
             max(host.nic.latency_seconds for host in ends),
-            min(*nics, *links),
+            min(self._nics(here), self._nics(there)),
         )
 
     def _nics(self, hosts: Sequence[int]) -> float:
