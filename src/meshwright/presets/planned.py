@@ -1,4 +1,4 @@
-"""The best plan under a preset of several stages: its microbatches, its rematerialisation, its layouts.
+"""The best plan under a preset, with no search for stages: its microbatches, its rematerialisation, its layouts.
 
 Numbers of microbatches are looked at in the order of what they take at least, as the fewest of them say (`least`),
 until none left can be better. The best is written out; if its programs hold more than the search counted, all are
