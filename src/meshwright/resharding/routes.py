@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -213,19 +214,20 @@ class _RelayProgram:
 
     def routes(self, solution: np.ndarray) -> Iterator[Route]:
         """The solution as ranges of tapes: what is relayed first, by relay, then what is sent to each receiver."""
-        column = 0
+        column, volumes = 0, solution.tolist()
         for number, task in self.tasks:
             receivers = task.receivers
-            sent = solution[column : column + len(task.senders)]
+            sent = volumes[column : column + len(task.senders)]
             column += len(task.senders)
             line: list[tuple[int, tuple[int, ...], int, int]] = []
             position = 0
             if len(receivers) > 1:
-                ends = np.cumsum(solution[column : column + len(receivers)]) * self.unit
-                ends = np.where(ends > task.bytes * (1 - _ROUNDING), task.bytes, np.rint(ends)).astype(np.int64)
+                ends = accumulate(volumes[column : column + len(receivers)])
                 column += len(receivers)
-                for relay, end in zip(receivers, self.demand.align(np.full(len(ends), number), ends), strict=True):
-                    stop = task.bytes if end >= task.bytes else int(end)
+                for relay, volume in zip(receivers, ends, strict=True):
+                    end = volume * self.unit
+                    whole = end > task.bytes * (1 - _ROUNDING)
+                    stop = task.bytes if whole else self.demand.aligned(number, round(end))
                     if stop > position:
                         line.append((relay, tuple(d for d in receivers if d != relay), position, stop))
                         position = stop

@@ -197,6 +197,8 @@ class Demand:
 
     def aligned(self, number: int, position: int) -> int:
         """As `align`, for one position."""
+        if self._same_width:
+            return position // self.unit * self.unit
         return int(self.align(np.array([number]), np.array([position]))[0])
 
     @cached_property
