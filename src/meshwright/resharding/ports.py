@@ -73,6 +73,8 @@ def first_ports(network: Network) -> list[int]:
 
 def _spread(legs: list[Flow], end: str, rates: list[list[Fraction]], first: list[int], unit: int) -> list[Flow]:
     """Replace the domain at one `end` ("sender" or "receiver") of every leg by ports."""
+    if all(len(shares) == 1 for shares in rates):
+        return [leg for leg in legs if leg.begin < leg.end]  # ports are numbered as their domains
     total = [0] * len(rates)
     for leg in legs:
         total[getattr(leg, end)] += leg.end - leg.begin

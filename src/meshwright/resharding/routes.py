@@ -16,7 +16,7 @@ Where receivers are the bottleneck, senders that only keep within the bound woul
 byte. Networks share their ports otherwise: between emulated hosts (docs/resharding.md) case C16 takes 1.39 of its bound
 with senders as full as receivers, and less where senders and relays all send at two thirds of their rates.
 
-Cost: step 1 as `flow`; step 2 two sparse linear programs (HiGHS, one variable per class and domain). Limit:
+Cost: step 1 as `flow`; step 2 one to three sparse linear programs (HiGHS, one variable per class and domain). Limit:
 the linear program is in floating point, so which of several equal optima is taken may depend on the processor; the
 plan's fingerprint tells.
 """
@@ -94,8 +94,11 @@ def choose_routes(demand: Demand, bound: Bound) -> Routes:
     if seconds <= bound.seconds:
         return Routes(routes=tuple(_direct(demand, flow)), relay_bound_seconds=float(bound.seconds))
     program = _RelayProgram(demand)
-    busiest = program.least_seconds()
+    busiest = program.mean_seconds  # often nobody has to send more
     solution = program.least_relayed(busiest)
+    if solution is None:
+        busiest = program.least_seconds()
+        solution = program.least_relayed(busiest)
     if solution is None:  # the program that gave `busiest`, with more room for what floating point is off by
         solution = program.least_relayed(busiest * (1 + 1e-6))
     assert solution is not None
@@ -178,6 +181,9 @@ class _RelayProgram:
                 most.append(volume if relay else volume * (others + 1))
         column, columns, rows = np.arange(len(row)), len(row) + 1, len(self.tasks)
         self.most = most
+        copies = sum(task.bytes * len(task.receivers) for _, task in self.tasks)
+        # Of what all have to send together, to those that may send any of it.
+        self.mean_seconds = copies / sum(float(demand.network.send_rates[d]) for d in set(domain))
         self.relayed = np.append(np.where(relays, weight, 0), 0)
         rates = [float(r / fastest) for r in demand.network.send_rates]
         # Sends of every domain within its rate times the time, and at least one first hop for every byte.
