@@ -1,8 +1,11 @@
 """Eight virtual CPU devices for every test, programs compiled in a hurry, and a marker for each folder of tests."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 # Most of a test's time is compilation of what runs once or twice. Machine code that is not optimised takes two thirds
@@ -28,3 +31,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             folder = item.path.relative_to(_TESTS).parts[0]
             if folder in _FOLDER_MARKERS:
                 item.add_marker(folder)
+
+
+# CPU seconds of `_fixed_work` on a core for which limits are stated, with nothing else on the machine.
+_USUAL_SECONDS = 0.085
+
+
+def _fixed_work() -> None:
+    """Dictionaries, integers and a sort: what planning is made of."""
+    sums: dict[int, int] = {}
+    for i in range(200_000):
+        sums[i % 1000] = sums.get(i % 1000, 0) + i
+    np.argsort(np.random.default_rng(0).random(200_000), kind="stable")
+
+
+@pytest.fixture
+def usual_seconds() -> Callable[[Callable[[], object]], float]:
+    """CPU seconds of a call as a core at its usual speed would take them.
+
+    Machines are shared: the same work takes 2.5 times as long at some hours. So fixed work is timed just before and
+    just after the call, and where it is slower than usual by some factor, the call was too.
+    """
+
+    def timed(call: Callable[[], object]) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    def usual(call: Callable[[], object]) -> float:
+        before = timed(_fixed_work)
+        seconds = timed(call)
+        slowness = (before + timed(_fixed_work)) / 2 / _USUAL_SECONDS
+        return seconds / max(1.0, slowness)
+
+    return usual

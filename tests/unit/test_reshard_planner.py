@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -282,17 +281,14 @@ HARSHEST = "128 devices to 2 x 256, 1 a host"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == HARSHEST else n for n in LARGE])
-def test_large_moves_are_planned_in_time(name):
+def test_large_moves_are_planned_in_time(name, usual_seconds):
     network, moves = LARGE[name]
     unit_tasks = 226_368 if name.startswith("Llama") else 4096 if name.startswith("64") else 32768
     limit = {226_368: 5, 4096: 1, 32768: 10}[unit_tasks]
-    seconds = float("inf")
-    for _ in range(5):  # the fastest: what else runs on this machine is not its fault
-        start = time.process_time()
-        plan = plan_reshard(network, moves)
-        seconds = min(seconds, time.process_time() - start)
-        if seconds < limit:
-            break
+    plans, seconds = [], float("inf")
+    while seconds >= limit and len(plans) < 3:  # what else runs on this machine is not its fault
+        seconds = min(seconds, usual_seconds(lambda: plans.append(plan_reshard(network, moves))))
+    plan = plans[-1]
     assert plan.demand.unit_tasks == unit_tasks
     assert plan.seconds <= plan.bound.seconds * Fraction(65, 64)
     assert seconds < limit

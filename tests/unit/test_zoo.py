@@ -2,7 +2,6 @@
 
 import functools
 import re
-import time
 from typing import Any
 
 import jax
@@ -71,10 +70,9 @@ def test_parameters_agree_with_the_name(name: str) -> None:
     assert target.parameters == sum(leaf.size for leaf in jax.tree.leaves(target.example_state["params"]))
 
 
-def test_a_trillion_parameters_are_described_at_once() -> None:
-    start = time.process_time()
+def test_a_trillion_parameters_are_described_at_once(usual_seconds) -> None:
+    assert usual_seconds(lambda: zoo.build("gpt3-1t")) < 2.0
     target = zoo.build("gpt3-1t")
-    assert time.process_time() - start < 2.0
     leaves = jax.tree.leaves((target.example_state, target.example_batch))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 

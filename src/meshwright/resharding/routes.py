@@ -109,6 +109,7 @@ def choose_routes(demand: Demand, bound: Bound) -> Routes:
 
 def _direct(demand: Demand, flow: dict[tuple[int, ...], dict[int, Fraction]]) -> Iterator[Route]:
     """Every class sent by its senders to each receiver, in the shares of `flow` (bytes by set of senders)."""
+    left: dict[tuple[int, ...], list[tuple[int, Fraction | int]]]
     left = {senders: list(shares.items()) for senders, shares in flow.items()}
     for number, task in enumerate(demand.classes):
         if task.receivers and task.bytes:
@@ -120,7 +121,7 @@ def _cut(
     demand: Demand,
     number: int,
     line: Sequence[tuple[int, tuple[int, ...], int, int]],
-    shares: list[tuple[int, Fraction]],
+    shares: list[tuple[int, Fraction | int]],
 ) -> Iterator[Route]:
     """Give the parts of `line` (receiver, onward, start, stop) to senders in turn; `shares` is used up on the way."""
     for receiver, onward, start, stop in line:
@@ -132,7 +133,7 @@ def _cut(
             if end < stop:
                 shares.pop(0)
             else:
-                shares[0] = (sender, max(reach - stop, Fraction(0)))
+                shares[0] = (sender, max(reach - stop, 0))
             if end > position:
                 yield Route(number=number, start=position, stop=end, sender=sender, receiver=receiver, onward=onward)
                 position = end
@@ -239,11 +240,11 @@ class _RelayProgram:
                         position = stop
             line += [(receiver, (), position, task.bytes) for receiver in receivers if position < task.bytes]
             least = _ROUNDING * task.bytes
-            shares = [
-                (s, Fraction(round(x * self.unit))) for s, x in zip(task.senders, sent, strict=True)
+            shares: list[tuple[int, Fraction | int]] = [
+                (s, round(x * self.unit)) for s, x in zip(task.senders, sent, strict=True)
                 if x * self.unit > least
             ]  # fmt: skip
-            yield from _cut(self.demand, number, line, shares or [(task.senders[0], Fraction(0))])
+            yield from _cut(self.demand, number, line, shares or [(task.senders[0], 0)])
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
