@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from math import inf, isfinite, prod
 from typing import Any
@@ -23,7 +23,7 @@ from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
 from .runtime.pipeline.stage_memory import StageMemory
-from .search.memory_reserve import MemoryReserve
+from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
 from .search.stage_request import INTERLEAVED
@@ -109,7 +109,7 @@ def _plan_in_order(asked: PlanRequest, stages: int | None, *, faster_than_second
         time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
     )  # fmt: skip
     search = StageSearch(request)
-    missed = _MissedMemory()
+    missed = MissedMemory(MARGIN)
     solve_seconds = 0.0
     leanest = float("inf")
     nothing: MemoryExceeded | None = None
@@ -142,62 +142,6 @@ def _plan_in_order(asked: PlanRequest, stages: int | None, *, faster_than_second
             return _planning(asked, result, plan, programs.seconds, solve_seconds)
         missed.learn(plan.microbatches, counted, peaks, usable)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Missed:
-    """A rank that is too large.
-
-    Args:
-      microbatches: of the plan.
-      last: whether it has the last layer.
-      counted: bytes on a device.
-      peak: what there is.
-      usable: of a device.
-    """
-
-    microbatches: int
-    last: bool
-    counted: float
-    peak: float
-    usable: float
-
-
-class _MissedMemory:
-    """What the search may not count on a device in so many microbatches, as traced peaks have shown it to count too
-    little.
-
-    What it misses is mostly a microbatch's: half of it in half a microbatch.
-    """
-
-    def __init__(self) -> None:
-        self._missed: list[_Missed] = []
-
-    def __call__(self, microbatches: int) -> MemoryReserve:
-        return MemoryReserve(self._of(microbatches, last=False), self._of(microbatches, last=True))
-
-    def _of(self, microbatches: int, *, last: bool) -> float:
-        reserve = max((one.usable * (1 - 1 / MARGIN) for one in self._missed), default=0.0)
-        for one in self._missed:
-            if one.last == last:
-                # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
-                part, most = one.microbatches / microbatches, one.usable / MARGIN
-                unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
-                limit = max(most - unseen, most * (1 - min(share, 1.0)))
-                if microbatches == one.microbatches:
-                    limit = min(limit, 0.98 * one.counted)
-                reserve = max(reserve, one.usable - limit)
-        return reserve
-
-    def learn(
-        self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float]
-    ) -> None:
-        """Of a plan that is too large, by rank: what was counted, what it is, and what there is for it. Ranks that fit
-        say nothing."""
-        for rank, (seen, peak, most) in enumerate(zip(counted, peaks, usable, strict=True)):
-            if MARGIN * peak > most:
-                last = rank == len(peaks) - 1
-                self._missed.append(_Missed(microbatches=microbatches, last=last, counted=seen, peak=peak, usable=most))
 
 
 def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:

@@ -6,6 +6,7 @@ the two differ most: of its scores, the largest array there is, several copies l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -32,3 +33,65 @@ class MemoryReserve:
           last: whether the stage on it has the last layer.
         """
         return max(usable_bytes - (self.final if last else self.inner), 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missed:
+    """A rank that is too large.
+
+    Args:
+      microbatches: of the plan.
+      last: whether it has the last layer.
+      counted: bytes on a device.
+      peak: what there is.
+      usable: of a device.
+    """
+
+    microbatches: int
+    last: bool
+    counted: float
+    peak: float
+    usable: float
+
+
+class MissedMemory:
+    """What the search may not count on a device in so many microbatches, as traced peaks have shown it to count too
+    little.
+
+    What it misses is mostly a microbatch's: half of it in half a microbatch. In a larger one it may be more, or another
+    plan that keeps less; nothing is known of that until such a plan is found.
+
+    Args:
+      margin: what peaks may be off by: a plan is too large from a device's memory over this on.
+    """
+
+    def __init__(self, margin: float) -> None:
+        self._margin = margin
+        self._missed: list[_Missed] = []
+
+    def __call__(self, microbatches: int) -> MemoryReserve:
+        """What may not be counted."""
+        return MemoryReserve(self._of(microbatches, last=False), self._of(microbatches, last=True))
+
+    def _of(self, microbatches: int, *, last: bool) -> float:
+        reserve = max((one.usable * (1 - 1 / self._margin) for one in self._missed), default=0.0)
+        for one in self._missed:
+            if one.last == last:
+                # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
+                part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
+                unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
+                limit = max(most - unseen, most * (1 - min(share, 1.0)))
+                if microbatches == one.microbatches:
+                    limit = min(limit, 0.98 * one.counted)
+                reserve = max(reserve, one.usable - limit)
+        return reserve
+
+    def learn(
+        self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float]
+    ) -> None:
+        """Of a plan that is too large, by rank: what was counted, what it is, and what there is for it. Ranks that fit
+        say nothing."""
+        for rank, (seen, peak, most) in enumerate(zip(counted, peaks, usable, strict=True)):
+            if self._margin * peak > most:
+                last = rank == len(peaks) - 1
+                self._missed.append(_Missed(microbatches=microbatches, last=last, counted=seen, peak=peak, usable=most))

@@ -1,0 +1,38 @@
+"""What traced peaks teach the stage search about the memory it does not count."""
+
+import pytest
+
+from meshwright.search.memory_reserve import MissedMemory
+
+USABLE = 16e9
+
+
+def learned(microbatches: int, counted: float, peak: float) -> MissedMemory:
+    missed = MissedMemory(1.04)
+    missed.learn(microbatches, [counted, 1e9], [peak, 1e9], [USABLE, USABLE])
+    return missed
+
+
+def test_ranks_that_fit_teach_nothing():
+    assert learned(8, 15e9, USABLE / 1.05)(8).limit(USABLE, last=False) == USABLE
+
+
+def test_as_many_microbatches_may_count_so_much_that_the_same_plan_fits_or_is_not_found_again():
+    limit = learned(8, 10e9, 20e9)(8).limit(USABLE, last=False)
+    assert limit < 10e9
+    assert limit / 10e9 * 20e9 <= USABLE / 1.04 * (1 + 1e-9)
+
+
+def test_what_is_missed_shrinks_with_the_microbatch_and_is_not_scaled_up():
+    missed = learned(64, 12e9, 22e9)
+    same, finer, coarser = (missed(count).limit(USABLE, last=False) for count in (64, 128, 16))
+    assert finer > same
+    # A plan in larger microbatches may keep less of them: as much as in these ones may be counted, not nothing.
+    assert coarser == pytest.approx(max(USABLE / 1.04 - 10e9, USABLE / 1.04 * 12 / 22))
+
+
+def test_the_last_stage_is_learned_of_apart():
+    missed = MissedMemory(1.04)
+    missed.learn(8, [10e9, 10e9], [10e9, 20e9], [USABLE, USABLE])
+    assert missed(8).limit(USABLE, last=False) > 15e9
+    assert missed(8).limit(USABLE, last=True) < 10e9
