@@ -1,16 +1,18 @@
 """One problem at many prices of memory: what is forbidden and the order of elimination are found once.
 
 The stage search asks of every layer what it would do if a byte cost so and so much. A price changes the costs of nodes
-and nothing else: not which choices have no finite edge, not the order in which nodes are best eliminated, and nothing
-at nodes that hold no memory, most of which are eliminated once for all prices. What is left is eliminated at all prices
-at once: for little tables ten prices take hardly longer than one.
+and nothing else: not which choices have no finite edge, not which others are never better, nor the order in which
+nodes are best eliminated, and nothing at nodes that hold no memory, most of which are eliminated once for all prices.
+What is left is eliminated at all prices at once where tables are little: ten prices take hardly longer than one. Where
+they are large, one price is looked at after another, and none between two that have the same best choices: it has them
+too, for the least total is concave in the price.
 
 Known limit: graphs too wide for elimination are solved anew for every price, to a gap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,10 +21,11 @@ from ..solve.eliminate import Elimination
 from ..solve.presolve import presolve
 
 # Elimination of more table entries than these takes longer than what `solve` does instead.
-_MOST_ENTRIES = 1 << 22
+_MOST_ENTRIES = 1 << 24
 
-# Tells nodes that hold memory from others, whatever mixture of throughout and in flight they hold.
-_MIXTURE = 0.7320508
+# From so many on, the tables of many prices are no cheaper together than one by one; and choices that are never better
+# than another one are worth looking for.
+_MANY_ENTRIES = 1 << 18
 
 
 class PricedProblem:
@@ -43,22 +46,25 @@ class PricedProblem:
     """
 
     def __init__(self, problem: Problem, *, constant: Sequence[np.ndarray], kept: Sequence[np.ndarray]) -> None:
-        constant, kept = ([np.asarray(row, dtype=float) for row in rows] for rows in (constant, kept))
-        held = tuple(once + _MIXTURE * each for once, each in zip(constant, kept, strict=True))
-        # No limit that could rule anything out: only which nodes hold memory is of interest.
-        limit = 2.0 * sum(float(row.max()) for row in held) + 1.0
-        marked = Problem.unchecked(costs=problem.costs, edges=problem.edges, memory=held, memory_limit=limit)
-        self._allowed = presolve(marked, dominance=False)
-        self._small = self._allowed.problem
-        self._constant, self._kept = (
-            [rows[v][names] for v, names in zip(self._allowed.nodes, self._allowed.choices, strict=True)]
-            for rows in (constant, kept)
-        )
+        held = [np.stack([once, each], axis=1) for once, each in zip(constant, kept, strict=True)]
+        self._steps = [presolve(problem, held=held, dominance=False)]
+        self._small, self._held = self._steps[0].problem, self._left(held)
+        self._elimination = self._eliminated()
+        if self._elimination is None or self._elimination.entries > _MANY_ENTRIES:
+            self._steps.append(presolve(self._small, held=self._held))
+            self._small, self._held = self._steps[1].problem, self._left(self._held)
+            self._elimination = self._eliminated()
+
+    def _left(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
+        last = self._steps[-1]
+        return [held[v][names] for v, names in zip(last.nodes, last.choices, strict=True)]
+
+    def _eliminated(self) -> Elimination | None:
         try:
             elimination = Elimination(self._small)
         except Unsolved:
-            elimination = None
-        self._elimination = elimination if elimination is not None and elimination.entries <= _MOST_ENTRIES else None
+            return None
+        return elimination if elimination.entries <= _MOST_ENTRIES else None
 
     @property
     def is_exact(self) -> bool:
@@ -79,23 +85,62 @@ class PricedProblem:
           Infeasible: every assignment is forbidden.
         """
         if not self._small.costs:
-            return [self._allowed.restore(())] * len(prices)
-        at = np.array([price for price, _ in prices])
-        times = np.array([price * in_flight for price, in_flight in prices])
-        costs = [
-            seconds[:, None] + once[:, None] * at + each[:, None] * times
-            for seconds, once, each in zip(self._small.costs, self._constant, self._kept, strict=True)
-        ]
-        if self._elimination is None:
-            return [self._solved([cost[:, n] for cost in costs], gap, time_limit_seconds) for n in range(len(prices))]
-        found = self._elimination.minimise_each(costs)
-        if not all(np.isfinite(total) for _, total in found):
+            return [self._restored(())] * len(prices)
+        if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:
+            at = np.array([(price, price * in_flight) for price, in_flight in prices]).T
+            costs = [seconds[:, None] + row @ at for seconds, row in zip(self._small.costs, self._held, strict=True)]
+            return [self._checked(*one) for one in self._elimination.minimise_each(costs)]
+
+        def best(price: float, in_flight: float) -> tuple[int, ...] | None:
+            costs = [
+                seconds + row @ (price, price * in_flight)
+                for seconds, row in zip(self._small.costs, self._held, strict=True)
+            ]
+            if self._elimination is not None:
+                return self._checked(*self._elimination.minimise(costs))
+            return self._solved(costs, gap, time_limit_seconds)
+
+        found: dict[tuple[float, float], tuple[int, ...] | None] = {}
+        for in_flight in sorted({times for _, times in prices}):
+            line = sorted({price for price, times in prices if times == in_flight})
+            for price, choices in zip(line, _along(line, lambda p, times=in_flight: best(p, times)), strict=True):
+                found[price, in_flight] = choices
+        return [found[one] for one in prices]
+
+    def _checked(self, choices: tuple[int, ...], total: float) -> tuple[int, ...]:
+        if not np.isfinite(total):
             raise Infeasible.no_finite("exact elimination")
-        return [self._allowed.restore(choices) for choices, _ in found]
+        return self._restored(choices)
+
+    def _restored(self, choices: tuple[int, ...]) -> tuple[int, ...]:
+        for step in reversed(self._steps):
+            choices = step.restore(choices)
+        return choices
 
     def _solved(self, costs: Sequence[np.ndarray], gap: float, time_limit_seconds: float) -> tuple[int, ...] | None:
         priced = Problem(costs=tuple(costs), edges=self._small.edges)
         try:
-            return self._allowed.restore(solve(priced, gap=gap, time_limit_seconds=time_limit_seconds).choices)
+            return self._restored(solve(priced, gap=gap, time_limit_seconds=time_limit_seconds).choices)
         except Unsolved:
             return None
+
+
+def _along(prices: Sequence[float], best: Callable[[float], tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
+    """What is best at each of these ascending prices; none between two of the same answer is asked for."""
+    found: list[tuple[int, ...] | None] = [None] * len(prices)
+
+    def between(first: int, last: int) -> None:
+        if last - first < 2:
+            return
+        if found[first] is not None and found[first] == found[last]:
+            found[first + 1 : last] = [found[first]] * (last - first - 1)
+            return
+        middle = (first + last) // 2
+        found[middle] = best(prices[middle])
+        between(first, middle)
+        between(middle, last)
+
+    for end in {0, len(prices) - 1}:
+        found[end] = best(prices[end])
+    between(0, len(prices) - 1)
+    return found

@@ -19,20 +19,21 @@ def among_equals(cost: np.ndarray, memory: np.ndarray, tables: Sequence[np.ndarr
 
     Args:
         cost: seconds of each choice, shape (k,).
-        memory: bytes of each choice, shape (k,).
+        memory: bytes of each choice, of one kind or of several, shape (k,) or (k, kinds).
         tables: of each edge, shape (k, choices of the neighbour).
 
     Returns:
         Whether each choice stays, shape (k,).
     """
+    memory = memory.reshape(cost.size, -1)
     rows = np.hstack([np.zeros((cost.size, 0)), *tables]) + 0.0  # -0.0 becomes 0.0: rows are compared by their bytes
-    least: dict[bytes, float] = {}
+    kept: dict[bytes, list[np.ndarray]] = {}
     keep = np.zeros(cost.size, dtype=bool)
-    for a in np.lexsort((memory, cost)).tolist():  # the cheapest first, so each next one must take less memory
-        row = rows[a].tobytes()
-        if memory[a] < least.get(row, np.inf):
-            least[row] = memory[a]
-            keep[a] = True
+    for a in np.lexsort((*memory.T[::-1], cost)).tolist():  # the cheapest first: each next one must take less memory
+        cheaper = kept.setdefault(rows[a].tobytes(), [])
+        keep[a] = not any((held <= memory[a]).all() for held in reversed(cheaper))
+        if keep[a]:
+            cheaper.append(memory[a])
     return keep
 
 
@@ -41,17 +42,18 @@ def undominated(cost: np.ndarray, memory: np.ndarray, tables: Sequence[np.ndarra
 
     Args:
         cost: seconds of each choice, shape (k,).
-        memory: bytes of each choice, shape (k,).
+        memory: bytes of each choice, of one kind or of several, shape (k,) or (k, kinds).
         tables: of each edge, shape (k, choices of the neighbour).
 
     Returns:
         Whether each choice stays, shape (k,); of equal choices the lowest does.
     """
+    memory = memory.reshape(cost.size, -1)
     worse = cost[:, None] - cost[None, :]  # [b, a]: at most this much is lost by choosing b instead of a
     with np.errstate(invalid="ignore"):
         for table in tables:
             worse = worse + _greatest_loss(table)
-    covers = (worse <= 0) & (memory[:, None] <= memory[None, :])
+    covers = (worse <= 0) & (memory[:, None] <= memory[None, :]).all(axis=2)
     np.fill_diagonal(covers, False)
     keep = np.ones(cost.size, dtype=bool)
     for a in range(cost.size - 1, -1, -1):

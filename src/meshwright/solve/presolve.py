@@ -81,8 +81,9 @@ class Reduction:
 
 
 def presolve(
-    problem: Problem, *, dominance: bool = True, fold_degree: int = 2, deadline: Deadline = NEVER
-) -> Reduction:
+    problem: Problem, *, held: Sequence[np.ndarray] | None = None, dominance: bool = True, fold_degree: int = 2,
+    deadline: Deadline = NEVER,
+) -> Reduction:  # fmt: skip
     """Reduce a problem.
 
     >>> presolve(Problem(costs=([1.0, 0.0], [0.0, 4.0]))).restore(())
@@ -90,6 +91,8 @@ def presolve(
 
     Args:
         problem: the problem.
+        held: memory of several kinds in place of the problem's, shape (k_v, kinds) for each node, on which any prices
+            may be put later: the optimum under these is that of the smaller problem.
         dominance: whether to drop dominated choices.
         fold_degree: eliminate nodes of indifferent memory with at most this many neighbours (0, 1 or 2).
         deadline: when to give up.
@@ -102,7 +105,8 @@ def presolve(
     for v, names in enumerate(started):
         if names.size == 0:
             raise Infeasible.no_finite(f"node {v}, whose every choice is forbidden")
-    work = _Work(problem.restricted(started), deadline)
+    kinds = None if held is None else [np.asarray(row)[names] for row, names in zip(held, started, strict=True)]
+    work = _Work(problem.restricted(started), kinds, deadline)
     pending = set(range(len(problem.costs)))
     while pending:
         work.forbid(pending)
@@ -119,14 +123,17 @@ def presolve(
 class _Work:
     """The problem while it is being reduced; choices keep their numbers, dead ones cost infinity."""
 
-    def __init__(self, problem: Problem, deadline: Deadline) -> None:
+    def __init__(self, problem: Problem, held: Sequence[np.ndarray] | None, deadline: Deadline) -> None:
         self.deadline = deadline
         self.allowance = _MOST_COMPARED
         self.costs = {v: np.array(c) for v, c in enumerate(problem.costs)}
-        memory = problem.memory if problem.limited and problem.memory is not None else None
-        self.memory = [np.zeros(c.size) for c in problem.costs] if memory is None else list(memory)
-        self.limit = problem.memory_limit * (1 + _SLACK) if memory is not None else math.inf
+        memory = problem.memory if problem.limited and problem.memory is not None and held is None else None
         self.limited = memory is not None
+        self.limit = problem.memory_limit * (1 + _SLACK) if self.limited else math.inf
+        # Of each node a row for each choice and a column for each kind; the limit is that of the only one.
+        self.memory = [np.zeros((c.size, 0)) for c in problem.costs] if held is None else list(held)
+        if memory is not None:
+            self.memory = [row[:, None] for row in memory]
         self.around: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.costs}
         for (u, v), table in problem.edges.items():
             self.around[u][v] = table
@@ -167,7 +174,7 @@ class _Work:
         slack = self.limit * (1 + 1e-12) - math.fsum(least.values())
         touched = []
         for v, base in least.items():
-            heavy = (self.memory[v] - base > slack) & np.isfinite(self.costs[v])
+            heavy = (self.memory[v][:, 0] - base > slack) & np.isfinite(self.costs[v])
             if heavy.any():
                 self.costs[v][heavy] = np.inf
                 touched.append(v)
@@ -206,7 +213,7 @@ class _Work:
             memory = self.memory[v][names]
             neighbours = sorted(self.around[v])
             additions = math.prod((names.size, *(self.costs[u].size for u in neighbours)))
-            if names.size > 1 and (len(neighbours) > degree or memory.min() < memory.max() or additions > _MOST_FOLDED):
+            if names.size > 1 and (len(neighbours) > degree or (memory != memory[0]).any() or additions > _MOST_FOLDED):
                 continue
             self.deadline.check("presolve")
             self._remove(v, names, neighbours)
@@ -222,7 +229,7 @@ class _Work:
         tables = [self.around[v][u] for u in neighbours]
         self.removed.append(_Removed(node=v, cost=self.costs[v], tables=tuple(zip(neighbours, tables, strict=True))))
         if self.limited:
-            self.limit -= float(self.memory[v][names[0]])
+            self.limit -= float(self.memory[v][names[0], 0])
         cost = self.costs[v][names]
         if not neighbours:
             self.offset.append(float(cost.min()))
@@ -263,7 +270,7 @@ class _Work:
             problem=Problem.unchecked(
                 costs=tuple(self.costs[v][n] for v, n in zip(nodes, names, strict=True)),
                 edges=edges,
-                memory=tuple(self.memory[v][n] for v, n in zip(nodes, names, strict=True)) if self.limited else None,
+                memory=tuple(self.memory[v][n, 0] for v, n in zip(nodes, names, strict=True)) if self.limited else None,
                 memory_limit=limit,
             ),
             offset_seconds=math.fsum(self.offset),

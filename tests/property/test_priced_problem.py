@@ -1,0 +1,57 @@
+"""Problems at many prices of memory: every price's answer is as cheap as the best of all assignments."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from meshwright.search import priced
+from meshwright.search.priced import PricedProblem
+from meshwright.solve import Infeasible, Problem
+
+PRICES = [(0.1, 2), (0.0, 1), (3.0, 2), (0.5, 2), (0.5, 7), (1.0, 2), (50.0, 7)]
+
+
+def random_problem(seed: int) -> tuple[Problem, list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    sizes = [int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 7)))]
+    forbidden, density = float(rng.choice([0.0, 0.1, 0.3])), float(rng.choice([0.2, 0.5, 0.9]))
+
+    def numbers(shape: tuple[int, ...]) -> np.ndarray:
+        return np.where(rng.random(shape) < forbidden, np.inf, rng.integers(0, 6, shape).astype(float))
+
+    pairs = [(u, v) for v in range(len(sizes)) for u in range(v) if rng.random() < density]
+    problem = Problem(
+        costs=tuple(numbers((k,)) for k in sizes), edges={(u, v): numbers((sizes[u], sizes[v])) for u, v in pairs}
+    )
+    constant, kept = ([rng.integers(0, 4, k).astype(float) for k in sizes] for _ in range(2))
+    return problem, constant, kept
+
+
+@pytest.mark.parametrize("many", [0, 1 << 18])
+@pytest.mark.parametrize("most", [0, 1 << 24])
+def test_each_price_has_its_optimum(monkeypatch: pytest.MonkeyPatch, many: int, most: int) -> None:
+    monkeypatch.setattr(priced, "_MANY_ENTRIES", many)
+    monkeypatch.setattr(priced, "_MOST_ENTRIES", most)
+    impossible = 0
+    for seed in range(150):
+        problem, constant, kept = random_problem(seed)
+
+        def held(choices: tuple[int, ...], constant=constant, kept=kept) -> tuple[float, float]:
+            return tuple(sum(float(row[c]) for row, c in zip(rows, choices, strict=True)) for rows in (constant, kept))
+
+        every = [(problem.objective(c), *held(c)) for c in product(*(range(k) for k in problem.sizes))]
+        if not np.isfinite(min(seconds for seconds, _, _ in every)):
+            impossible += 1
+            with pytest.raises(Infeasible):
+                PricedProblem(problem, constant=constant, kept=kept).choices(PRICES)
+            continue
+        ready = PricedProblem(problem, constant=constant, kept=kept)
+        for (price, times), choices in zip(PRICES, ready.choices(PRICES), strict=True):
+            assert choices is not None
+            once, each = held(choices)
+            best = min(seconds + price * (a + times * b) for seconds, a, b in every)
+            assert problem.objective(choices) + price * (once + times * each) == pytest.approx(best), seed
+    assert 0 < impossible < 75
