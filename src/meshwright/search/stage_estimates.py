@@ -339,13 +339,13 @@ class StageEstimates:
                 built = self.solver.problem(place, "none")
                 assert built is not None
                 constant, kept, received = built[0].least_bytes
-                workspace = 0.0
+                # At best all of it is split over all devices: no problem need be built to know that.
+                devices = self.solver.meshes[kind][number].num_devices
+                workspace = self.solver.gradient_bytes(part, part + 1) / devices
                 if remat == "layer":
-                    # At best all of it is split over all devices: no problem need be built to know that.
                     segments, whole, kept_whole = self.solver.segments(part, part + 1)
-                    devices = self.solver.meshes[kind][number].num_devices
                     if segments:
-                        workspace, kept = whole / devices, received + kept_whole / devices
+                        workspace, kept = workspace + whole / devices, received + kept_whole / devices
                 rows.append((constant, kept, received))
                 again.append(workspace)
             constant, kept, received = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)

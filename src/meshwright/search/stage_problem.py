@@ -66,7 +66,7 @@ class StageProblem(IntraOpProblem):
       microbatches: in a step.
       pins: what the user has fixed.
       split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
-      workspace_bytes: on one device, while the backward pass computes a rematerialised part again.
+      workspace_bytes: on one device, while the backward pass computes a rematerialised part again and its gradients.
     """
 
     def __init__(

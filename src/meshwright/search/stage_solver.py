@@ -139,6 +139,7 @@ class StageSolver:
         self._identity: dict[tuple[int, int], int] = {}
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
         self._segments: dict[int, tuple[Segments, float, float]] = {}
+        self._largest_gradients: dict[int, float] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
@@ -190,6 +191,25 @@ class StageSolver:
             self._segments[number] = segments, again, kept
         return self._segments[number]
 
+    def gradient_bytes(self, first: int, last: int) -> float:
+        """Of the largest gradient that a microbatch makes in a range before it is added to those of others, on however
+        many devices. A scan adds one slice after another."""
+        if self.program.microbatches == 1:
+            return 0.0  # it is the sum
+        number = self.number(first, last)
+        if number not in self._largest_gradients:
+            graph = self.cut(first, last).graph
+            trips = {
+                operator.operands[0]: operator.repeats // operator.outer_repeats
+                for operator in graph.operators if operator.name == "scan_slice"
+            }  # fmt: skip
+            weights = [graph.inputs[position] for position in graph.parameters]
+            self._largest_gradients[number] = max(
+                (graph.values[v].bytes / trips.get(v, 1) for v in weights if graph.values[v].differentiated),
+                default=0.0,
+            )
+        return self._largest_gradients[number]
+
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:
         """The problem of a range, built once for all ranges that are the same program, with the cut it was built of;
         None where there is nothing to rematerialise."""
@@ -211,7 +231,7 @@ class StageSolver:
                 pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,
                 split_dims=self.program.split_dims,
                 # At best it is split over all devices.
-                workspace_bytes=again / mesh.num_devices,
+                workspace_bytes=(again + self.gradient_bytes(place.first, place.last)) / mesh.num_devices,
             )
             self._problems[key] = problem, segments, cut
         return self._problems[key]

@@ -134,14 +134,18 @@ class UpdateProgram:
         return frozenset(found)
 
     def donated(self, program: Round, *, versions: bool = False) -> tuple[Slot, ...]:
-        """What a round takes over: the old state, by the last.
+        """What a round takes over: the last one the old state; the first of several the sums of gradients, which leave
+        it synchronised.
 
         Args:
           program: the round.
           versions: whether the old weights are still needed by microbatches in flight.
         """
         if program is not self.rounds[-1]:
-            return ()
+            left = {s.position: self.local_shape(s).shape for s in program.outputs if s.role is Role.SYNCHRONISED}
+            pairs = zip(self._stage.gradients, self._contributions(), strict=True)
+            taken = [slot for slot, p in pairs if left.get(p) == self._stage.local_shape(slot).shape]
+            return tuple(slot for slot in taken if slot in program.inputs)
         weights = {self.direct(slot) for slot in self._stage.parameters} if versions else set()
         state = range(self.state_inputs)
         taken = [s for s in program.inputs if s.role is Role.ARGUMENT and s.position in state]
