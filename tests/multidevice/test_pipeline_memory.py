@@ -19,6 +19,7 @@ from meshwright.errors import PlanError
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.pipeline.slots import Role
+from meshwright.runtime.pipeline.stage_memory import stage_memory
 from meshwright.runtime.pipeline.staged_array import StagedArray
 from meshwright.runtime.pipeline.step import PipelinedStep
 
@@ -53,6 +54,21 @@ def test_gradients_are_synchronised_once_a_step() -> None:
         found = read_compiled(stage.lower(stage.rounds[0]).compile()).collectives
         assert [c.kind for c in found] == ["all_reduce"]
         assert found[0].bytes == pytest.approx(parameters, abs=8)
+
+
+def test_synchronised_gradients_lie_where_their_sums_were() -> None:
+    """The update of a stage with a tied embedding has two rounds; the first takes no second copy of all gradients."""
+    target = zoo.build("gpt-tiny")
+    step = pipelined(target.step, (target.example_state, target.example_batch), Pipeline())
+    for stage in step.stages:
+        first, *later = stage.rounds
+        assert later
+        gradients = sum(4 * g.size for g in map(stage.stage.local_shape, stage.stage.gradients))
+        found = stage.lower(first).compile().memory_analysis()
+        assert found.alias_size_in_bytes >= 0.99 * gradients  # all but single numbers
+        # Beside them, only what carries small ones together.
+        memory = stage_memory(stage.stage, stage.update, splits_backward=False)
+        assert memory.update_workspace_bytes == pytest.approx(found.temp_size_in_bytes, rel=0.01)
 
 
 def test_weights_are_not_kept_for_each_microbatch() -> None:

@@ -151,6 +151,36 @@ def test_memory_counts_what_is_in_flight() -> None:
     assert program.marked
 
 
+def test_a_microbatch_makes_its_largest_gradient_beside_the_sum() -> None:
+    costs = costs_of("gpt-tiny")
+    largest = max(
+        costs.program.graph.values[costs.program.graph.inputs[p]].bytes for p in costs.program.graph.parameters
+    )
+    whole = len(costs.program.layers)
+    assert costs.solver.gradient_bytes(0, whole) == largest
+    assert costs.solver.gradient_bytes(2, 3) < largest  # the embedding is elsewhere
+    (option,) = costs_of("gpt-tiny", meshes=[(("x",), (1,))]).solve(0, whole, Submesh(0, 1), 1)
+    problem = option.tag.problem
+    assert problem.workspace_bytes == largest
+    assert option.constant_bytes == problem.workspace_bytes + sum(
+        float(row[c]) for row, c in zip(problem._constant_bytes, option.tag.chosen.solution.choices, strict=True)
+    )
+    # Of one microbatch it is the sum.
+    program, staged = program_of("gpt-tiny", microbatches=1)
+    alone = StageCosts(
+        staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat=None
+    )
+    assert alone.solver.gradient_bytes(0, len(staged.layers)) == 0
+
+
+def test_a_scan_makes_one_gradient_after_another() -> None:
+    costs = costs_of("llama-tiny")
+    assert costs.program.scan_splits
+    for first, last in ((0, len(costs.program.layers)), (1, 2)):
+        # Both of its feed-forward layers lie in one array.
+        assert costs.solver.gradient_bytes(first, last) == 4 * 128 * 2 * 256
+
+
 def test_rematerialisation_keeps_less_and_takes_longer() -> None:
     found = {}
     for remat in ("none", "layer"):
