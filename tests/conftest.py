@@ -50,7 +50,7 @@ def usual_seconds() -> Callable[[Callable[[], object]], float]:
     """CPU seconds of a call as a core at its usual speed would take them.
 
     Machines are shared: the same work takes 2.5 times as long at some hours. So fixed work is timed just before and
-    just after the call, and where it is slower than usual by some factor, the call was too.
+    just after the call, and where it is slower than usual by some factor, up to four, the call was too.
     """
 
     def timed(call: Callable[[], object]) -> float:
@@ -59,9 +59,9 @@ def usual_seconds() -> Callable[[Callable[[], object]], float]:
         return time.process_time() - start
 
     def usual(call: Callable[[], object]) -> float:
-        before = timed(_fixed_work)
+        before = min(timed(_fixed_work) for _ in range(2))
         seconds = timed(call)
-        slowness = (before + timed(_fixed_work)) / 2 / _USUAL_SECONDS
-        return seconds / max(1.0, slowness)
+        after = min(timed(_fixed_work) for _ in range(2))
+        return seconds / min(max(1.0, (before + after) / 2 / _USUAL_SECONDS), 4.0)
 
     return usual

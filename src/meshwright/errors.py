@@ -39,10 +39,10 @@ class MemoryExceeded(PlanError):
     """Nothing that was asked for fits a device's memory.
 
     Attributes:
-      least_bytes: the least memory of a device that would do, as the search counts it; 0 where it is not known.
+      fewest_microbatches: in fewer nothing fits either, as far as can be told; 0 where nothing can.
     """
 
-    least_bytes: float = 0.0
+    fewest_microbatches: int = 0
 
     def but(self, reason: str) -> MemoryExceeded:
         """The same refusal with what stands against the next thing to try."""

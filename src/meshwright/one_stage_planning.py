@@ -53,7 +53,7 @@ def plan_one_stage(asked: PlanRequest) -> Planning:
             found = _in_microbatches(asked, program, count, asked.remat, spent)
         except MemoryExceeded as error:
             short = error
-            more = _enough(asked, program, count, error)
+            more = _more_microbatches(asked, program, max(2 * count, error.fewest_microbatches))
             if asked.microbatches is not None or more is None:
                 raise
             count = more
@@ -75,10 +75,7 @@ def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning
             finer = _in_microbatches(asked, program, count, "none", spent)
         except MemoryExceeded as error:
             # The next number is where this one's least would fit.
-            least = _enough(asked, program, count, error)
-            if least is None:
-                break
-            count = least - 1
+            count = max(2 * count, error.fewest_microbatches) - 1
             continue
         except PlanError:
             break  # it was our idea
@@ -147,16 +144,17 @@ def _search_within_memory(program: Program, request: SearchRequest, tell: Callab
     search = HierarchicalSearch(request, tell)
     row = usable
     peak = 0.0
+    leanest: Plan | None = None
     for _ in range(_ATTEMPTS):
         try:
             result = search.plan(row)
         except MemoryExceeded as error:
-            if peak:
-                raise _over(request, usable, peak) from error
+            if leanest is not None:
+                raise _over(request, usable, leanest, peak) from error
             raise
         tell("predicting memory")
         predicted = LocalStep(program, result.plan).predicted_memory(request.cluster.device.platform)
-        peak = float(predicted.peak_bytes)
+        leanest, peak = result.plan, float(predicted.peak_bytes)
         if peak * MARGIN <= usable:
             return replace(result, plan=_with_memory(result.plan, peak))
         counted = result.plan.stages[0].memory.total
@@ -164,11 +162,12 @@ def _search_within_memory(program: Program, request: SearchRequest, tell: Callab
         row = min(0.98 * counted, usable / MARGIN - max(peak - counted, 0.0))
         if row <= 0:
             break
-    raise _over(request, usable, peak)
+    assert leanest is not None  # there is an attempt
+    raise _over(request, usable, leanest, peak)
 
 
-def _over(request: SearchRequest, usable: float, peak: float) -> MemoryExceeded:
-    return MemoryExceeded(
+def _over(request: SearchRequest, usable: float, leanest: Plan, peak: float) -> MemoryExceeded:
+    error = MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
         got=f"{size_words(usable)} usable on a device",
         needed=f"about {size_words(MARGIN * peak)} on a device, the predicted peak of the leanest plan found with "
@@ -176,6 +175,12 @@ def _over(request: SearchRequest, usable: float, peak: float) -> MemoryExceeded:
         where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )
+    memory = leanest.stages[0].memory
+    known = memory.parameters + memory.gradients + memory.optimizer
+    if known < usable / MARGIN:
+        # At best all the rest shrinks with the microbatch.
+        error.fewest_microbatches = math.floor(request.microbatches * (peak - known) / (usable / MARGIN - known))
+    return error
 
 
 def _with_memory(plan: Plan, peak: float) -> Plan:
@@ -192,13 +197,6 @@ def _with_memory(plan: Plan, peak: float) -> Plan:
         workspace=held - activations,
     )
     return replace(plan, stages=(replace(stage, memory=memory),))
-
-
-def _enough(asked: PlanRequest, program: Program, count: int, error: MemoryExceeded) -> int | None:
-    """The fewest microbatches that could fit where so many do not: no layout needs less than in proportion to the
-    microbatch."""
-    least = math.ceil(count * error.least_bytes / asked.cluster.device.usable_memory_bytes)
-    return _more_microbatches(asked, program, max(2 * count, least))
 
 
 def _more_microbatches(asked: PlanRequest, program: Program, least: int) -> int | None:

@@ -33,8 +33,8 @@ from .simulate import simulate_plan
 # Microbatches tried where the user names none.
 _MOST_MICROBATCHES = 1024
 
-# How often a plan whose traced peak is too high is searched again with less memory.
-_ATTEMPTS = 5
+# How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
+_ATTEMPTS = 8
 
 # What every attempt is given at least, as a share of the time limit: one that has found nothing yet is of no use.
 _LEAST_SHARE = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, prod
+from math import ceil, isfinite, prod
 
 from ..cluster import Cluster, LogicalMesh
 from ..errors import MemoryExceeded, PlanError, size_words
@@ -250,7 +250,8 @@ def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryE
         where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )
-    error.least_bytes = least
+    # No layout needs less than in proportion to the microbatch.
+    error.fewest_microbatches = ceil(request.microbatches * least / device.usable_memory_bytes)
     return error
 
 

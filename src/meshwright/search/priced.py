@@ -87,7 +87,7 @@ class PricedProblem:
         if not self._small.costs:
             return [self._restored(())] * len(prices)
         if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:
-            at = np.array([(price, price * in_flight) for price, in_flight in prices]).T
+            at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2).T
             costs = [seconds[:, None] + row @ at for seconds, row in zip(self._small.costs, self._held, strict=True)]
             return [self._checked(*one) for one in self._elimination.minimise_each(costs)]
 

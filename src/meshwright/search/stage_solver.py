@@ -27,6 +27,11 @@ _NEAR = 8
 
 # Ranges are solved to this relative gap: more than the cost model knows.
 _GAP = 1e-2
+
+# What a weight passes through on its way to a matrix product.
+_SAME_WEIGHT = frozenset(
+    {"convert_element_type", "copy", "reshape", "scan_const", "scan_slice", "squeeze", "transpose"}
+)  # fmt: skip
 _SECONDS_PER_SOLVE = 20.0
 
 
@@ -192,22 +197,24 @@ class StageSolver:
         return self._segments[number]
 
     def gradient_bytes(self, first: int, last: int) -> float:
-        """Of the largest gradient that a microbatch makes in a range before it is added to those of others, on however
-        many devices. A scan adds one slice after another."""
+        """Of the largest gradient that a range makes in a microbatch before it is added to those of others, on however
+        many devices: of what a matrix product reads, be it a slice or a cast of a parameter. Rows that are looked up
+        are added where they belong."""
         if self.program.microbatches == 1:
-            return 0.0  # it is the sum
+            return 0.0  # nothing has to be added to it
         number = self.number(first, last)
         if number not in self._largest_gradients:
             graph = self.cut(first, last).graph
-            trips = {
-                operator.operands[0]: operator.repeats // operator.outer_repeats
-                for operator in graph.operators if operator.name == "scan_slice"
-            }  # fmt: skip
-            weights = [graph.inputs[position] for position in graph.parameters]
-            self._largest_gradients[number] = max(
-                (graph.values[v].bytes / trips.get(v, 1) for v in weights if graph.values[v].differentiated),
-                default=0.0,
-            )
+            weights = {graph.inputs[position] for position in graph.parameters}
+            weights = {value for value in weights if graph.values[value].differentiated}
+            largest = 0.0
+            for operator in graph.operators:
+                read = weights.intersection(operator.operands)
+                if operator.matmul:
+                    largest = max([largest, *(float(graph.values[value].bytes) for value in read)])
+                elif read and operator.name in _SAME_WEIGHT:
+                    weights.update(value for value in operator.results if value is not None)
+            self._largest_gradients[number] = largest
         return self._largest_gradients[number]
 
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:

@@ -27,13 +27,15 @@ def among_equals(cost: np.ndarray, memory: np.ndarray, tables: Sequence[np.ndarr
     """
     memory = memory.reshape(cost.size, -1)
     rows = np.hstack([np.zeros((cost.size, 0)), *tables]) + 0.0  # -0.0 becomes 0.0: rows are compared by their bytes
-    kept: dict[bytes, list[np.ndarray]] = {}
+    kept: dict[bytes, list[int]] = {}
     keep = np.zeros(cost.size, dtype=bool)
     for a in np.lexsort((*memory.T[::-1], cost)).tolist():  # the cheapest first: each next one must take less memory
         cheaper = kept.setdefault(rows[a].tobytes(), [])
-        keep[a] = not any((held <= memory[a]).all() for held in reversed(cheaper))
+        # Of one kind the last one kept takes the least.
+        against = cheaper if memory.shape[1] > 1 else cheaper[-1:]
+        keep[a] = not against or not (memory[against] <= memory[a]).all(axis=1).any()
         if keep[a]:
-            cheaper.append(memory[a])
+            cheaper.append(a)
     return keep
 
 
