@@ -160,7 +160,7 @@ def test_what_stays_is_taken_over_when_donated_and_copied_when_not() -> None:
         jax.devices()[0]
     ]
     jax.jit(lambda v: v + 1, donate_argnums=0)(kept)
-    with pytest.raises(ValueError, match="already donated"):
+    with pytest.raises(ValueError, match="that was donated"):
         mw.reshard(kept, target)
 
 
@@ -214,13 +214,44 @@ def test_what_is_in_place_already_is_copied_unless_donated() -> None:
     assert bits(kept) == np.arange(8, dtype=np.float32).tobytes()
 
 
+def test_what_is_at_several_places_of_a_tree_is_not_taken_over() -> None:
+    """A tied weight, as one array twice, as two arrays of the same buffers, and as one that stays for a part."""
+    target = on((4, 5), (2,), (None, "x"))
+    for other in (lambda w: w, lambda w: jax.device_put(w, w.sharding)):
+        for place in (None, target, on((0, 5), (2,), ("x",))):
+            w = jax.device_put(np.arange(16, dtype=np.float32).reshape(4, 4), on((0, 1), (2,), ("x",)))
+            tree = {"emb": w, "head": other(w), "own": w + 1}
+            places = {"emb": place if place is not None else w.sharding, "head": target, "own": target}
+            moved = mw.reshard(tree, places, donate=True)
+            for name, more in (("emb", 0), ("head", 0), ("own", 1)):
+                assert bits(moved[name]) == (np.arange(16, dtype=np.float32) + more).tobytes()
+            assert tree["own"].is_deleted()
+
+
 def test_nothing_moves_when_the_request_is_wrong() -> None:
     x = jax.device_put(np.arange(8, dtype=np.float32), on(range(2), (2,), ("x",)))
     target = on((4, 5), (2,), ("x",))
-    for options, said in (({"dtype": "banana"}, "one that NumPy or JAX knows"), ({"chunk_bytes": 0}, "chunk_bytes")):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        *(({"dtype": dtype}, "one that JAX has") for dtype in ("banana", object, "U4", "float64")),
+        ({"chunk_bytes": 0}, "chunk_bytes"), ({"network": "p3"}, "a meshwright.resharding.Network"),
+        ({"tell": 5}, "a function of two numbers"),
+    ]  # fmt: skip
+    for options, said in wrong:
         with pytest.raises(ReshardError, match=said):
             mw.reshard(x, target, donate=True, **options)
         assert not x.is_deleted()
+    with pytest.raises(ReshardError, match="memory of the kind"):
+        mw.reshard(x, target.with_memory_kind("pinned_host"), donate=True)
+    with pytest.raises(ReshardError, match="one of a mesh of devices"):
+        mw.reshard(x, NamedSharding(target.mesh.abstract_mesh, target.spec), donate=True)
+    assert not x.is_deleted()
+    gone = x + 1
+    gone.delete()
+    with pytest.raises(ReshardError, match=r"that was donated.*where: the array"):
+        mw.reshard(gone, target)
+    for ask in (mw.reshard, mw.reshard_plan):
+        with pytest.raises(ReshardError, match=r"a shape can be planned for|to know where it is"):
+            ask(jax.ShapeDtypeStruct((8,), "float32"), target)
     with pytest.raises(ReshardError, match=r"outside jax\.jit"):
         jax.jit(lambda v: mw.reshard(v, target))(x)
 

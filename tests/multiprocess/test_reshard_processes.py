@@ -172,8 +172,12 @@ print("moved", len(wanted))
 
 
 @pytest.mark.parametrize(
-    "what", ["sharding", *(pytest.param(x, marks=pytest.mark.slow) for x in ("shape", "chunks")), "dtype"]
-)
+    "what",
+    [
+        "sharding", "dtype", "cast", "host", "in place",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("shape", "chunks", "donated")),
+    ],
+)  # fmt: skip
 def test_processes_that_disagree_are_told_before_a_byte_moves(tmp_path: Path, what: str) -> None:
     """What was to be moved is still there, though it was to be given up; and the next move goes well."""
     found = outputs(
@@ -186,8 +190,13 @@ x = np.arange(32, dtype=np.int32 if other == "dtype" else np.float32)
 x = x[:16] if other == "shape" else x
 source = whole(x, on(range(4), (4,), ("x",)))
 target = on(range(4, 8), (4,), (None,) if other == "sharding" else ("x",))
+target = source.sharding if other == "in place" else target
+beside = np.ones(8, np.float32) * (2 if other == "host" else 1)
 try:
-    mw.reshard(source, target, donate=True, chunk_bytes=64 if other == "chunks" else 1 << 20)
+    mw.reshard(
+        {"beside": beside, "x": source}, {"beside": on(range(8), (8,), ("x",)), "x": target}, donate=other != "donated",
+        chunk_bytes=64 if other == "chunks" else 1 << 20, dtype="bfloat16" if other == "cast" else None,
+    )
 except mw.PlanError as error:
     print("refused:", error)
 assert not source.is_deleted()

@@ -111,4 +111,5 @@ def test_large_random_moves_come_within_a_64th_of_the_bound(count):
     found = benchmark().run_random(count, seed=20_000)
     assert found["failures"] == []
     assert found["more_than_a_64th_above_best_published"] == []
-    assert max(found["worst_ratio"].values()) <= 1 + 1 / 64 or found["counted"]["others"]
+    worst = found["worst_ratio"]
+    assert all(ratio <= 1 + 1 / 64 for name, ratio in worst.items() if name != "others: to the bound"), worst

@@ -88,25 +88,24 @@ def read_case(data: Mapping[str, Any]) -> Case:
         rate = Fraction(data["nic_Bps"])
         network = _network(data, (source, destination), rate)
         name = str(data.get("id", "case"))
-        layouts = (
+        first, second = (
             Layout(mesh=mesh, spec=tuple(tuple(dim) for dim in data[key]))
             for mesh, key in ((source, "src_spec"), (destination, "dst_spec"))
         )
-        shape, item = tuple(int(n) for n in data["shape"]), int(data["item"])
+        shape, item = tuple(map(_whole, data["shape"])), _whole(data["item"])
     except KeyError as error:
         raise ReshardError(
             refused="a case", got=f"no {error}", where="",
             needed="shape, item, src, src_spec, dst, dst_spec, nic_Bps; of a mesh shape, axes, per_host, first or dev",
             try_="the format in docs/resharding.md",
         ) from None  # fmt: skip
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         if isinstance(error, ReshardError):
             raise
         raise ReshardError(
             refused="a case", got=str(error), needed="numbers and lists as in docs/resharding.md", where="",
             try_="comparing it with the example there",
         ) from None  # fmt: skip
-    first, second = layouts
     move = Move(name=name, shape=shape, item_bytes=item, source=first, destination=second)
     return Case(name=name, network=network, move=move)
 
@@ -157,12 +156,26 @@ def report_table(
     return heads, rows
 
 
+def _whole(number: Any) -> int:
+    """A whole number, which JSON may write as 8.0."""
+    if isinstance(number, bool) or int(number) != number:
+        raise ValueError(f"{number!r}, no whole number")
+    return int(number)
+
+
 def _mesh(data: Mapping[str, Any]) -> DeviceMesh:
-    shape, axes = tuple(int(n) for n in data["shape"]), tuple(data["axes"])
+    shape, axes = tuple(map(_whole, data["shape"])), tuple(data["axes"])
     if "dev" in data:
-        devices = np.array(data["dev"], dtype=np.int64).ravel().tolist()
+        devices = [_whole(device) for device in np.array(data["dev"], dtype=object).ravel().tolist()]
     else:
-        devices = range(int(data["first"]), int(data["first"]) + math.prod(shape))
+        first = _whole(data["first"])
+        devices = list(range(first, first + math.prod(shape)))
+    wrong = [device for device in devices if not 0 <= device < 1 << 31]
+    if wrong:
+        raise ReshardError(
+            refused="a mesh", got=f"the device {wrong[0]}", needed="device ids from 0 to 2**31", where="first, dev",
+            try_="counting them from 0",
+        )  # fmt: skip
     return DeviceMesh(devices=tuple(devices), shape=shape, axes=axes)
 
 
@@ -171,7 +184,7 @@ def _network(data: Mapping[str, Any], meshes: tuple[DeviceMesh, DeviceMesh], rat
     hosts: dict[tuple[int, int], list[int]] = {}
     home: dict[int, tuple[int, int]] = {}
     for side, mesh in zip(("src", "dst"), meshes, strict=True):
-        size = int(data[side]["per_host"])
+        size = _whole(data[side]["per_host"])
         if size < 1:
             raise ReshardError(
                 refused="a mesh", got=f"per_host {size}", needed="at least one device a host", where=side, try_="8"

@@ -21,6 +21,9 @@ from .errors import ReshardError
 from .layout import Box, Layout
 from .network import Network
 
+# Of a tensor: its copies on many devices are still counted in 64 bits.
+_MOST_BYTES = 1 << 50
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
@@ -50,10 +53,15 @@ class Move:
     destination: Layout
 
     def __post_init__(self) -> None:
-        if any(n < 0 for n in self.shape) or self.item_bytes < 1:
+        if (
+            any(n < 0 for n in self.shape)
+            or self.item_bytes < 1
+            or math.prod(self.shape) * self.item_bytes > _MOST_BYTES
+        ):
             raise ReshardError(
                 refused="a tensor", got=f"shape {self.shape}, {self.item_bytes} bytes an element",
-                needed="extents >= 0 and at least one byte", where=self.name, try_="what the array says",
+                needed="extents >= 0 and at least one byte, no more than a pebibyte in all", where=self.name,
+                try_="what the array says",
             )  # fmt: skip
         for side, layout in (("source", self.source), ("destination", self.destination)):
             try:

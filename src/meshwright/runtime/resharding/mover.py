@@ -11,7 +11,7 @@ that it exchanges with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -108,17 +108,19 @@ class Mover:
         return 2 * self._words * np.dtype(self._word).itemsize if self._lanes is None else self._lanes.buffer_bytes
 
     def __call__(
-        self, values: Sequence[jax.Array], *, donate: bool = False, tell: Callable[[int, int], None] | None = None
-    ) -> list[jax.Array]:
+        self, values: Sequence[jax.Array], *, donated: Collection[int] = (),
+        tell: Callable[[int, int], None] | None = None,
+    ) -> list[jax.Array]:  # fmt: skip
         """The arrays in their new places; of a process without a device of one, an array without blocks.
 
         Args:
           values: where they are.
-          donate: whether blocks that stay where they are may be taken over, and the others let go.
+          donated: positions of those whose blocks may be taken over where they stay, and are let go elsewhere, once
+            everything has arrived.
           tell: called with the number of rounds that are done, and of all, after each.
         """
         held: Blocks = [{shard.device.id: shard.data for shard in value.addressable_shards} for value in values]
-        made = self._locally(held, donate)
+        made = self._locally(held, donated)
         if self._mine and self._rounds:
             if self._lanes is not None:
                 self._lanes.run(
@@ -128,12 +130,7 @@ class Mover:
                 )  # fmt: skip
             else:
                 self._in_steps(held, made, tell)
-        if donate:
-            for old, new in zip(held, made, strict=True):
-                for device, block in old.items():
-                    if new.get(device) is not block:
-                        block.delete()
-        return [
+        results: list[jax.Array] = [
             jax.make_array_from_single_device_arrays(
                 array.shape,
                 target,
@@ -142,8 +139,13 @@ class Mover:
             )
             for i, (array, target) in enumerate(zip(self._arrays, self._targets, strict=True))
         ]
+        for i in donated:
+            for device, block in held[i].items():
+                if made[i].get(device) is not block:
+                    block.delete()
+        return results
 
-    def _locally(self, held: Blocks, donate: bool) -> Blocks:
+    def _locally(self, held: Blocks, donated: Collection[int]) -> Blocks:
         """The new blocks on devices of this process, with what its devices have already."""
         kept, copied = self._local
         made: Blocks = []
@@ -151,7 +153,7 @@ class Mover:
             made.append({})
             for device, box in target.items():
                 if device in self._mine and source.get(device) == box:
-                    made[i][device] = held[i][device] if donate else jnp.copy(held[i][device])
+                    made[i][device] = held[i][device] if i in donated else jnp.copy(held[i][device])
         moved = [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
         self._copy(moved, held, made)
         self._copy(copied, held, made)

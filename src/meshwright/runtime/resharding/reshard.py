@@ -9,19 +9,20 @@ Plans and compiled programs are kept and used again for the next tree of the sam
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
-from ..pipeline.placing import check_not_donated, put
+from ..pipeline.placing import put
 from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of
 from .mover import Mover, most_bytes
@@ -58,7 +59,8 @@ def reshard(
     Args:
       tree: arrays of JAX or NumPy (these the same in every process), typed keys included.
       shardings: a sharding for each leaf, or for all leaves under a node of the tree.
-      donate: whether the tree's buffers may be taken over; do not use it afterwards.
+      donate: whether the tree's buffers may be taken over; do not use it afterwards. An array that is at several places
+        of the tree is copied.
       dtype: that floating-point arrays are converted to when they have arrived; None to leave them.
       network: the machines, by device id; None for each process as one machine, all alike.
       chunk_bytes: the most that one device sends another in one go: bounds the buffers.
@@ -69,33 +71,38 @@ def reshard(
 
     Raises:
       ReshardError: shardings that do not fit the tree or divide its arrays, deleted arrays, or processes that do not
-        agree; nothing has moved then.
+        agree; nothing has moved then, and nothing was taken over.
     """
-    dtype = _checked(dtype, chunk_bytes)
+    dtype = _checked(dtype, chunk_bytes, network)
+    if tell is not None and not callable(tell):
+        raise _refusal("tell", f"{tell!r:.60}", "a function of two numbers, or None", "tell=", "tell=print")
     leaves, treedef = jax.tree.flatten(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
+    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+        _check_there(leaf, name)
+        leaves[i] = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
+    ours = [isinstance(leaf, jax.Array) for leaf in leaves]
+    in_place = [
+        mine and x.sharding.is_equivalent_to(t, x.ndim) for mine, x, t in zip(ours, leaves, targets, strict=True)
+    ]
+    moving = [i for i, mine in enumerate(ours) if mine and not in_place[i]]
+    values = [_plain(leaves[i]) for i in moving]
+    wanted = [_plain_sharding(leaves[i], targets[i]) for i in moving]
+    parts = tuple((names[i], v.shape, v.dtype, v.sharding, t) for i, v, t in zip(moving, values, wanted, strict=True))
+    mover = _mover(parts, network, chunk_bytes) if moving else None
+    plan = "nothing to move" if mover is None else mover.plan.fingerprint
+    _agree(f"{plan}, donate={bool(donate)}, dtype={dtype}", names, leaves, targets)
+    again = _shared(leaves)
     found: list[Any] = [None] * len(leaves)
-    moving = []
-    for i, (leaf, target, name) in enumerate(zip(leaves, targets, names, strict=True)):
-        check_not_donated(leaf, name)
-        if isinstance(leaf, StagedArray):
-            leaf = leaves[i] = _one_part(leaf)
-        if not isinstance(leaf, jax.Array):
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if in_place[i]:
+            found[i] = leaf if donate and i not in again else _copied(leaf)
+        elif not ours[i]:
             found[i] = put(np.asarray(leaf), target)
-        elif leaf.sharding.is_equivalent_to(target, leaf.ndim):
-            found[i] = leaf if donate else _copied(leaf)
-        else:
-            moving.append(i)
-    if moving:
-        values = [_plain(leaves[i]) for i in moving]
-        wanted = [_plain_sharding(leaves[i], targets[i]) for i in moving]
-        parts = tuple(
-            (names[i], v.shape, v.dtype, v.sharding, t) for i, v, t in zip(moving, values, wanted, strict=True)
-        )
-        mover = _mover(parts, network, chunk_bytes)
-        _agree(mover.plan, parts)
-        for i, value in zip(moving, mover(values, donate=donate, tell=tell), strict=True):
+    if mover is not None:
+        donated = [at for at, i in enumerate(moving) if donate and i not in again]
+        for i, value in zip(moving, mover(values, donated=donated, tell=tell), strict=True):
             found[i] = _like(leaves[i], value)
     if dtype is not None:
         found = [_cast(x, dtype) for x in found]
@@ -116,11 +123,16 @@ def reshard_plan(
     leaves = jax.tree.leaves(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
-    _checked(None, chunk_bytes)
+    _checked(None, chunk_bytes, network)
     parts = []
     for name, leaf, target in zip(names, leaves, targets, strict=True):
         x = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
         if getattr(x, "sharding", None) is None:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise _refusal(
+                    "a leaf", f"{x} without a sharding", "to know where it is", name,
+                    "jax.ShapeDtypeStruct(shape, dtype, sharding=...)",
+                )  # fmt: skip
             continue  # an array of the host, which every process has: nothing is sent
         shape, dtype = x.shape, x.dtype
         if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
@@ -154,20 +166,63 @@ def _mover(parts: tuple[_Part, ...], network: Network | None, chunk_bytes: int) 
     return Mover(plan, arrays, [part[3] for part in parts], [part[4] for part in parts])
 
 
-def _checked(dtype: Any, chunk_bytes: int) -> Any:
+def _checked(dtype: Any, chunk_bytes: int, network: Network | None) -> Any:
     """The dtype as NumPy's, before anything has moved."""
+    if network is not None and not isinstance(network, Network):
+        raise _refusal(
+            "the network", f"{network!r:.60}", "a meshwright.resharding.Network, or None", "network=",
+            "meshwright.resharding.uniform_network([(0, 1), (2, 3)], nic_rate=12.5e9)",
+        )  # fmt: skip
     if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ReshardError(
             refused="chunk_bytes", got=repr(chunk_bytes), needed="a whole number of bytes >= 1", where="chunk_bytes=",
             try_=f"chunk_bytes={CHUNK_BYTES}",
         )  # fmt: skip
+    if dtype is None:
+        return None
     try:
-        return None if dtype is None else np.dtype(dtype)
+        found = np.dtype(dtype)
     except TypeError as error:
-        raise ReshardError(
-            refused="the dtype", got=repr(dtype), needed="one that NumPy or JAX knows", where="dtype=",
-            try_="dtype=jax.numpy.bfloat16",
-        ) from error  # fmt: skip
+        raise _no_dtype(dtype) from error
+    number = jax.dtypes.issubdtype(found, np.number) or found == np.bool_
+    if not number or jax.dtypes.canonicalize_dtype(found) != found:
+        raise _no_dtype(dtype)
+    return found
+
+
+def _no_dtype(dtype: Any) -> ReshardError:
+    needed = "one that JAX has; of 64 bits only with jax_enable_x64"
+    return _refusal("the dtype", repr(dtype), needed, "dtype=", "dtype=jax.numpy.bfloat16")
+
+
+def _check_there(leaf: Any, name: str) -> None:
+    """Refuse what is no array any more, or not yet.
+
+    Raises:
+      ReshardError: saying which leaf it is.
+    """
+    parts = leaf.parts.values() if isinstance(leaf, StagedArray) else [leaf]
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise _refusal("a leaf", f"{leaf}", "an array; a shape can be planned for", name, "meshwright.reshard_plan")
+    if isinstance(leaf, jax.Array):
+        _check_devices(leaf.sharding, name)
+    if any(isinstance(part, jax.Array) and part.is_deleted() for part in parts):
+        raise _refusal(
+            "a leaf", "an array that was donated", "one whose buffers are there", name or "the array",
+            "what the step, or the reshard, that took it over returned",
+        )  # fmt: skip
+
+
+def _shared(leaves: Sequence[Any]) -> set[int]:
+    """The leaves some of whose buffers are those of another leaf: nobody may take them over."""
+    owners: dict[Any, set[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array):
+            for shard in () if is_key(jax.typeof(leaf)) else leaf.addressable_shards:
+                if shard.data.size:
+                    owners.setdefault((shard.device.id, shard.data.unsafe_buffer_pointer()), set()).add(i)
+            owners.setdefault(id(leaf), set()).add(i)
+    return {i for those in owners.values() if len(those) > 1 for i in those}
 
 
 def _copied(x: jax.Array) -> jax.Array:
@@ -176,20 +231,41 @@ def _copied(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks, dtype=x.dtype)
 
 
-def _agree(plan: ReshardPlan, parts: Sequence[_Part]) -> None:
-    """Refuse, before a byte moves, a plan that is not that of all processes that take part in it."""
-    taking_part = sorted({d.process_index for part in parts for sharding in part[3:] for d in sharding.device_set})
-    if len(taking_part) == 1 or jax.process_index() not in taking_part:
+def _agree(plan: str, names: Sequence[str], leaves: Sequence[Any], targets: Sequence[Sharding]) -> None:
+    """Refuse, before a byte moves, what is not the same in all processes that take part in it.
+
+    Args:
+      plan: of what moves, and what else has to be the same.
+      names: of all leaves, what stays and arrays of the host among them.
+      leaves: the arrays.
+      targets: their shardings.
+    """
+    known = [x.sharding for x in leaves if isinstance(x, jax.Array)]
+    taking_part = sorted({d.process_index for sharding in (*known, *targets) for d in sharding.device_set})
+    if len(taking_part) < 2 or jax.process_index() not in taking_part:
         return
-    text = f"{plan.fingerprint} of {[(name, shape, str(dtype)) for name, shape, dtype, _, _ in parts]}"
+    whole = hashlib.blake2b(digest_size=16)
+    for name, x, target in zip(names, leaves, targets, strict=True):
+        whole.update(repr((name, tuple(x.shape), str(x.dtype), _described(target))).encode())
+        whole.update(_described(x.sharding).encode() if isinstance(x, jax.Array) else np.asarray(x).tobytes())
+    each = [(name, tuple(x.shape), str(x.dtype)) for name, x in zip(names, leaves, strict=True)]
+    text = f"{plan}, {whole.hexdigest()} of {each}"
     said = exchange_texts(text, among=taking_part, about="a reshard", timeout_seconds=_AGREE_SECONDS)
     for process, other in said.items():
         if other != text:
             raise ReshardError(
                 refused="to reshard", got=f"the plan {other:.300} in process {process}",
                 needed=f"one plan in all processes; here it is {text:.300}", where=f"process {jax.process_index()}",
-                try_="the same tree, shardings, network and chunk_bytes in every process",
+                try_="the same tree, shardings, dtype, donate, network and chunk_bytes in every process",
             )  # fmt: skip
+
+
+def _described(sharding: Sharding) -> str:
+    """The same text in every process for the same sharding of the same devices."""
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        return repr((mesh.axis_names, mesh.devices.shape, [d.id for d in mesh.devices.flat], sharding.spec))
+    return repr((type(sharding).__name__, sorted(d.id for d in sharding.device_set)))
 
 
 def _targets(tree: Any, shardings: Any, names: Sequence[str]) -> list[Sharding]:
@@ -213,6 +289,7 @@ def _targets(tree: Any, shardings: Any, names: Sequence[str]) -> list[Sharding]:
             raise _refusal("a sharding", f"{type(sharding).__name__} {sharding!r:.60}", "a jax.sharding.Sharding", name)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise _refusal("a leaf", f"{type(leaf).__name__} {leaf!r:.60}", "an array", name)
+        _check_devices(sharding, name)
         try:
             sharding.shard_shape(tuple(leaf.shape))
         except (ValueError, IndexError) as error:
@@ -225,10 +302,26 @@ def _targets(tree: Any, shardings: Any, names: Sequence[str]) -> list[Sharding]:
     return found
 
 
-def _refusal(refused: str, got: str, needed: str, where: str) -> ReshardError:
-    return ReshardError(
-        refused=refused, got=got, needed=needed, where=where, try_="jax.sharding.NamedSharding(mesh, PartitionSpec())"
-    )
+def _check_devices(sharding: Sharding, name: str) -> None:
+    """Refuse shardings of no devices, and of memory that is not the devices' own.
+
+    Raises:
+      ReshardError: saying whose it is.
+    """
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        raise _refusal("a sharding", f"{sharding}", "one of a mesh of devices", name)
+    own = next(iter(sharding.device_set)).default_memory().kind
+    if sharding.memory_kind not in (None, own):
+        raise _refusal(
+            "a sharding", f"memory of the kind {sharding.memory_kind}", f"{own}, the devices' own", name,
+            f"sharding.with_memory_kind({own!r}), and jax.device_put from there",
+        )  # fmt: skip
+
+
+def _refusal(
+    refused: str, got: str, needed: str, where: str, try_: str = "jax.sharding.NamedSharding(mesh, PartitionSpec())"
+) -> ReshardError:
+    return ReshardError(refused=refused, got=got, needed=needed, where=where or "the array", try_=try_)
 
 
 def _one_part(leaf: StagedArray) -> Any:
