@@ -37,7 +37,7 @@ _MOST_MICROBATCHES = 1024
 _ATTEMPTS = 8
 
 # What every attempt is given at least, as a share of the time limit: one that has found nothing yet is of no use.
-_LEAST_SHARE = 0.5
+_LEAST_SHARE = 0.25
 
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}

@@ -61,6 +61,9 @@ _FEW = 8
 # Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
 _MAY_BE_BEST = 1.25
 
+# What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
+_AT_MOST = 2.5
+
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
 
@@ -114,7 +117,7 @@ class StageSearch:
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
         self._interleaving = Interleaving(request, self._costs)
-        self._seconds = request.time_limit_seconds
+        self._seconds, self._taken = request.time_limit_seconds, 0
         self._slack = _ESTIMATE_SLACK[0]
         self._reset()
 
@@ -212,6 +215,7 @@ class StageSearch:
         if best is None:
             raise self._nothing_fits()
         searched, taken = best.costs, best.words(best.scheduled.name)
+        self._taken = searched.program.microbatches
         best = self._merged(best)
         if best is None:
             raise self._nothing_fits()
@@ -227,14 +231,14 @@ class StageSearch:
 
     def _search(self, *, bounded: bool) -> None:
         expected = self._expected(self._base, self.counts) if bounded else dict.fromkeys(self.counts, 0.0)
-        left = sorted(self.counts, reverse=True)
+        left, tried = sorted(self.counts, reverse=True), 0
         refused: PlanError | None = None
         if bounded:
             for count in [count for count in left if not isfinite(expected[count])]:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
         while left:
-            count = self._next(left, expected)
+            count = self._next(left, expected, first=not tried)
             left.remove(count)
             if expected[count] > self.best_objective:
                 least = expected[count]
@@ -252,6 +256,7 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
+            tried += 1
             crossings = costs.crossings()
             if not bounded:
                 costs.forget_estimates()
@@ -268,24 +273,20 @@ class StageSearch:
         if refused is not None and not self._all_costs:
             raise refused
 
-    def _next(self, left: Sequence[int], expected: Mapping[int, float]) -> int:
-        """Which number of microbatches to look at: at first one in the middle of those that may be the best, then
-        that with the least seconds; of equals the most microbatches."""
+    def _next(self, left: Sequence[int], expected: Mapping[int, float], *, first: bool) -> int:
+        """Which number of microbatches to look at: at first that of the last run's plan, or one in the middle of those
+        that may be the best, then that with the least seconds; of equals the most microbatches."""
         best = min(left, key=lambda count: (expected[count], -count))
-        if self.finished or len(left) < len(self.counts) // 2 or not expected[best]:
+        if first and self._taken in left:
+            return self._taken
+        if not first or not expected[best]:
             return best
         near = sorted(count for count in left if expected[count] <= _MAY_BE_BEST * expected[best])
-        return near[len(near) // 2]
+        return near[(len(near) - 1) // 2]
 
     def _expected(self, costs: StageCosts | None, counts: Sequence[int]) -> dict[int, float]:
-        """What the best plan takes at least in each of these numbers of microbatches, as few of them say.
-
-        What others take and keep is at least their share of what these do. So nothing of the others has to be looked at
-        yet, not even their programs.
-
-        Args:
-          costs: of the fewest microbatches; None if nobody knows.
-          counts: multiples of that number.
+        """What the best plan takes at least in each of these multiples of a number of microbatches, as that one says:
+        others take and keep at least their share of what it does. Not even their programs have to be looked at yet.
         """
         if len(self.counts) == 1 or costs is None:
             return dict.fromkeys(counts, 0.0)
@@ -295,7 +296,7 @@ class StageSearch:
             share = costs.program.microbatches / count
             costs.reserve(self.reserve(count))
             problem = self._problem(costs, "one_f_one_b", costs.crossings(share), share)
-            bound = min([self.best_objective, *found.values()]) * _MAY_BE_BEST
+            bound = min([_MAY_BE_BEST * self.best_objective, *(_AT_MOST * seconds for seconds in found.values())])
             costs.focus(most_seconds(problem, bound))
             best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
             found[count] = best.seconds if best is not None else inf
@@ -311,8 +312,7 @@ class StageSearch:
         self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
     ) -> list[InterOpProblem]:
         """What to solve for one order: of zero bubble, one problem for each number of stages that may be worth it."""
-        problem = self._problem(costs, order, crossings)
-        if order != "zero_bubble" or problem.num_stages is not None:
+        if (problem := self._problem(costs, order, crossings)).num_stages is not None or order != "zero_bubble":
             return [problem]
         most = min(problem.layers, problem.devices)
         counts = set(_POWERS_OF_TWO)
