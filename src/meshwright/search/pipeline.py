@@ -27,7 +27,7 @@ from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving, interleaved
-from .memory_reserve import MemoryReserve
+from .memory_reserve import MemoryReserve, nothing_reserved
 from .stage_costs import StageCosts
 from .stage_request import (
     SIMULATED as SIMULATED,
@@ -113,7 +113,7 @@ class StageSearch:
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.reserve: Callable[[int], MemoryReserve] = _nothing_reserved
+        self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
         self._interleaving = Interleaving(request, self._costs)
@@ -197,7 +197,7 @@ class StageSearch:
         """
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-        self.reserve = reserve if reserve is not None else _nothing_reserved
+        self.reserve = reserve if reserve is not None else nothing_reserved
         known = self.request.faster_than_seconds
         best: Candidate | None = None
         for self._slack in _ESTIMATE_SLACK:
@@ -312,7 +312,8 @@ class StageSearch:
         self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
     ) -> list[InterOpProblem]:
         """What to solve for one order: of zero bubble, one problem for each number of stages that may be worth it."""
-        if (problem := self._problem(costs, order, crossings)).num_stages is not None or order != "zero_bubble":
+        problem = self._problem(costs, order, crossings)
+        if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
         most = min(problem.layers, problem.devices)
         counts = set(_POWERS_OF_TWO)
@@ -490,10 +491,6 @@ class StageSearch:
         usable = self.request.cluster.device.usable_memory_bytes
         left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
         return nothing_fits(self.request, left, min(costs.least_bytes() for costs in self._all_costs))
-
-
-def _nothing_reserved(microbatches: int) -> MemoryReserve:
-    return MemoryReserve()
 
 
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:

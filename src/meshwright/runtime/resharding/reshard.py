@@ -93,15 +93,15 @@ def reshard(
     mover = _mover(parts, network, chunk_bytes) if moving else None
     plan = "nothing to move" if mover is None else mover.plan.fingerprint
     _agree(f"{plan}, donate={bool(donate)}, dtype={dtype}", names, leaves, targets)
-    again = _shared(leaves)
+    free = _unshared(leaves) if donate else frozenset()
     found: list[Any] = [None] * len(leaves)
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if in_place[i]:
-            found[i] = leaf if donate and i not in again else _copied(leaf)
+            found[i] = leaf if i in free else _copied(leaf)
         elif not ours[i]:
             found[i] = put(np.asarray(leaf), target)
     if mover is not None:
-        donated = [at for at, i in enumerate(moving) if donate and i not in again]
+        donated = [at for at, i in enumerate(moving) if i in free]
         for i, value in zip(moving, mover(values, donated=donated, tell=tell), strict=True):
             found[i] = _like(leaves[i], value)
     if dtype is not None:
@@ -208,13 +208,13 @@ def _check_there(leaf: Any, name: str) -> None:
         _check_devices(leaf.sharding, name)
     if any(isinstance(part, jax.Array) and part.is_deleted() for part in parts):
         raise _refusal(
-            "a leaf", "an array that was donated", "one whose buffers are there", name or "the array",
+            "a leaf", "an array that was donated", "one whose buffers are there", name,
             "what the step, or the reshard, that took it over returned",
         )  # fmt: skip
 
 
-def _shared(leaves: Sequence[Any]) -> set[int]:
-    """The leaves some of whose buffers are those of another leaf: nobody may take them over."""
+def _unshared(leaves: Sequence[Any]) -> frozenset[int]:
+    """The leaves none of whose buffers are those of another leaf: they may be taken over."""
     owners: dict[Any, set[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
@@ -222,7 +222,7 @@ def _shared(leaves: Sequence[Any]) -> set[int]:
                 if shard.data.size:
                     owners.setdefault((shard.device.id, shard.data.unsafe_buffer_pointer()), set()).add(i)
             owners.setdefault(id(leaf), set()).add(i)
-    return {i for those in owners.values() if len(those) > 1 for i in those}
+    return frozenset(range(len(leaves))).difference(*(those for those in owners.values() if len(those) > 1))
 
 
 def _copied(x: jax.Array) -> jax.Array:
@@ -247,7 +247,9 @@ def _agree(plan: str, names: Sequence[str], leaves: Sequence[Any], targets: Sequ
     whole = hashlib.blake2b(digest_size=16)
     for name, x, target in zip(names, leaves, targets, strict=True):
         whole.update(repr((name, tuple(x.shape), str(x.dtype), _described(target))).encode())
-        whole.update(_described(x.sharding).encode() if isinstance(x, jax.Array) else np.asarray(x).tobytes())
+        # Of an array of the host all bytes, without a copy of them.
+        content = _described(x.sharding).encode() if isinstance(x, jax.Array) else None
+        whole.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data if content is None else content)
     each = [(name, tuple(x.shape), str(x.dtype)) for name, x in zip(names, leaves, strict=True)]
     text = f"{plan}, {whole.hexdigest()} of {each}"
     said = exchange_texts(text, among=taking_part, about="a reshard", timeout_seconds=_AGREE_SECONDS)
