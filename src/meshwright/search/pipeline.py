@@ -117,7 +117,8 @@ class StageSearch:
         self.counts = sorted(request.by_microbatches)
         self._made: dict[int, StageCosts | PlanError] = {}
         self._interleaving = Interleaving(request, self._costs)
-        self._seconds, self._taken = request.time_limit_seconds, 0
+        self._seconds = request.time_limit_seconds
+        self._taken = 0  # microbatches of the last run's plan
         self._slack = _ESTIMATE_SLACK[0]
         self._reset()
 
