@@ -126,6 +126,7 @@ def changed(**fields) -> dict:
         (changed(shape=[2**40, 2**40, 1]), "no more than a pebibyte"),
         (changed(nic_Bps=float("inf")), "cannot convert Infinity"),
         (changed(nic_Bps="1/0"), "Fraction(1, 0)"),
+        (changed(nic_scale={"99": 2}), "one for host 99"),
         (changed(nic_scale=[1, 2]), "no attribute 'items'"),
         (changed(src_spec=[None, [], []]), "not iterable"),
         (changed(src={**LISTED["C01"]["src"], "first": -2}), "device ids from 0"),
@@ -144,7 +145,7 @@ def test_a_case_that_makes_no_sense_is_refused(data, said, tmp_path):
     assert f"{path}, case C01" in result.stderr
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"moves": []}'])
+@pytest.mark.parametrize("text", ["", "[1]", '{"moves": []}', '{"cases": []}'])
 def test_a_file_without_cases_is_refused(text, tmp_path):
     path = tmp_path / "cases.json"
     path.write_text(text)

@@ -330,3 +330,14 @@ def test_a_fast_port_is_served_by_several_devices_at_once() -> None:
     moved = move(whole(range(8)), whole(range(8, 12)), shape=(1024,))
     for one in round_messages(plan_reshard(Network(hosts=tuple(hosts)), [moved])):
         assert [len(step) for step in one.steps] == [2]
+
+
+def test_a_network_of_lists_is_the_same_network_and_a_plan_says_what_it_comes_to() -> None:
+    nic = Nic(send_rate=1e9, receive_rate=1e9)
+    lists = Network(hosts=[Host(devices=[h], nics=[nic]) for h in range(3)], domains=[[0], [1, 2]])
+    tuples = Network(hosts=tuple(Host(devices=(h,), nics=(nic,)) for h in range(3)), domains=((0,), (1, 2)))
+    assert lists == tuples
+    assert hash(lists) == hash(tuples)
+    assert str(plan_reshard(lists, [move(whole((0,)), whole((1, 2)))])) == (
+        "1 tensor in 1 unit tasks, 262,144 bytes between domains: 0.0002621 s in 2 rounds; no plan is below 0.0002621 s"
+    )

@@ -57,9 +57,10 @@ def read_cases(path: Path) -> list[Case]:
             try_="the format in docs/resharding.md",
         ) from None  # fmt: skip
     cases = content.get("cases") if isinstance(content, dict) else content
-    if not isinstance(cases, list) or not all(isinstance(c, dict) for c in cases):
+    if not isinstance(cases, list) or not cases or not all(isinstance(c, dict) for c in cases):
+        got = "no case" if cases == [] else f"a {type(cases).__name__}"
         raise ReshardError(
-            refused="the cases", got=f"a {type(cases).__name__}", needed="a list of cases under the key 'cases'",
+            refused="the cases", got=got, needed="a list of at least one case under the key 'cases'",
             where=str(path), try_="the format in docs/resharding.md",
         )  # fmt: skip
     found = []
@@ -199,6 +200,13 @@ def _network(data: Mapping[str, Any], meshes: tuple[DeviceMesh, DeviceMesh], rat
             if device not in hosts.setdefault(host, []):
                 hosts[host].append(device)
     scale = {int(h): Fraction(s) for h, s in (data.get("nic_scale") or {}).items()}
+    unknown = sorted(set(scale) - {number for number, _ in hosts})
+    if unknown:
+        raise ReshardError(
+            refused="the factors of NICs", got=f"one for host {unknown[0]}", where="nic_scale",
+            needed=f"hosts of the case's devices: {sorted({number for number, _ in hosts})}",
+            try_="a device's host is its id divided by per_host",
+        )  # fmt: skip
     described = []
     for number, size in sorted(hosts):
         own = rate * scale.get(number, Fraction(1))

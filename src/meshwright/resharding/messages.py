@@ -82,7 +82,7 @@ def round_messages(plan: ReshardPlan) -> Iterator[RoundMessages]:
     demand, moved = plan.demand, plan.transfers
     first = first_ports(demand.network)
     domain_of_port = domains_of_ports(demand).tolist()
-    home = demand.network.domain_of
+    home, pattern = demand.network.domain_of, demand.pattern.tolist()
     ends: dict[tuple[int, int, int, int], tuple[list[int], list[int]]] = {}
     for entries in rounds(moved):
         sent: dict[tuple[int, int], list[Piece]] = {}
@@ -99,7 +99,7 @@ def round_messages(plan: ReshardPlan) -> Iterator[RoundMessages]:
                 inward[receiver].append(sender)
             turns = outward[sender].index(receiver), inward[receiver].index(sender)
             for entry, piece in pieces(plan, number, start, stop):
-                key = (int(demand.pattern[entry]), source, target, hop)
+                key = (pattern[entry], source, target, hop)
                 if key not in ends:
                     holders, needers = demand.patterns[key[0]]
                     givers = [d for d in (needers if hop else holders) if home[d] == source]
@@ -136,14 +136,13 @@ def pieces(plan: ReshardPlan, number: int, start: int, stop: int) -> Iterator[tu
     """The pieces of a range of the tape of class `number`, each with its unit task."""
     demand, task = plan.demand, plan.demand.classes[number]
     starts = demand.start[task.first : task.last]
-    entry = task.first + int(np.searchsorted(starts, start, side="right")) - 1
-    while start < stop:
-        begin, item = int(demand.start[entry]), int(demand.item_bytes[entry])
-        end = min(stop, begin + int(demand.bytes[entry]))
-        move = int(demand.move[entry])
-        box = demand.grids[move].box(int(demand.slice[entry]))
-        yield entry, Piece(move=move, slice=box, start=(start - begin) // item, stop=(end - begin) // item)
-        start, entry = end, entry + 1
+    first = task.first + int(np.searchsorted(starts, start, side="right")) - 1
+    last = task.first + int(np.searchsorted(starts, stop, side="left"))
+    columns = (demand.start, demand.bytes, demand.item_bytes, demand.move, demand.slice)
+    rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
+    for entry, (begin, size, item, move, place) in enumerate(rows, start=first):
+        low, high = max(start - begin, 0), min(stop - begin, size)
+        yield entry, Piece(move=move, slice=demand.grids[move].box(place), start=low // item, stop=high // item)
 
 
 def as_messages(found: dict[tuple[int, int], list[Piece]]) -> tuple[Message, ...]:

@@ -53,6 +53,11 @@ class Host:
     devices: tuple[int, ...]
     nics: tuple[Nic, ...]
 
+    def __post_init__(self) -> None:
+        # Lists are taken too; plans are kept by their network, which has to be hashable.
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "nics", tuple(self.nics))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -79,8 +84,9 @@ class Network:
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.domains is None:
-            object.__setattr__(self, "domains", tuple((h,) for h in range(len(self.hosts))))
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        domains = ((h,) for h in range(len(self.hosts))) if self.domains is None else self.domains
+        object.__setattr__(self, "domains", tuple(map(tuple, domains)))
         if self.core_rate is not None:
             check_positive(self.core_rate, what="Network.core_rate", unit="bytes/s")
         if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):

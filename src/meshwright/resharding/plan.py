@@ -87,6 +87,15 @@ class ReshardPlan:
     chunks: int
     unit: int
 
+    def __str__(self) -> str:
+        tensors = len(self.demand.moves)
+        relayed = f", relays in {self.chunks} chunks" if any(route.onward for route in self.routes) else ""
+        return (
+            f"{tensors} tensor{'s' * (tensors != 1)} in {self.demand.unit_tasks:,} unit tasks, "
+            f"{self.bytes_between_domains:,} bytes between domains: {float(self.seconds):.4g} s in {self.rounds:,} "
+            f"rounds{relayed}; no plan is below {float(self.bound.seconds):.4g} s"
+        )
+
     @cached_property
     def transfers(self) -> Transfers:
         """Every transfer between ports, in the order of the rounds."""

@@ -17,9 +17,8 @@ from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, plan_reshard
 from ..agree import exchange_texts
 from ..resharding.layouts import block_boxes, layout_of, network_of
-from ..resharding.mover import Mover, most_bytes
+from ..resharding.mover import CHUNK_BYTES, Mover, most_bytes
 from ..resharding.one_program import OneProgram
-from ..resharding.reshard import CHUNK_BYTES
 from ..resharding.words import as_bits, from_bits, item_bytes
 from ..watch import watch
 from .placing import ghost
@@ -138,7 +137,7 @@ class PlannedTransport:
         arrays = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
         if small:
             return OneProgram(plan, arrays, sources, targets, nothing=self._nothing)
-        mover = Mover(plan, arrays, sources, targets)
+        mover = Mover(plan, arrays, sources, targets, chunk_bytes=CHUNK_BYTES)
         return lambda values: (mover(values), None)
 
     def _nothing(self, shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:

@@ -12,7 +12,8 @@ that however many chunks there are, a few programs do.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from ...resharding import Piece
 from ...resharding.layout import Box
@@ -79,7 +81,12 @@ def place(block: jax.Array, origin: Box, box: Box, value: jax.Array) -> jax.Arra
 
 def empty(box: Box, dtype: Any, device: Any) -> jax.Array:
     """A block to be made, of zeros."""
-    return jnp.zeros(tuple(b - a for a, b in box), bits_dtype(dtype), device=device)
+    return zeros(tuple(b - a for a, b in box), bits_dtype(dtype), device)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
+    """Zeros made where they are wanted: `jnp.zeros(..., device=)` makes them on the first device and copies them."""
+    return _zeros(shape, np.dtype(dtype), device)()
 
 
 def finished(block: jax.Array, dtype: Any) -> jax.Array:
@@ -110,6 +117,11 @@ def _address(origin: Box, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.int3
 def _shape(piece: Piece) -> dict[str, Any]:
     sizes = tuple(b - a for a, b in piece.slice)
     return {"sizes": sizes, "length": padded_elements(piece), "whole": piece.stop - piece.start == prod(sizes)}
+
+
+@lru_cache(maxsize=1024)
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
 
 @partial(jax.jit, static_argnames=("sizes", "length", "whole"), donate_argnums=(0,))

@@ -12,10 +12,11 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .blocks import zeros
 
 _AXIS = "device"
 _SPEC = PartitionSpec(_AXIS)
@@ -40,7 +41,7 @@ class Exchange:
         # Virtual CPU devices share a few threads, and a collective holds one for each device until all have come: what
         # it waits for must not need one.
         self._wait = devices[0].platform == "cpu"
-        self.buffers: dict[int, jax.Array] = {d.id: jnp.zeros(words, dtype, device=d) for d in self._mine}
+        self.buffers: dict[int, jax.Array] = {d.id: zeros((words,), dtype, d) for d in self._mine}
 
     def run(self, pairs: Sequence[tuple[int, int]], words: int) -> Mapping[int, jax.Array]:
         """Send the buffers of the first of each pair to the second; what each device of this process received.

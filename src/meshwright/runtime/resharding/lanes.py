@@ -35,6 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...resharding import Message, Piece, RoundMessages
 from ...resharding.messages import as_messages
+from .blocks import zeros
 
 _AXIS = "device"
 _SPEC = PartitionSpec(_AXIS)
@@ -214,7 +215,7 @@ class _Run:
                 self._spread(flight.spread)
 
     def _empty(self, device: Any) -> jax.Array:
-        return jnp.zeros(self._words, self._dtype, device=device)
+        return zeros((self._words,), self._dtype, device)
 
 
 def _lane(senders: Sequence[Any], receivers: Sequence[Any], turn: int, lanes: int) -> tuple[Any, Any]:

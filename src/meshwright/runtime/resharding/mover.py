@@ -4,9 +4,9 @@ What needs no network comes first: a device that holds what it needs keeps it, a
 between devices of one process, never over the host. Then the rounds, one after the other: senders pack their pieces
 into buffers, the buffers are exchanged, receivers unpack them and hand them to the other devices of their process.
 
-Beside the source and the destination a device holds two buffers of at most a chunk each (`Mover.buffer_bytes`); between
-CPU processes, where several messages are on their way at once (`lanes`), all devices of one hold two for each process
-that it exchanges with.
+Beside the source and the destination a device holds two buffers of at most a chunk each (`Mover.buffer_bytes`), and as
+much for what is copied inside its process (`copies`); between CPU processes, where several messages are on their way at
+once (`lanes`), all devices of one hold two buffers for each process that it exchanges with.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
-from .blocks import empty, finished, give, padded_elements, part, place, take, whole
+from .blocks import empty, finished, give, padded_elements, take, whole
+from .copies import Blocks, Copies
 from .exchange import Exchange
 from .lanes import BUFFERS, Lanes
 from .layouts import boxes_by_id, holds
 from .words import item_bytes, word_of
 
-Blocks = list[dict[int, jax.Array]]
-"""For each array, by device id, the blocks on devices of this process."""
+CHUNK_BYTES = 32 * 2**20
+"""The most that one device sends another in one go, where nobody says; also what a buffer holds."""
 
 
 def most_bytes(devices: Iterable[Any], chunk_bytes: int) -> int:
@@ -50,16 +51,17 @@ class Mover:
       arrays: shapes and dtypes.
       sources: their shardings.
       targets: the shardings they are to have.
+      chunk_bytes: the most that is copied from a device, or to one, of this process at once.
       rounds: to be run in place of the plan's (another algorithm's, for comparison).
     """
 
     def __init__(
         self, plan: ReshardPlan, arrays: Sequence[jax.ShapeDtypeStruct], sources: Sequence[Sharding],
-        targets: Sequence[Sharding], *, rounds: Sequence[RoundMessages] | None = None,
+        targets: Sequence[Sharding], *, chunk_bytes: int = CHUNK_BYTES, rounds: Sequence[RoundMessages] | None = None,
     ) -> None:  # fmt: skip
         self.plan = plan
         self._given = rounds
-        self._arrays = arrays
+        self._arrays, self._chunk = arrays, chunk_bytes
         self._targets = targets
         self._from = [boxes_by_id(s, a.shape) for s, a in zip(sources, arrays, strict=True)]
         self._to = [boxes_by_id(s, a.shape) for s, a in zip(targets, arrays, strict=True)]
@@ -120,16 +122,21 @@ class Mover:
           tell: called with the number of rounds that are done, and of all, after each.
         """
         held: Blocks = [{shard.device.id: shard.data for shard in value.addressable_shards} for value in values]
-        made = self._locally(held, donated)
+        made: Blocks = [{} for _ in self._arrays]
+        copies = Copies(
+            self._devices, [item_bytes(a.dtype) for a in self._arrays], self._to, made,
+            block=lambda i, device: self._block(made, i, device), chunk_bytes=self._chunk,
+        )  # fmt: skip
+        self._locally(held, donated, made, copies)
         if self._mine and self._rounds:
             if self._lanes is not None:
                 self._lanes.run(
                     pack=lambda message, buffer: self._packed(message, buffer, held, made),
                     unpack=lambda message, buffer: self._unpack(message, buffer, made),
-                    spread=lambda messages: self._copy(messages, made, made), tell=tell,
+                    spread=lambda messages: copies.run(messages, made, self._to), tell=tell,
                 )  # fmt: skip
             else:
-                self._in_steps(held, made, tell)
+                self._in_steps(held, made, copies, tell)
         results: list[jax.Array] = [
             jax.make_array_from_single_device_arrays(
                 array.shape,
@@ -145,42 +152,22 @@ class Mover:
                     block.delete()
         return results
 
-    def _locally(self, held: Blocks, donated: Collection[int]) -> Blocks:
-        """The new blocks on devices of this process, with what its devices have already."""
+    def _locally(self, held: Blocks, donated: Collection[int], made: Blocks, copies: Copies) -> None:
+        """What devices of this process have already into the new blocks."""
         kept, copied = self._local
-        made: Blocks = []
         for i, (source, target) in enumerate(zip(self._from, self._to, strict=True)):
-            made.append({})
             for device, box in target.items():
                 if device in self._mine and source.get(device) == box:
                     made[i][device] = held[i][device] if i in donated else jnp.copy(held[i][device])
         moved = [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
-        self._copy(moved, held, made)
-        self._copy(copied, held, made)
-        return made
+        copies.run([*moved, *copied], held, self._from)
 
     def _changing(self, message: Message) -> tuple[Piece, ...]:
         """Of what a device keeps, that which does not stay where it is."""
         device = message.receiver
         return tuple(p for p in message.pieces if self._from[p.move].get(device) != self._to[p.move][device])
 
-    def _copy(self, messages: Sequence[Message], source: Blocks, made: Blocks) -> None:
-        """Pieces from device to device inside this process."""
-        boxes = self._from if source is not made else self._to
-        for message in messages:
-            if message.receiver not in self._mine:
-                continue
-            to = SingleDeviceSharding(self._devices[message.receiver])
-            for piece in message.pieces:
-                i = piece.move
-                target, origin = self._to[i][message.receiver], boxes[i][message.sender]
-                for box in piece.boxes:
-                    value = jax.device_put(part(source[i][message.sender], origin, box), to)
-                    if box != target:
-                        value = place(self._block(made, i, message.receiver), target, box, value)
-                    made[i][message.receiver] = value
-
-    def _in_steps(self, held: Blocks, made: Blocks, tell: Callable[[int, int], None] | None) -> None:
+    def _in_steps(self, held: Blocks, made: Blocks, copies: Copies, tell: Callable[[int, int], None] | None) -> None:
         """The rounds, step by step: messages between disjoint pairs of devices at once."""
         exchange = Exchange(self._exchanging, self._words, self._word)
         for number, one in enumerate(self._rounds, start=1):
@@ -194,7 +181,7 @@ class Mover:
                 for message in step:
                     if message.receiver in self._mine:
                         self._unpack(message, received[message.receiver], made)
-            self._copy(one.spread, made, made)
+            copies.run(one.spread, made, self._to)
             if tell is not None:
                 tell(number, len(self._rounds))
 

@@ -25,11 +25,8 @@ from ..agree import exchange_texts
 from ..pipeline.placing import put
 from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of
-from .mover import Mover, most_bytes
+from .mover import CHUNK_BYTES, Mover, most_bytes
 from .words import item_bytes
-
-# The most that one device sends another in one go, which is also what a buffer holds.
-CHUNK_BYTES = 32 * 2**20
 
 # How long a process waits for the others to say what they plan.
 _AGREE_SECONDS = 300.0
@@ -163,7 +160,7 @@ def _planned(parts: tuple[_Part, ...], network: Network | None, chunk_bytes: int
 def _mover(parts: tuple[_Part, ...], network: Network | None, chunk_bytes: int) -> Mover:
     plan = _planned(parts, network, chunk_bytes)
     arrays = [jax.ShapeDtypeStruct(part[1], part[2]) for part in parts]
-    return Mover(plan, arrays, [part[3] for part in parts], [part[4] for part in parts])
+    return Mover(plan, arrays, [part[3] for part in parts], [part[4] for part in parts], chunk_bytes=chunk_bytes)
 
 
 def _checked(dtype: Any, chunk_bytes: int, network: Network | None) -> Any:

@@ -1,0 +1,71 @@
+"""What a move inside one process holds beside the source and the destination: the process's own high-water mark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from meshwright.runtime.resharding.copies import cut
+
+_MIB = 1 << 20
+
+_SCRIPT = """
+import gc, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import meshwright as mw
+from meshwright.resharding import uniform_network
+
+devices = np.array(jax.devices(), dtype=object)
+
+def on(ids, *spec):
+    return NamedSharding(Mesh(devices[list(ids)], ("x",)), PartitionSpec(*spec))
+
+def status(name):
+    return int(next(l for l in open("/proc/self/status") if l.startswith(name)).split()[1]) * 1024
+
+rows, source = 4096, on(range(4), "x")
+target = {"whole": on((4,)), "columns": on((4, 5, 6, 7), None, "x"), "over": on(range(2, 6), None, "x")}[sys.argv[1]]
+network = uniform_network([[i] for i in range(8)], nic_rate=1e9) if sys.argv[2] == "hosts" else None
+
+def move():
+    x = jax.block_until_ready(jax.device_put(np.ones((rows, 2 * rows), np.float32), source))
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")  # the mark begins here
+    before = status("VmRSS")
+    moved = jax.block_until_ready(mw.reshard(x, target, network=network, chunk_bytes=1 << 20))
+    made = sum(shard.data.nbytes for shard in moved.addressable_shards)
+    return status("VmHWM") - before - made
+
+move()  # compiles
+print(move())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+@pytest.mark.parametrize("network", ["one", "hosts"])
+@pytest.mark.parametrize("target", ["whole", "columns", "over"])
+def test_a_device_holds_two_chunks_and_no_more(target: str, network: str) -> None:
+    """128 MiB in four blocks, in chunks of 1 MiB, onto one other device, four others, and onto some of the same: with
+    copies inside the process, and with every device as a machine."""
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, target, network], capture_output=True, text=True, timeout=120, check=True
+    )
+    # Two chunks and what a piece is rounded up by, on each of eight devices; the rest is the interpreter's.
+    assert int(found.stdout) <= 8 * 3 * _MIB + 8 * _MIB, found.stdout
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=4), st.integers(1, 40))
+def test_a_box_is_cut_into_boxes_that_fit(sides: list[tuple[int, int]], most: int) -> None:
+    box = tuple((low, low + size) for low, size in sides)
+    found = list(cut(box, most))
+    assert all(prod(b - a for a, b in one) <= most for one in found)
+    elements = [e for one in found for e in product(*(range(a, b) for a, b in one))]
+    assert elements == list(product(*(range(a, b) for a, b in box)))
