@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.resharding import Piece, RoundMessages
 from meshwright.resharding.messages import as_messages, disjoint_groups, pieces
+from meshwright.resharding.simulate import shared_seconds
 
 
 def _unit_tasks(plan: Any) -> Iterator[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
@@ -53,6 +54,18 @@ def local_all_gather(plan: Any) -> list[Any]:
     return _rounds(sent, shared)
 
 
-def _rounds(sent: dict[tuple[int, int], list[Any]], shared: dict[tuple[int, int], list[Any]]) -> list[Any]:
+def seconds_of(plan: Any, rounds: list[Any]) -> float:
+    """What rounds take that are run as they are here: all messages of one on their way at once, sharing NICs fairly."""
+    home, total = plan.demand.network.domain_of, 0.0
+    for one in rounds:
+        pairs: dict[tuple[int, int], int] = {}
+        for message in (message for step in one.steps for message in step):
+            ends = home[message.sender], home[message.receiver]
+            size = sum((p.stop - p.start) * plan.demand.moves[p.move].item_bytes for p in message.pieces)
+            pairs[ends] = pairs.get(ends, 0) + size
+        total += shared_seconds(plan.demand.network, pairs)
+    return total
 
+
+def _rounds(sent: dict[tuple[int, int], list[Any]], shared: dict[tuple[int, int], list[Any]]) -> list[Any]:
     return [RoundMessages(steps=disjoint_groups(as_messages(sent)), spread=as_messages(shared))]

@@ -12,7 +12,7 @@ linear in the legs without a core, quadratic with one; the fluid model recompute
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -163,11 +163,17 @@ def plan_fluid_seconds(plan: ReshardPlan) -> float:
         ends = (home[moved.sender[entries]].tolist(), home[moved.receiver[entries]].tolist())
         for sender, receiver, size in zip(*ends, sizes, strict=True):
             pairs[sender, receiver] = pairs.get((sender, receiver), 0) + size
-        seconds.append(_together(network, pairs))
+        seconds.append(shared_seconds(network, pairs))
     return math.fsum(seconds)
 
 
-def _together(network: Network, pairs: dict[tuple[int, int], int]) -> float:
+def shared_seconds(network: Network, pairs: Mapping[tuple[int, int], int]) -> float:
+    """The time until all bytes are moved that pairs of domains (sender, receiver) exchange, all of them at once.
+
+    >>> from meshwright.resharding.network import uniform_network
+    >>> shared_seconds(uniform_network([(0,), (1,), (2,)], nic_rate=1), {(0, 1): 4, (0, 2): 1})
+    5.0
+    """
     left = dict(pairs)
     now = 0.0
     while left:
