@@ -124,6 +124,27 @@ def test_random_moves(seed: int) -> None:
     assert mover.buffer_bytes <= 2 * (chunk + max(chunk, 4 * 256 * 8))
 
 
+@pytest.mark.parametrize(
+    "context",
+    [
+        lambda: jax.set_mesh(jax.make_mesh((2,), ("other",))),
+        lambda: jax.transfer_guard("disallow"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.disable_jit(),
+        lambda: jax.default_device(jax.devices()[5]),
+    ],
+    ids=["mesh", "guard", "nans", "no jit", "device"],
+)
+@pytest.mark.parametrize("network", [None, hosts(1)], ids=["copies", "rounds"])
+def test_what_the_code_around_has_set_for_itself_does_not_matter(context: Any, network: Network | None) -> None:
+    x = np.full((8, 8), np.nan, np.float32)
+    value = jax.device_put(x, on(range(4), (4,), ("x",)))
+    target = on((4, 5, 6, 1), (4,), (None, "x"))
+    with context():
+        moved = mw.reshard(value, target, network=network)
+    assert bits(moved) == bits(value)
+
+
 def test_scalars_and_arrays_of_no_elements() -> None:
     source, target = on(range(2), (2,), ()), on((5, 6, 7), (3,), ())
     tree = {"scalar": jax.device_put(jnp.float32(3.5), source), "none": jax.device_put(jnp.zeros((0, 4)), source)}

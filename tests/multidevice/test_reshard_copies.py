@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from itertools import product
 from math import prod
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import meshwright as mw
 from meshwright.runtime.resharding.copies import cut
 
 _MIB = 1 << 20
 
 _SCRIPT = """
 import gc, sys
-import jax, numpy as np
+import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright.resharding import uniform_network
@@ -33,9 +39,10 @@ def status(name):
 rows, source = 4096, on(range(4), "x")
 target = {"whole": on((4,)), "columns": on((4, 5, 6, 7), None, "x"), "over": on(range(2, 6), None, "x")}[sys.argv[1]]
 network = uniform_network([[i] for i in range(8)], nic_rate=1e9) if sys.argv[2] == "hosts" else None
+dtype = np.dtype(getattr(jnp, sys.argv[3]))
 
 def move():
-    x = jax.block_until_ready(jax.device_put(np.ones((rows, 2 * rows), np.float32), source))
+    x = jax.block_until_ready(jax.device_put(np.ones((rows, 8 * rows // dtype.itemsize), dtype), source))
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")  # the mark begins here
     before = status("VmRSS")
@@ -49,16 +56,38 @@ print(move())
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
-@pytest.mark.parametrize("network", ["one", "hosts"])
-@pytest.mark.parametrize("target", ["whole", "columns", "over"])
-def test_a_device_holds_two_chunks_and_no_more(target: str, network: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "network", "dtype"),
+    [
+        *((target, network, "float32") for target in ("whole", "columns", "over") for network in ("one", "hosts")),
+        ("columns", "one", "bfloat16"),
+        ("columns", "hosts", "bfloat16"),
+        ("over", "one", "float8_e4m3fn"),
+    ],
+)
+def test_a_device_holds_two_chunks_and_no_more(target: str, network: str, dtype: str) -> None:
     """128 MiB in four blocks, in chunks of 1 MiB, onto one other device, four others, and onto some of the same: with
     copies inside the process, and with every device as a machine."""
     found = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, target, network], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", _SCRIPT, target, network, dtype], capture_output=True, text=True, timeout=120, check=True
     )
     # Two chunks and what a piece is rounded up by, on each of eight devices; the rest is the interpreter's.
     assert int(found.stdout) <= 8 * 3 * _MIB + 8 * _MIB, found.stdout
+
+
+def test_narrow_elements_are_written_in_place() -> None:
+    """A write that passed over the whole block would make the move's time pieces x block: minutes here."""
+    devices = np.array(jax.devices(), dtype=object)
+    source = NamedSharding(Mesh(devices[:2], ("x",)), PartitionSpec("x"))
+    target = NamedSharding(Mesh(devices[4:6], ("x",)), PartitionSpec(None, "x"))
+    seconds = {}
+    for name in ("uint8", "int4", "float8_e4m3fn"):
+        x = jax.device_put(np.ones((4096, 4096), np.dtype(getattr(jnp, name))), source)
+        for _ in range(2):
+            begun = time.process_time()
+            jax.block_until_ready(mw.reshard(x, target, chunk_bytes=1 << 16))
+            seconds[name] = time.process_time() - begun
+    assert max(seconds.values()) < 15 * seconds["uint8"], seconds
 
 
 @settings(max_examples=200, deadline=None)

@@ -76,6 +76,35 @@ print("moved", len(wanted) + 1)
     assert all("moved 25" in output for output in found), found
 
 
+def test_domains_of_several_processes(tmp_path: Path) -> None:
+    """Two processes in each fast domain; or two machines, one a device, the other all the rest: what enters a domain,
+    or is there from the beginning, is handed on to its other processes too."""
+    found = outputs(
+        tmp_path,
+        """
+from meshwright.resharding import Host, Network, Nic, uniform_network
+ids = [d.id for d in devices]
+nic = Nic(send_rate=1e9, receive_rate=1e9)
+pairs = Network(hosts=[Host(devices=ids[2 * h : 2 * h + 2], nics=[nic]) for h in range(4)], domains=[[0, 1], [2, 3]])
+uneven = uniform_network([ids[:1], ids[1:]], nic_rate=1e9)
+x = np.random.default_rng(0).standard_normal((64, 48)).astype(np.float32)
+moves = [
+    (on((0,), (1,), ()), on((1, 2, 5, 7), (4,), ())),
+    (on(range(2), (2,), ("x",)), on(range(8), (2, 4), (None, "y"))),
+    (on((6, 1), (2,), (None, "x")), on(range(8), (8,), ())),
+    (on(range(8), (8,), ("x",)), on(range(8), (4, 2), ("y",))),
+]
+for network in (pairs, uneven):
+    for source, target in moves:
+        moved = mw.reshard(whole(x, source), target, network=network, chunk_bytes=1 << 12)
+        check(moved, x, target)
+print("moved")
+""",
+        4,
+    )
+    assert all("moved" in output for output in found), found
+
+
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_pairs_that_stock_device_put_refuses(tmp_path: Path, processes: int) -> None:
     """Of each kind that it refuses between processes one, moved to the bit; and nothing is read on a host."""

@@ -1,7 +1,7 @@
 """Parts of slices into and out of the blocks that devices hold, on one device, one small program for each kind.
 
-Blocks that are being made hold bits (`words.as_bits`), so that pieces are written in place; `finished` gives them their
-dtype.
+Blocks that are being made are of a dtype in which pieces are written in place, and no bit is changed (`_making`);
+`finished` gives them their own.
 
 A piece is a range of the elements of a data slice, in row-major order. A whole slice is one box, copied as such. A part
 of one (relays pass on chunks) is one run of elements where the slice is whole rows of the block, and copied as that:
@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from ...resharding import Piece
 from ...resharding.layout import Box
-from .words import as_bits, bits_dtype, from_bits, from_words, item_bytes, to_words
+from .words import as_bits, bits_dtype, from_words, is_bytes, item_bytes, to_words
 
 # The shortest part of a slice that gets a program of its own.
 _SHORTEST = 256
@@ -64,14 +64,16 @@ def give(block: jax.Array, origin: Box, piece: Piece, buffer: jax.Array, offset:
 
 def whole(buffer: jax.Array, piece: Piece, dtype: Any, offset: int) -> jax.Array:
     """A block in the making that is one piece, from a buffer of words."""
-    return _whole(buffer, np.int32(offset), tuple(b - a for a, b in piece.slice), np.dtype(dtype))
+    (device,) = buffer.devices()
+    return _whole(buffer, np.int32(offset), tuple(b - a for a, b in piece.slice), _making(dtype, device))
 
 
 def part(block: jax.Array, origin: Box, box: Box) -> jax.Array:
-    """A box of the whole array, out of a block that has it, as bits; the block itself where that is all of it."""
+    """A box of the whole array, out of a block that has it; the block itself where that is all of it."""
     if origin == box:
         return block
-    return _part(block, _starts(origin, box), tuple(b - a for a, b in box))
+    (device,) = block.devices()
+    return _part(block, _starts(origin, box), tuple(b - a for a, b in box), _making(block.dtype, device))
 
 
 def place(block: jax.Array, origin: Box, box: Box, value: jax.Array) -> jax.Array:
@@ -81,7 +83,7 @@ def place(block: jax.Array, origin: Box, box: Box, value: jax.Array) -> jax.Arra
 
 def empty(box: Box, dtype: Any, device: Any) -> jax.Array:
     """A block to be made, of zeros."""
-    return zeros(tuple(b - a for a, b in box), bits_dtype(dtype), device)
+    return zeros(tuple(b - a for a, b in box), _making(dtype, device), device)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
@@ -90,8 +92,22 @@ def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
 
 
 def finished(block: jax.Array, dtype: Any) -> jax.Array:
-    """A block that has been made, in its dtype; it is donated."""
-    return block if block.dtype == dtype else _finished(block, np.dtype(dtype))
+    """A block that has been made, in its dtype; it is given up."""
+    if block.dtype == dtype:
+        return block
+    (device,) = block.devices()
+    if device.platform == "cpu" and bits_dtype(dtype).itemsize == block.dtype.itemsize and is_bytes(dtype):
+        # The same memory: XLA would hold the block twice, even donated. Who donates the array later has it copied then.
+        return jax.device_put(np.asarray(block).view(dtype), device, may_alias=True)
+    return _finished(block, np.dtype(dtype))
+
+
+def _making(dtype: Any, device: Any) -> Any:
+    """In which a block is made. Elements of less than a byte take one, or every write would pass over the whole block;
+    and so would narrow floating-point numbers on CPU, which computes with them as wider ones and quiets NaNs."""
+    if not is_bytes(dtype):
+        return np.dtype(np.uint8)
+    return bits_dtype(dtype) if device.platform == "cpu" else np.dtype(dtype)
 
 
 def _starts(origin: Box, box: Box) -> np.ndarray:
@@ -119,7 +135,7 @@ def _shape(piece: Piece) -> dict[str, Any]:
     return {"sizes": sizes, "length": padded_elements(piece), "whole": piece.stop - piece.start == prod(sizes)}
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 14)  # for each shape and device
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], jax.Array]:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=SingleDeviceSharding(device))
 
@@ -168,22 +184,31 @@ def _give_run(block: jax.Array, buffer: jax.Array, first: Any, offset: Any, *, l
 @partial(jax.jit, static_argnums=(2, 3))
 def _whole(buffer: jax.Array, offset: Any, sizes: tuple[int, ...], dtype: Any) -> jax.Array:
     words = lax.dynamic_slice(buffer, (offset,), (prod(sizes) * item_bytes(dtype) // buffer.dtype.itemsize,))
-    return from_words(words, bits_dtype(dtype)).reshape(sizes)
+    return from_words(words, dtype).reshape(sizes)
 
 
-@partial(jax.jit, static_argnums=(2,))
-def _part(block: jax.Array, start: Any, sizes: tuple[int, ...]) -> jax.Array:
-    return lax.dynamic_slice(as_bits(block), [start[d] for d in range(block.ndim)], sizes)
+@partial(jax.jit, static_argnums=(2, 3))
+def _part(block: jax.Array, start: Any, sizes: tuple[int, ...], dtype: Any) -> jax.Array:
+    return _as(dtype, lax.dynamic_slice(as_bits(block), [start[d] for d in range(block.ndim)], sizes))
 
 
 @partial(jax.jit, donate_argnums=(0,))
 def _place(block: jax.Array, value: jax.Array, start: Any) -> jax.Array:
-    return lax.dynamic_update_slice(block, as_bits(value), [start[d] for d in range(block.ndim)])
+    return lax.dynamic_update_slice(block, _as(block.dtype, value), [start[d] for d in range(block.ndim)])
 
 
 @partial(jax.jit, static_argnums=(1,), donate_argnums=(0,))
 def _finished(block: jax.Array, dtype: Any) -> jax.Array:
-    return from_bits(block, dtype)
+    return from_words(block.reshape(-1), dtype).reshape(block.shape)
+
+
+def _as(dtype: Any, values: jax.Array) -> jax.Array:
+    """Elements of an array, or their bits, in the dtype in which its block is made."""
+    if values.dtype == dtype:
+        return values
+    if not is_bytes(values.dtype):
+        return to_words(values.reshape(-1), np.uint8).reshape(values.shape)
+    return lax.bitcast_convert_type(values, dtype)
 
 
 def _positions(start: Any, first: Any, sizes: tuple[int, ...], length: int) -> tuple[jax.Array, ...]:

@@ -33,6 +33,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..._jax.context import has_x64, own_context
 from ...resharding import Message, Piece, RoundMessages
 from ...resharding.messages import as_messages
 from .blocks import zeros
@@ -174,7 +175,7 @@ class _Run:
     ) -> None:  # fmt: skip
         self._devices, self._words, self._dtype = lanes._devices, lanes._words, lanes._dtype
         self._pack, self._unpack, self._spread = pack, unpack, spread
-        self._lock = threading.Lock()
+        self._lock, self._x64 = threading.Lock(), has_x64()
         self._idle = {device: self._empty(device) for device in lanes._receiving}
         self._landed: dict[int, Future[None]] = {}
         self.landing: dict[int, list[Future[None]]] = {}
@@ -187,7 +188,8 @@ class _Run:
         """The messages of a lane, one by one; who waits for one that fails is told."""
         for place, flight in enumerate(lane):
             try:
-                self._fly(flight)
+                with own_context(x64=self._x64):
+                    self._fly(flight)
             except BaseException as error:
                 for lost in lane[place:]:
                     self._landed[id(lost)].set_exception(error)

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
+from .across import with_rounds_across
 from .blocks import empty, finished, give, padded_elements, take, whole
 from .copies import Blocks, Copies
 from .exchange import Exchange
@@ -74,8 +75,18 @@ class Mover:
         return frozenset(i for i, d in self._devices.items() if d.process_index == jax.process_index())
 
     @cached_property
+    def _moves(self) -> tuple[tuple[RoundMessages, ...], tuple[Message, ...]]:
+        """The rounds, and the copies before them between devices of one process."""
+        return with_rounds_across(
+            round_messages(self.plan) if self._given is None else self._given, local_messages(self.plan)[1],
+            process_of=lambda device: self._devices[device].process_index,
+            item_bytes=[item_bytes(a.dtype) for a in self._arrays],
+            most_bytes=most_bytes(self._devices.values(), self._chunk),
+        )  # fmt: skip
+
+    @property
     def _rounds(self) -> tuple[RoundMessages, ...]:
-        return tuple(round_messages(self.plan) if self._given is None else self._given)
+        return self._moves[0]
 
     @cached_property
     def _words(self) -> int:
@@ -84,8 +95,10 @@ class Mover:
         return max((sum(map(self._length, m.pieces)) + self._room(m.pieces) for m in steps), default=0)
 
     @cached_property
-    def _local(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        return local_messages(self.plan)
+    def _kept(self) -> list[Message]:
+        """What devices have of their new blocks, but for blocks that stay as they are."""
+        kept, _ = local_messages(self.plan)
+        return [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
 
     @cached_property
     def _exchanging(self) -> list[Any]:
@@ -137,15 +150,14 @@ class Mover:
                 )  # fmt: skip
             else:
                 self._in_steps(held, made, copies, tell)
-        results: list[jax.Array] = [
-            jax.make_array_from_single_device_arrays(
-                array.shape,
-                target,
-                [finished(self._block(made, i, d.id), array.dtype) for d in target.addressable_devices],
-                dtype=array.dtype,
-            )
-            for i, (array, target) in enumerate(zip(self._arrays, self._targets, strict=True))
-        ]
+        results: list[jax.Array] = []
+        for i, (array, target) in enumerate(zip(self._arrays, self._targets, strict=True)):
+            for device in target.addressable_devices:
+                made[i][device.id] = finished(self._block(made, i, device.id), array.dtype)
+            blocks = [made[i][device.id] for device in target.addressable_devices]
+            results.append(
+                jax.make_array_from_single_device_arrays(array.shape, target, blocks, dtype=array.dtype)
+            )  # fmt: skip
         for i in donated:
             for device, block in held[i].items():
                 if made[i].get(device) is not block:
@@ -154,13 +166,11 @@ class Mover:
 
     def _locally(self, held: Blocks, donated: Collection[int], made: Blocks, copies: Copies) -> None:
         """What devices of this process have already into the new blocks."""
-        kept, copied = self._local
         for i, (source, target) in enumerate(zip(self._from, self._to, strict=True)):
             for device, box in target.items():
                 if device in self._mine and source.get(device) == box:
                     made[i][device] = held[i][device] if i in donated else jnp.copy(held[i][device])
-        moved = [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
-        copies.run([*moved, *copied], held, self._from)
+        copies.run([*self._kept, *self._moves[1]], held, self._from)
 
     def _changing(self, message: Message) -> tuple[Piece, ...]:
         """Of what a device keeps, that which does not stay where it is."""

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from ..._jax.context import own_context
 from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
@@ -79,30 +80,8 @@ def reshard(
     for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         _check_there(leaf, name)
         leaves[i] = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
-    ours = [isinstance(leaf, jax.Array) for leaf in leaves]
-    in_place = [
-        mine and x.sharding.is_equivalent_to(t, x.ndim) for mine, x, t in zip(ours, leaves, targets, strict=True)
-    ]
-    moving = [i for i, mine in enumerate(ours) if mine and not in_place[i]]
-    values = [_plain(leaves[i]) for i in moving]
-    wanted = [_plain_sharding(leaves[i], targets[i]) for i in moving]
-    parts = tuple((names[i], v.shape, v.dtype, v.sharding, t) for i, v, t in zip(moving, values, wanted, strict=True))
-    mover = _mover(parts, network, chunk_bytes) if moving else None
-    plan = "nothing to move" if mover is None else mover.plan.fingerprint
-    _agree(f"{plan}, donate={bool(donate)}, dtype={dtype}", names, leaves, targets)
-    free = _unshared(leaves) if donate else frozenset()
-    found: list[Any] = [None] * len(leaves)
-    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        if in_place[i]:
-            found[i] = leaf if i in free else _copied(leaf)
-        elif not ours[i]:
-            found[i] = put(np.asarray(leaf), target)
-    if mover is not None:
-        donated = [at for at, i in enumerate(moving) if i in free]
-        for i, value in zip(moving, mover(values, donated=donated, tell=tell), strict=True):
-            found[i] = _like(leaves[i], value)
-    if dtype is not None:
-        found = [_cast(x, dtype) for x in found]
+    with own_context():
+        found = _moved(leaves, targets, names, network, chunk_bytes, donate=donate, dtype=dtype, tell=tell)
     return jax.tree.unflatten(treedef, found)
 
 
@@ -137,6 +116,40 @@ def reshard_plan(
             shape, dtype = words.shape, words.dtype
         parts.append((name, shape, dtype, x.sharding, target))
     return _planned(tuple(parts), network, chunk_bytes)
+
+
+def _moved(
+    leaves: Sequence[Any], targets: Sequence[Sharding], names: Sequence[str], network: Network | None,
+    chunk_bytes: int, *, donate: bool, dtype: Any, tell: Callable[[int, int], None] | None,
+) -> list[Any]:  # fmt: skip
+    """The leaves in their places, once all processes have agreed."""
+    ours = [isinstance(leaf, jax.Array) for leaf in leaves]
+    in_place = [
+        mine and x.sharding.is_equivalent_to(t, x.ndim) for mine, x, t in zip(ours, leaves, targets, strict=True)
+    ]
+    moving = [i for i, mine in enumerate(ours) if mine and not in_place[i]]
+    values = [_plain(leaves[i]) for i in moving]
+    wanted = [_plain_sharding(leaves[i], targets[i]) for i in moving]
+    parts = tuple((names[i], v.shape, v.dtype, v.sharding, t) for i, v, t in zip(moving, values, wanted, strict=True))
+    mover = _mover(parts, network, chunk_bytes) if moving else None
+    plan = "nothing to move" if mover is None else mover.plan.fingerprint
+    _agree(f"{plan}, donate={bool(donate)}, dtype={dtype}", names, leaves, targets)
+    free = _unshared(leaves) if donate else frozenset()
+    found: list[Any] = [None] * len(leaves)
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if in_place[i]:
+            found[i] = leaf if i in free else _copied(leaf)
+        elif not ours[i]:
+            found[i] = put(np.asarray(leaf), target)
+    if mover is not None:
+        donated = [at for at, i in enumerate(moving) if i in free]
+        moved = mover(values, donated=donated, tell=tell)
+        for i in reversed(moving):
+            found[i] = _like(leaves[i], moved.pop())
+    if dtype is not None:
+        for i in range(len(found)):  # one by one: what was converted is let go before the next is
+            found[i] = jax.block_until_ready(_cast(found[i], dtype))
+    return found
 
 
 _Part = tuple[str, tuple[int, ...], Any, Sharding, Sharding]

@@ -20,7 +20,12 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 def item_bytes(dtype: Any) -> int:
     """Bytes that an element takes while it moves."""
-    return 1 if _bits(dtype) < 8 else np.dtype(dtype).itemsize
+    return np.dtype(dtype).itemsize if is_bytes(dtype) else 1
+
+
+def is_bytes(dtype: Any) -> bool:
+    """Whether elements take whole bytes; booleans do."""
+    return dtype == jnp.bool_ or _bits(dtype) >= 8
 
 
 def word_of(dtypes: Iterable[Any]) -> Any:
