@@ -104,10 +104,25 @@ def split_scans_at(
 
 
 def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
-    """For each top-level equation that cuts whole rows of dim 0 out of an input: that input's position, the first row
-    and the one past the last."""
+    """For each top-level equation that cuts whole rows of dim 0 out of an input for scans alone: that input's position,
+    the first row and the one past the last."""
     top = open_jaxpr(closed)
     inputs: dict[Any, int] = {var: i for i, var in enumerate(top.invars)}
+    readers: dict[Any, list[Equation]] = {}
+    for equation in top.eqns:
+        for atom in equation.invars:
+            if not is_literal(atom):
+                readers.setdefault(atom, []).append(equation)
+    outputs = {atom for atom in top.outvars if not is_literal(atom)}
+
+    def for_scans(var: Any) -> bool:
+        found = readers.get(var, [])
+        return var not in outputs and all(
+            equation.primitive.name == "scan"
+            or (equation.primitive.name == "convert_element_type" and for_scans(equation.outvars[0]))
+            for equation in found
+        )  # fmt: skip
+
     found = {}
     for position, equation in enumerate(top.eqns):
         if equation.primitive.name != "slice" or is_literal(equation.invars[0]):
@@ -117,7 +132,7 @@ def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
         shape = equation.invars[0].aval.shape
         whole = all(a == 0 and b == n for a, b, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
         even = set(equation.params["strides"] or ()) <= {1}
-        if source is not None and shape and whole and even:
+        if source is not None and shape and whole and even and for_scans(equation.outvars[0]):
             found[position] = (source, int(starts[0]), int(stops[0]))
     return found
 

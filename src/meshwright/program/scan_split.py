@@ -56,7 +56,7 @@ def split_with_starts(
 
 
 def stacked_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
-    """The equations that take rows of dim 0 out of an input.
+    """The equations that take rows of dim 0 out of an input for scans alone.
 
     Returns:
       By position of the top-level equation: the input's position, the first row and the one past the last.

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import inf
 
+from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from ..schedule import interleaved_one_f_one_b
+from .candidate import Candidate
 from .inter_op_problem import PlacedStage
 from .stage_costs import StageCosts
 from .stage_request import INTERLEAVED, StageRequest
@@ -29,19 +31,23 @@ _CHUNKS = (2, 4)
 _MOST_CHUNKS = 8
 
 # Numbers of microbatches and of ranks that are tried.
-_MOST_INTERLEAVED = 3
+_MOST_INTERLEAVED = 8
+
+# Plans that suggest numbers of ranks.
+_SUGGESTING = 3
 
 
-def chunks_of(program: StagedProgram, ranks: int, devices: int) -> tuple[int, ...]:
+def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: int) -> tuple[int, ...]:
     """How many stages each rank may have, ascending: of a program that is one scan over its layers as many as can all
     be of the same length.
 
     Args:
       program: to be cut.
+      microbatches: in a step.
       ranks: groups of devices.
       devices: of the cluster.
     """
-    if ranks < 2 or devices % ranks or program.microbatches % ranks:
+    if ranks < 2 or devices % ranks or microbatches % ranks:
         return ()
     scan = main_scan(program.source)
     if scan is None:
@@ -66,42 +72,83 @@ class Interleaving:
         """Of the programs that were cut anew."""
         return list(self._cut.values())
 
-    def tries(
-        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts]
-    ) -> Iterator[tuple[StageCosts, int, int]]:
-        """Costs of a program, ranks, and stages of each rank, the most promising first.
+    def _tries(
+        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts],
+        below_seconds: float,
+    ) -> list[tuple[int, int, dict[int, float]]]:  # fmt: skip
+        """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
+        ascending, with the seconds that are expected of a step.
 
         Args:
           finished: seconds of the plans so far, by their microbatches and stages.
           known: costs by number of microbatches.
+          below_seconds: what takes longer is of no interest.
         """
         request, devices = self._request, self._request.cluster.num_devices
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
-            return
-        if request.stages is not None or set(request.schedules) == {INTERLEAVED}:
-            pairs = [(costs, ranks) for costs in known for ranks in range(2, devices + 1)]
-        else:
-            of = {costs.program.microbatches: costs for costs in known}
-            pairs = [(of[count], ranks) for count, ranks in self._suggested(finished, of)]
-        for costs, ranks in pairs:
-            for chunks in chunks_of(costs.program, ranks, devices):
-                if request.stages in (None, ranks * chunks):
-                    yield costs, ranks, chunks
+            return []
+        asked = request.stages is not None or set(request.schedules) == {INTERLEAVED}
+        suggested = range(2, devices + 1) if asked else _ranks_of(finished)
+        found = []
+        for count in [c.program.microbatches for c in known] if asked else list(request.by_microbatches):
+            for ranks in suggested:
+                chunks = chunks_of(known[0].program, count, ranks, devices)
+                ways = {
+                    n: self._expected(known, count, ranks, n) for n in chunks if request.stages in (None, ranks * n)
+                }
+                if asked and ways:
+                    found.append((count, ranks, dict.fromkeys(ways, 0.0)))
+                elif min(ways.values(), default=inf) < below_seconds:
+                    found.append((count, ranks, ways))
+        found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
+        return found if asked else found[:_MOST_INTERLEAVED]
 
-    def _suggested(
-        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], of: Mapping[int, StageCosts]
-    ) -> list[tuple[int, int]]:
-        """Numbers of microbatches and ranks of the best few plans."""
-        found: dict[tuple[int, int], None] = {}
-        for (count, stages), _ in sorted(finished.items(), key=lambda one: one[1]):
-            # Ranks are equal, and their number divides that of the devices; the stages found need not be so.
-            length = len(stages).bit_length()
-            for ranks in (len(stages), 1 << length, 1 << length - 1):
-                if chunks_of(of[count].program, ranks, self._request.cluster.num_devices):
-                    found[count, ranks] = None
-        return list(found)[:_MOST_INTERLEAVED]
+    def _expected(self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int) -> float:
+        """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other."""
+        costs = max((c for c in known if c.program.microbatches <= count), key=lambda c: c.program.microbatches)
+        place = _places(costs, ranks)
+        if place is None:
+            return inf
+        share, layers = costs.program.microbatches / count, len(costs.program.layers)
+        # Of the first rank, all its stages together.
+        in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
+        both, _ = costs.fastest(place[0], [in_flight], share, chunks)
+        cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
+        mean = sum(float(both[0, first, last]) for first, last in pairwise(cuts) if first < last) / ranks
+        return (count + (ranks - 1) / chunks) * mean
 
-    def in_stages(self, costs: StageCosts, count: int) -> StageCosts:
+    def candidates(
+        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts], *,
+        below_seconds: float, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None],
+        late: Callable[[], bool],
+    ) -> Iterator[Candidate]:  # fmt: skip
+        """Plans that are expected to take less than these seconds, and than those before.
+
+        Args:
+          finished: seconds of the plans so far, by their microbatches and stages.
+          known: costs by number of microbatches.
+          below_seconds: of the best plan so far.
+          costs_in: of the program in so many microbatches; raises `PlanError` where it cannot be cut so.
+          scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
+          late: whether the time is over.
+        """
+        for count, ranks, ways in self._tries(finished, known, below_seconds):
+            for chunks, expected in ways.items():
+                if late() or expected >= below_seconds:
+                    continue
+                try:
+                    costs = self._in_stages(costs_in(count), ranks * chunks)
+                except PlanError:
+                    break
+                costs.reserve(costs_in(count).reserved)
+                found = (scheduled(costs, stages, chunks=chunks) for stages in interleaved(costs, ranks, chunks))
+                candidate = next((one for one in found if one is not None), None)
+                if candidate is None:
+                    break  # more stages a rank, with a workspace each, take no less memory
+                below_seconds = min(below_seconds, candidate.seconds)
+                yield candidate
+
+    def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:
         """Of the same program with that many equal stages as its layers, if it is one scan over its layers: these need
         not be the layers that it was clustered into."""
         program = costs.program
@@ -113,8 +160,12 @@ class Interleaving:
         return self._cut[key]
 
 
-def interleaved(costs: StageCosts, ranks: int, chunks: int) -> tuple[PlacedStage, ...] | None:
-    """Stages for so many ranks with so many stages each; None if there are none.
+def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[PlacedStage, ...]]:
+    """Stages for so many ranks with so many stages each, the fastest first; those of a rank may not fit together.
+
+    All get the same share of a device's memory. Of a rank's stages the first holds more microbatches than the last: a
+    stage is solved for its own number or, where that is less, for what they hold on average; or for the average; or for
+    its own.
 
     Args:
       costs: of a program.
@@ -124,23 +175,60 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> tuple[PlacedStage
     program, devices = costs.program, costs.submeshes.cluster.num_devices
     count = ranks * chunks
     if ranks < 2 or devices % ranks or program.microbatches % ranks or count > len(program.layers):
-        return None
-    size = devices // ranks
+        return
+    places = _places(costs, ranks)
+    if places is None:
+        return
+    own = interleaved_one_f_one_b(count, program.microbatches, chunks=chunks).in_flight
+    mean = [-(-sum(own[number % ranks :: ranks]) // chunks) for number in range(count)]
+    ranges = _balanced(costs, places[0], count, max(mean))
+    if ranges is None:
+        return
+    limits = [min(costs.limit_bytes(place, last) for last in {False, number == ranks - 1})
+              for number, place in enumerate(places)]  # fmt: skip
+    for in_flight in ([min(pair) for pair in zip(own, mean, strict=True)], mean, own):
+        stages: list[PlacedStage] = []
+        for number, (first, last) in enumerate(ranges):
+            place, share = places[number % ranks], limits[number % ranks] / chunks
+            option = costs.solve_within(first, last, place, in_flight[number], share)
+            if option is None:
+                break
+            stages.append(PlacedStage(first, last, place, option))
+        if len(stages) == count:
+            for rank, limit in enumerate(limits):
+                _give_what_is_left(costs, stages, range(rank, count, ranks), own, limit)
+            yield tuple(stages)
+
+
+def _give_what_is_left(
+    costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
+) -> None:
+    """Solve the slowest stage of a rank again, in all that the others leave."""
+    slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
+    stage = stages[slowest]
+    held = {n: stages[n].option.constant_bytes + in_flight[n] * stages[n].option.in_flight_bytes for n in rank}
+    others = sum(size for number, size in held.items() if number != slowest)
+    option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
+    if option is not None and option.seconds < stage.option.seconds:
+        stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)
+
+
+def _ranks_of(finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> list[int]:
+    """How many ranks the best few plans suggest: theirs are equal and divide the devices, those of a plan need not."""
+    found: set[int] = set()
+    for (_, stages), _ in sorted(finished.items(), key=lambda one: one[1])[:_SUGGESTING]:
+        length = len(stages).bit_length()
+        found |= {len(stages), 1 << length, 1 << length - 1}
+    return sorted(found)
+
+
+def _places(costs: StageCosts, ranks: int) -> list[Submesh] | None:
+    """Equal submeshes of one kind for so many ranks, if there are any."""
+    size = costs.submeshes.cluster.num_devices // ranks
     places = [Submesh(rank * size, (rank + 1) * size) for rank in range(ranks)]
     if not all(map(costs.submeshes.is_submesh, places)) or len({costs.solver.kind_of[place] for place in places}) > 1:
         return None
-    in_flight = interleaved_one_f_one_b(count, program.microbatches, chunks=chunks).in_flight
-    ranges = _balanced(costs, places[0], count, max(in_flight))
-    if ranges is None:
-        return None
-    stages = []
-    for number, (first, last) in enumerate(ranges):
-        place = places[number % ranks]
-        option = costs.solve_share(first, last, place, in_flight[number], chunks)
-        if option is None:
-            return None
-        stages.append(PlacedStage(first, last, place, option))
-    return tuple(stages)
+    return places
 
 
 def _balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> list[tuple[int, int]] | None:

@@ -26,7 +26,7 @@ from .given_stages import of_layers, restricted, stages_of_like_work
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
-from .interleaving import Interleaving, interleaved
+from .interleaving import Interleaving
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .stage_costs import StageCosts
 from .stage_request import (
@@ -440,24 +440,23 @@ class StageSearch:
             candidate = self._scheduled(self.costs(number), stages)
             if candidate is not None and (best is None or candidate.weight < best.weight * (1 - 1e-9)):
                 best = candidate
-        for candidate in self._interleaved():
+        for candidate in self._interleaved(best.seconds if best is not None else inf):
             if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate
         return best
 
-    def _interleaved(self) -> Iterator[Candidate]:
-        """Plans of several stages a rank, for as many ranks as the best plans so far suggest."""
-        for costs, ranks, chunks in self._interleaving.tries(self.finished, self._all_costs):
-            if self.late and self.finished:
-                return
-            finer = self._interleaving.in_stages(costs, ranks * chunks)
-            finer.reserve(self.reserve(costs.program.microbatches))
-            stages = interleaved(finer, ranks, chunks)
-            candidate = self._scheduled(finer, stages, chunks=chunks) if stages is not None else None
-            if candidate is not None:
-                shape = f"{candidate.seconds:.6g} s with {ranks} ranks of {chunks} stages"
-                self.considered.append(f"{costs.program.microbatches} microbatches, interleaved: {shape}")
-                yield candidate
+    def _interleaved(self, below_seconds: float) -> Iterator[Candidate]:
+        """Plans of several stages a rank that are expected to take less than these seconds."""
+        for costs in self._all_costs:
+            costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
+        for candidate in self._interleaving.candidates(
+            self.finished, self._all_costs, below_seconds=below_seconds, costs_in=self.costs,
+            scheduled=self._scheduled, late=lambda: self.late and bool(self.finished),
+        ):  # fmt: skip
+            ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
+            count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"
+            self.considered.append(f"{count} microbatches, interleaved: {candidate.seconds:.6g} s with {shape}")
+            yield candidate
 
     def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:
         found = scheduled(costs, stages, self._schedules, chunks=chunks)
@@ -482,7 +481,8 @@ class StageSearch:
             first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
             option = costs.adopted(stage.option, first, last)
             if option is None:
-                option = costs.solve_share(first, last, stage.submesh, in_flight, chunks)
+                limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers)) / chunks
+                option = costs.solve_within(first, last, stage.submesh, in_flight, limit)
             if option is None:
                 return None
             stages.append(PlacedStage(first, last, stage.submesh, option))

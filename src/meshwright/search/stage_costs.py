@@ -69,7 +69,7 @@ class StageCosts:
         self._solved_layers: set[tuple[int, ...]] = set()
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
         self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
-        self._shares: dict[tuple[int, int, int, int], Option | None] = {}
+        self._within: dict[tuple[int, int, int, float], Option | None] = {}
         self._estimated: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
 
     @property
@@ -116,10 +116,12 @@ class StageCosts:
         both, forward = self.estimates.least(self.solver.kind_of[submesh])
         return share * both, share * forward
 
-    def fastest(self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-        """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers +
-        1]`."""
-        return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
+    def fastest(
+        self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0, chunks: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of what fits memory with so many microbatches in flight, cut into so many stages that have a
+        workspace each: `[in flight, layers + 1, layers + 1]`."""
+        return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share, chunks)
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
@@ -136,8 +138,12 @@ class StageCosts:
             self._reserve = reserve
             self.estimates.reserve(reserve)
             self._solved.clear()
-            self._shares.clear()
             self.forget_estimates()
+
+    @property
+    def reserved(self) -> MemoryReserve:
+        """What may not be counted."""
+        return self._reserve
 
     def is_solved(self, first: int, last: int, submesh: Submesh, in_flight: int) -> bool:
         """Whether the options of a range are those of solutions."""
@@ -246,22 +252,23 @@ class StageCosts:
         known[in_flight] = best_of(found)
         return known[in_flight]
 
-    def solve_share(self, first: int, last: int, submesh: Submesh, in_flight: int, share: int) -> Option | None:
-        """The fastest way to run a range in the `share`-th part of a device's memory; None if there is none."""
+    def solve_within(
+        self, first: int, last: int, submesh: Submesh, in_flight: int, limit_bytes: float
+    ) -> Option | None:
+        """The fastest way to run a range in so much of a device's memory; None if there is none."""
         kind = self.solver.kind_of[submesh]
-        key = self.solver.number(first, last), kind, in_flight, share
-        if key not in self._shares:
+        key = self.solver.number(first, last), kind, in_flight, limit_bytes
+        if key not in self._within:
             best: Option | None = None
             for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
                 if best is not None and weight >= self.estimates.weight(best):
                     break
-                place, limit = Place(first, last, kind, number), self._limit_of(submesh, last) / share
-                stage = self.solver.within(place, remat, in_flight, limit)
+                stage = self.solver.within(Place(first, last, kind, number), remat, in_flight, limit_bytes)
                 option = _option_of(stage) if stage is not None else None
                 if option and (best is None or self.estimates.weight(option) < self.estimates.weight(best)):
                     best = option
-            self._shares[key] = best
-        return self._shares[key]
+            self._within[key] = best
+        return self._within[key]
 
     def adopted(self, option: Option, first: int, last: int) -> Option | None:
         """A solution of the same range in another program, where scans are cut otherwise, as one of this program; None

@@ -120,7 +120,7 @@ class StageEstimates:
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], float, int, bool], _Table] = {}
         self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
 
     def reserve(self, reserve: MemoryReserve) -> None:
@@ -160,10 +160,12 @@ class StageEstimates:
             self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
         return self._fastest[kind]
 
-    def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    def fastest(
+        self, kind: int, in_flight: Sequence[int], share: float = 1.0, chunks: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
-        layers + 1]`, for microbatches of this share of the program's."""
-        table = self._table(kind, tuple(in_flight), share)
+        layers + 1]`, for microbatches of this share of the program's, and with workspace for so many stages."""
+        table = self._table(kind, tuple(in_flight), share, chunks)
         return table.fastest, table.fastest_forward
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
@@ -211,15 +213,15 @@ class StageEstimates:
             self._table(kind, (in_flight,), share)
         return self._places[key]
 
-    def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
-        key = kind, in_flight, share, self.only_easy
+    def _table(self, kind: int, in_flight: tuple[int, ...], share: float, chunks: int = 1) -> _Table:
+        key = kind, in_flight, share, chunks, self.only_easy
         if key not in self._tables:
-            self._tables[key] = table = self._made(kind, in_flight, share)
-            for place, number in enumerate(in_flight):
+            self._tables[key] = table = self._made(kind, in_flight, share, chunks)
+            for place, number in enumerate(in_flight if chunks == 1 else ()):
                 self._places[kind, number, share, self.only_easy] = table, place
         return self._tables[key]
 
-    def _made(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+    def _made(self, kind: int, in_flight: tuple[int, ...], share: float, chunks: int) -> _Table:
         times = np.array(in_flight, dtype=float)[:, None, None]
         layers = len(self._starts)
         steps = self.program.microbatches / share
@@ -234,10 +236,10 @@ class StageEstimates:
             looked_at = False
             for remat in self._wishes:
                 constant, kept, workspace = self._least(kind, number, remat)
-                wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
+                wanted = open_ & (constant + share * (times * kept + chunks * workspace) <= limits)
                 if not wanted.any():
                     continue
-                found = self._priced(kind, number, remat, in_flight, share, wanted, most)
+                found = self._priced(kind, number, remat, in_flight, share, chunks, wanted, most)
                 looked_at = True
                 ways.append((number, remat))
                 fields.append(found)
@@ -269,8 +271,8 @@ class StageEstimates:
         return sorted(found, key=lambda one: one[:2])
 
     def _priced(
-        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float, wanted: np.ndarray,
-        most: np.ndarray,
+        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float, chunks: int,
+        wanted: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, first, last]`,
         infinite for those that are not wanted or never fit."""
@@ -281,20 +283,20 @@ class StageEstimates:
             rows = np.array([one == level for one in about])
             times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
             fits[:, rows] = self._least_price(
-                kind, number, remat, level, times[:, None, None], share, wanted[rows], most
+                kind, number, remat, level, times[:, None, None], share, chunks, wanted[rows], most
             )
         return fits
 
     def _least_price(
-        self, kind: int, number: int, remat: str, about: float, times: np.ndarray, share: float, wanted: np.ndarray,
-        most: np.ndarray,
+        self, kind: int, number: int, remat: str, about: float, times: np.ndarray, share: float, chunks: int,
+        wanted: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         found = np.full((_WORKSPACE, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
         limits = self._limits(kind)
         for price in range(len(_PRICES) + 1):
-            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share)
+            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share, chunks)
             held = now[_CONSTANT] + times * now[_KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[_FORWARD])
@@ -316,11 +318,18 @@ class StageEstimates:
             before, over = here, held
         return found
 
-    def _shared(self, sums: np.ndarray, share: float) -> np.ndarray:
+    def _shared(self, sums: np.ndarray, share: float, chunks: int) -> np.ndarray:
         """The fields of microbatches of this share, workspace among what is there throughout."""
         forward, backward, weight, once, constant, kept, workspace = sums
         return np.array(
-            [share * forward, share * backward, share * weight, once, constant + share * workspace, share * kept]
+            [
+                share * forward,
+                share * backward,
+                share * weight,
+                once,
+                constant + chunks * share * workspace,
+                share * kept,
+            ]
         )
 
     def _least(self, kind: int, number: int, remat: str) -> np.ndarray:
