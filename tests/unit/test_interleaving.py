@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 from typing import Any
 
 from meshwright.cluster import load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
-from meshwright.search.interleaving import interleaved
+from meshwright.search.inter_op_problem import Option, PlacedStage
+from meshwright.search.interleaving import give_what_is_left, interleaved
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.stage_costs import StageCosts
-from meshwright.search.submeshes import Submeshes
+from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.zoo import registry
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 4
@@ -30,28 +32,61 @@ def costs() -> StageCosts:
     )  # fmt: skip
 
 
-def test_what_ranks_hold_fits_and_more_memory_is_never_slower() -> None:
+SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def test_what_ranks_hold_fits_and_is_shared_by_need() -> None:
     own = interleaved_one_f_one_b(RANKS * CHUNKS, MICROBATCHES, chunks=CHUNKS).in_flight
     usable = costs().submeshes.cluster.device.usable_memory_bytes
 
-    def in_memory(size: float) -> tuple[float, list[float]] | None:
-        """Seconds of the slowest stage, and bytes of each stage, of the first way whose ranks fit."""
+    def slowest(size: float) -> tuple[float, float, float]:
+        """Of the first way whose ranks fit in so many bytes: seconds of its slowest stage, those with equal shares of
+        the memory, and bytes of the rank that holds most."""
         costs().reserve(MemoryReserve(usable - size, usable - size))
         for stages in interleaved(costs(), RANKS, CHUNKS):
             held = [s.option.constant_bytes + n * s.option.in_flight_bytes for s, n in zip(stages, own, strict=True)]
-            if all(sum(held[rank::RANKS]) <= size * (1 + 1e-9) for rank in range(RANKS)):
-                return max(s.option.seconds for s in stages), held
-        return None
+            most = max(sum(held[rank::RANKS]) for rank in range(RANKS))
+            if most <= size * (1 + 1e-9):
+                equal = [
+                    costs().solve_within(s.first, s.last, s.submesh, n, size / CHUNKS)
+                    for s, n in zip(stages, own, strict=True)
+                ]
+                alike = max(inf if option is None else option.seconds for option in equal)
+                return max(s.option.seconds for s in stages), alike, most
+        return inf, inf, 0.0
 
-    free: Any = in_memory(usable)
-    assert free is not None
-    most = max(sum(free[1][rank::RANKS]) for rank in range(RANKS))
-    found = [in_memory(share * most) for share in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
-    assert found[-1] is not None
-    assert found[-1][0] == free[0]
-    seconds = [one[0] for one in found if one is not None]
-    assert len(seconds) > 2
+    free, _, most = slowest(usable)
+    found = [slowest(share * most) for share in SHARES]
+    seconds = [one for one, _, _ in found]
     assert seconds == sorted(seconds, reverse=True)
-    # More than its equal share.
-    assert any(one is not None and max(one[1]) > share * most / CHUNKS * (1 + 1e-9)
-               for one, share in zip(found, (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0), strict=True))  # fmt: skip
+    assert seconds[-1] == free
+    assert all(one <= alike for one, alike, _ in found)
+    assert any(one < alike < inf for one, alike, _ in found), found
+
+
+def test_the_slowest_stage_of_a_rank_gets_what_the_others_leave() -> None:
+    asked: list[tuple[int, int, float]] = []
+
+    class Costs:
+        def solve_within(self, first: int, last: int, submesh: Submesh, in_flight: int, limit_bytes: float) -> Option:
+            asked.append((first, in_flight, limit_bytes))
+            return Option(forward_seconds=1.0, backward_seconds=1.0, constant_bytes=limit_bytes)
+
+    def placed(number: int, seconds: float, constant: float, kept: float) -> PlacedStage:
+        option = Option(
+            forward_seconds=seconds, backward_seconds=seconds, constant_bytes=constant, in_flight_bytes=kept
+        )
+        return PlacedStage(number, number + 1, Submesh(0, 1), option)
+
+    stages = [placed(0, 1.5, 10.0, 2.0), placed(1, 9.0, 1.0, 1.0), placed(2, 2.0, 20.0, 1.0)]
+    costs: Any = Costs()
+    give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
+    assert asked == [(2, 2, 100.0 - (10.0 + 3 * 2.0))]
+    assert [stage.option.seconds for stage in stages] == [3.0, 18.0, 2.0]
+    stages[2] = placed(2, 0.8, 20.0, 1.0)
+    give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
+    assert asked[-1] == (0, 3, 100.0 - (20.0 + 2 * 1.0))
+    # What is no faster is not taken.
+    stages = [placed(0, 0.9, 10.0, 2.0), placed(1, 9.0, 1.0, 1.0), placed(2, 0.8, 20.0, 1.0)]
+    give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
+    assert stages[0].option.constant_bytes == 10.0

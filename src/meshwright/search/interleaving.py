@@ -196,11 +196,11 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
             stages.append(PlacedStage(first, last, place, option))
         if len(stages) == count:
             for rank, limit in enumerate(limits):
-                _give_what_is_left(costs, stages, range(rank, count, ranks), own, limit)
+                give_what_is_left(costs, stages, range(rank, count, ranks), own, limit)
             yield tuple(stages)
 
 
-def _give_what_is_left(
+def give_what_is_left(
     costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
 ) -> None:
     """Solve the slowest stage of a rank again, in all that the others leave."""
