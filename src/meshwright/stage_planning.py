@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from math import inf, isfinite, prod
+from math import gcd, inf, isfinite, prod
 from typing import Any
 
 from .cluster import Cluster, HostOrder, host_orders
@@ -340,14 +340,35 @@ def _each_microbatch(stage: Stage, plan: Plan, values: Mapping[str, Value]) -> t
 
 
 def _counts(asked: PlanRequest) -> list[int]:
-    """The number asked for; or powers of two that divide the batch, with a preset enough for its stages, and each to be
-    cut into its blocks."""
+    """The number asked for; or of those that divide the batch about one for each power of two, with a preset enough for
+    its stages, and each to be cut into its blocks."""
     if asked.microbatches is not None:
         return [asked.microbatches]
-    preset = asked.preset
-    most = _MOST_MICROBATCHES if preset is None else max(batch_extents(asked.args, asked.batch_axis), default=1)
-    found = _dividing(asked, [2**i for i in range(most.bit_length())]) or [1]
+    preset, extents = asked.preset, batch_extents(asked.args, asked.batch_axis)
+    most = _MOST_MICROBATCHES if preset is None else max(extents, default=1)
+    found = _dividing(asked, even_divisors(gcd(*extents), most)) or [1]
     return [m for m in found if preset is None or m >= preset.stages] or found[-1:]
+
+
+def even_divisors(extent: int, most: int) -> list[int]:
+    """For each power of two the divisors of a batch from there to the next that leave the most factors of two: in their
+    number, for ranks that take turns, or in a microbatch, for devices that share one.
+
+    >>> even_divisors(64, 16)
+    [1, 2, 4, 8, 16]
+    >>> even_divisors(1520, 64)
+    [1, 2, 4, 5, 8, 10, 16, 19, 38, 40]
+    """
+
+    def twos(number: int) -> int:
+        return number & -number
+
+    found: set[int] = set()
+    for first in (1 << power for power in range(most.bit_length())):
+        there = [n for n in range(first, min(2 * first, most + 1)) if extent % n == 0]
+        if there:
+            found |= {max(there, key=twos), max(there, key=lambda n: twos(extent // n))}
+    return sorted(found)
 
 
 def _finer(asked: PlanRequest, count: int) -> list[int]:
