@@ -49,7 +49,7 @@ import numpy as np
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.compare import candidates_for
-from meshwright.errors import PlanError, size_words
+from meshwright.errors import MemoryExceeded, PlanError, size_words
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
 from meshwright.presets import Preset
@@ -201,10 +201,14 @@ def row(name: str, *, seconds: float) -> dict[str, Any]:
         "cell": name, "model": published.model, "gpus": published.devices, "parameters": target.parameters,
         "global_batch": jax.tree.leaves(target.example_batch)[0].shape[0], "activations": DTYPES[family],
     }  # fmt: skip
-    planning = plan_for(traces, args, cluster=cluster, stages=None, time_limit_seconds=PLAN_SHARE * seconds)
-    ours = planning.plan
-    found["ours"] = described(ours, max(stage.layers[1] for stage in ours.stages))
-    found["ours"]["planning_seconds"] = planning.seconds
+    try:
+        planning = plan_for(traces, args, cluster=cluster, stages=None, time_limit_seconds=PLAN_SHARE * seconds)
+    except MemoryExceeded as error:
+        found["ours"] = {"refused": str(error)}
+    else:
+        ours = planning.plan
+        found["ours"] = described(ours, max(stage.layers[1] for stage in ours.stages))
+        found["ours"]["planning_seconds"] = planning.seconds
     found["alpa"] = _published(published, traces, args, cluster, PLAN_SHARE * seconds)
     found["presets"] = _presets(traces, args, cluster, start + seconds)
     found["seconds"] = time.perf_counter() - start
@@ -333,7 +337,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
     bounds = {name: one["at_least"] for name, one in found["presets"].items() if "at_least" in one}
     best = min(priced, key=lambda name: priced[name], default=None)
     others = {**priced, **({"alpa": found["alpa"]["seconds"]} if "seconds" in found["alpa"] else {})}
-    ours = found["ours"]["seconds"]
+    ours = found["ours"].get("seconds", np.inf)  # where nothing fits, nothing else may
     return {
         **found,
         "best_preset": best,
@@ -395,8 +399,9 @@ def markdown(found: Sequence[dict[str, Any]]) -> str:
             published = "none" if alpa["refused"].startswith("no plan") else "does not fit"
         cells = [
             one["model"], str(one["gpus"]),
-            f"{_runs(ours['stages'])}, {ours['microbatches']} mb, {ours['schedule']}: {ours['seconds']:.4g}",
-            f"{ours['tflops_per_gpu']:.1f}", published, _factor(one["faster_than_alpa"]),
+            f"{_runs(ours['stages'])}, {ours['microbatches']} mb, {ours['schedule']}: {ours['seconds']:.4g}"
+            if "seconds" in ours else "does not fit",
+            f"{ours['tflops_per_gpu']:.1f}" if "seconds" in ours else "", published, _factor(one["faster_than_alpa"]),
             "none" if best is None else f"{best}: {one['presets'][best]['seconds']:.4g}",
             _factor(one["faster_than_presets"]),
         ]  # fmt: skip
@@ -439,7 +444,10 @@ def main() -> int:
     found = []
     for one in rows(names, given.results, seconds=given.cell_seconds):
         found.append(one)
-        words = one.get("failed") or f"{one['ours']['seconds']:.4g} s, faster: {one['faster_than_ours'] or 'nothing'}"
+        words = one.get("failed")
+        if words is None:
+            ours = f"{one['ours']['seconds']:.4g} s" if "seconds" in one["ours"] else "does not fit"
+            words = f"{ours}, faster: {one['faster_than_ours'] or 'nothing'}"
         if one.get("presets_unknown"):
             words += f", {one['presets_unknown']} presets unknown: --cell-seconds was over"
         print(f"{one['model']} on {one['gpus']}: {words}", file=sys.stderr)

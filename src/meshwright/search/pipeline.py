@@ -34,6 +34,7 @@ from .stage_request import (
     StageRequest as StageRequest,
     check_layers,
     check_request,
+    check_room,
     nothing_fits,
     placements,
 )
@@ -199,12 +200,13 @@ class StageSearch:
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.reserve = reserve if reserve is not None else nothing_reserved
+        if (base := self._base) is not None:
+            check_room(self.request, base.least_bytes())
         known = self.request.faster_than_seconds
         best: Candidate | None = None
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
-            best = self._simulate()
-            if best is not None:
+            if (best := self._simulate()) is not None:
                 break
         if isfinite(known) and (best is None or best.weight >= known):
             raise NothingFaster
@@ -419,7 +421,7 @@ class StageSearch:
         ):
             return
         fixed = restricted(problem, chain, len(stages))
-        found: Found | None = solve_inter_op(fixed, upper_bound=self.best_objective * _WORTH_SIMULATING)
+        found = solve_inter_op(fixed, upper_bound=self.best_objective * _WORTH_SIMULATING)
         if found is not None:
             self._learn(problem, found)
             # Another order may have found the same stages, and thought them faster or slower.

@@ -185,6 +185,22 @@ def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ..
     return found
 
 
+def check_room(request: StageRequest, least_bytes: float) -> None:
+    """Refuse at once what cannot fit however it is cut.
+
+    Args:
+      request: of the search.
+      least_bytes: of parameters, gradients and optimizer state spread over all devices.
+
+    Raises:
+      MemoryExceeded: if all devices together do not hold them.
+    """
+    cluster = request.cluster
+    room = sum(host.devices * host.device.usable_memory_bytes for host in cluster.hosts) / cluster.num_devices
+    if least_bytes > room:
+        raise nothing_fits(request, room, least_bytes)
+
+
 def nothing_fits(request: StageRequest, usable_bytes: float, least_bytes: float) -> MemoryExceeded:
     """What to say where no plan fits.
 
