@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
 
 from ..errors import MemoryExceeded, PlanError
-from ..plan import Plan
 from ..program.staged import StagedProgram, merge_scans
-from .alternative import Alternative, nearest
+from .alternative import nearest
 from .candidate import Candidate, scheduled
 from .given_stages import of_layers, restricted, stages_of_like_work
 from .inter_op import solve_inter_op
@@ -38,8 +37,8 @@ from .stage_request import (
     nothing_fits,
     placements,
 )
+from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .staged_plan import assemble
-from .staged_timing import Scheduled
 from .submeshes import Submeshes
 
 # Plans whose objective is this much longer than the best may still be the best simulated.
@@ -67,33 +66,6 @@ _AT_MOST = 2.5
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSearchResult:
-    """A plan and what finding it took.
-
-    Args:
-      plan: the plan.
-      program: the program its equations count in: the core with scans split as the plan says.
-      seconds: of the search.
-      solves: integer programs solved.
-      considered: the best plan of each number of microbatches and order, a line each.
-      scheduled: the schedule and its simulation.
-      alternatives: plans that were not taken, the fastest first.
-    """
-
-    plan: Plan
-    program: StagedProgram
-    seconds: float
-    solves: int
-    considered: tuple[str, ...]
-    scheduled: Scheduled
-    alternatives: tuple[Alternative, ...]
-
-
-class NothingFaster(Exception):
-    """No staged plan is faster than the one that the request knows."""
 
 
 def search_stages(request: StageRequest) -> StageSearchResult:
@@ -233,7 +205,7 @@ class StageSearch:
         )  # fmt: skip
 
     def _search(self, *, bounded: bool) -> None:
-        expected = self._expected(self._base, self.counts) if bounded else dict.fromkeys(self.counts, 0.0)
+        expected = self._expected_of_all() if bounded else dict.fromkeys(self.counts, 0.0)
         left, tried = sorted(self.counts, reverse=True), 0
         refused: PlanError | None = None
         if bounded:
@@ -286,6 +258,18 @@ class StageSearch:
             return best
         near = sorted(count for count in left if expected[count] <= _MAY_BE_BEST * expected[best])
         return near[(len(near) - 1) // 2]
+
+    def _expected_of_all(self) -> dict[int, float]:
+        """What the best plan takes at least in each number of microbatches, as the most that are known and no more than
+        these say: a search that is repeated knows several."""
+        base = self._base
+        sources = [costs for costs in self._all_costs if base is not None] or [base]
+        found: dict[int, float] = {}
+        for source, following in zip(sources, [*sources[1:], None], strict=True):
+            last = following.program.microbatches if following is not None else inf
+            first = source.program.microbatches if source is not None else 0
+            found |= self._expected(source, [count for count in self.counts if first <= count < last])
+        return found
 
     def _expected(self, costs: StageCosts | None, counts: Sequence[int]) -> dict[int, float]:
         """What the best plan takes at least in each of these multiples of a number of microbatches, as that one says:

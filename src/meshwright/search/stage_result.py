@@ -1,0 +1,37 @@
+"""What the stage search finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..plan import Plan
+from ..program.staged import StagedProgram
+from .alternative import Alternative
+from .staged_timing import Scheduled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSearchResult:
+    """A plan and what finding it took.
+
+    Args:
+      plan: the plan.
+      program: the program its equations count in: the core with scans split as the plan says.
+      seconds: of the search.
+      solves: integer programs solved.
+      considered: the best plan of each number of microbatches and order, a line each.
+      scheduled: the schedule and its simulation.
+      alternatives: plans that were not taken, the fastest first.
+    """
+
+    plan: Plan
+    program: StagedProgram
+    seconds: float
+    solves: int
+    considered: tuple[str, ...]
+    scheduled: Scheduled
+    alternatives: tuple[Alternative, ...]
+
+
+class NothingFaster(Exception):
+    """No staged plan is faster than the one that the request knows."""
