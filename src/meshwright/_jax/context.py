@@ -8,6 +8,7 @@ from functools import cache
 
 import jax
 import numpy as np
+from jax._src import core
 from jax.sharding import Mesh
 
 
@@ -25,6 +26,11 @@ def own_context(*, x64: bool | None = None) -> Iterator[None]:
         jax.debug_nans(False), jax.debug_infs(False),
     ):  # fmt: skip
         yield
+
+
+def is_tracing() -> bool:
+    """Whether this is called while a function is traced, by `jax.jit` or another transformation."""
+    return not core.trace_state_clean()
 
 
 def has_x64() -> bool:

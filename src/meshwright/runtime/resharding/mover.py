@@ -79,10 +79,15 @@ class Mover:
         """The rounds, and the copies before them between devices of one process."""
         return with_rounds_across(
             round_messages(self.plan) if self._given is None else self._given, local_messages(self.plan)[1],
-            process_of=lambda device: self._devices[device].process_index,
+            process_of=lambda device: self._devices[device].process_index, holder=self._holder,
             item_bytes=[item_bytes(a.dtype) for a in self._arrays],
             most_bytes=most_bytes(self._devices.values(), self._chunk),
         )  # fmt: skip
+
+    def _holder(self, piece: Piece, process: int) -> int | None:
+        there = (d for d, box in self._from[piece.move].items() if self._devices[d].process_index == process
+                 and holds(box, piece.slice))  # fmt: skip
+        return min(there, default=None)
 
     @property
     def _rounds(self) -> tuple[RoundMessages, ...]:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ..._jax.context import own_context
+from ..._jax.context import is_tracing, own_context
 from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
@@ -74,6 +74,8 @@ def reshard(
     dtype = _checked(dtype, chunk_bytes, network)
     if tell is not None and not callable(tell):
         raise _refusal("tell", f"{tell!r:.60}", "a function of two numbers, or None", "tell=", "tell=print")
+    if is_tracing():
+        raise _refusal("to reshard", "a call while jax.jit is tracing", "arrays: call it outside jax.jit", "mw.reshard")
     leaves, treedef = jax.tree.flatten(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
@@ -133,7 +135,7 @@ def _moved(
     parts = tuple((names[i], v.shape, v.dtype, v.sharding, t) for i, v, t in zip(moving, values, wanted, strict=True))
     mover = _mover(parts, network, chunk_bytes) if moving else None
     plan = "nothing to move" if mover is None else mover.plan.fingerprint
-    _agree(f"{plan}, donate={bool(donate)}, dtype={dtype}", names, leaves, targets)
+    _agree(f"{plan}, chunk_bytes={chunk_bytes}, donate={bool(donate)}, dtype={dtype}", names, leaves, targets)
     free = _unshared(leaves) if donate else frozenset()
     found: list[Any] = [None] * len(leaves)
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
