@@ -2,7 +2,7 @@
 
     python benchmarks/resharding.py --random 10000 --seed 0 --processes 2
     python benchmarks/resharding.py --planning
-    python benchmarks/resharding.py --cases /work/shared/data/resharding_cases.json
+    python benchmarks/resharding.py --cases tests/data/resharding_cases.json
 
 Every random plan is checked symbolically: its rounds bring every byte exactly once to every domain that lacks it, a
 relay sends only what it has. Prints one JSON object: what was run, where, with which versions, and the results.
