@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ..._jax.context import own_context
 from ..._jax.jaxpr import open_jaxpr
 from ...errors import PlanError
 from ...plan import Plan
@@ -87,11 +86,10 @@ class PipelinedStep:
         for leaf, name in zip(flat, self.program.input_names, strict=True):
             for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
                 check_not_donated(part, name)
-        with own_context():
-            memories = [self._memory(number, flat) for number in range(len(self.stages))]
-            del flat
-            self._executor.run(memories)
-            return jax.tree.unflatten(self.program.out_tree, self._results(memories))
+        memories = [self._memory(number, flat) for number in range(len(self.stages))]
+        del flat
+        self._executor.run(memories)
+        return jax.tree.unflatten(self.program.out_tree, self._results(memories))
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
