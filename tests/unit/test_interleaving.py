@@ -11,7 +11,7 @@ from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
 from meshwright.search.inter_op_problem import Option, PlacedStage
-from meshwright.search.interleaving import give_what_is_left, interleaved
+from meshwright.search.interleaving import Interleaving, give_what_is_left, interleaved
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
@@ -90,3 +90,9 @@ def test_the_slowest_stage_of_a_rank_gets_what_the_others_leave() -> None:
     stages = [placed(0, 0.9, 10.0, 2.0), placed(1, 9.0, 1.0, 1.0), placed(2, 0.8, 20.0, 1.0)]
     give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
     assert stages[0].option.constant_bytes == 10.0
+
+
+def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -> None:
+    """A step that cannot be cut into few microbatches, though into more."""
+    request: Any = None
+    assert Interleaving(request, lambda program: costs())._expected([costs()], MICROBATCHES // 2, RANKS, CHUNKS) == inf

@@ -7,7 +7,8 @@ costs of one stage, estimates where a range is not solved; a scan over the layer
 pieces), each is solved within the v-th part of a rank's memory, and the whole is simulated. Whether memory suffices is
 checked on the sum over a rank's stages.
 
-Known limit: ranges are balanced by their seconds alone, not by the schedule; all stages get the same share of memory.
+Known limit: ranges are balanced by their seconds alone, not by the schedule; only a rank's slowest stage gets more than
+its share of the memory.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class Interleaving:
         """Of the programs that were cut anew."""
         return list(self._cut.values())
 
+    @property
+    def _asked(self) -> bool:
+        """Whether nothing but interleaved stages will do, or their number is given: all ways are tried then."""
+        return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
+
     def _tries(
         self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts],
         below_seconds: float,
@@ -87,27 +93,27 @@ class Interleaving:
         request, devices = self._request, self._request.cluster.num_devices
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
             return []
-        asked = request.stages is not None or set(request.schedules) == {INTERLEAVED}
+        asked = self._asked
         suggested = range(2, devices + 1) if asked else _ranks_of(finished)
         found = []
         for count in [c.program.microbatches for c in known] if asked else list(request.by_microbatches):
             for ranks in suggested:
                 chunks = chunks_of(known[0].program, count, ranks, devices)
                 ways = {
-                    n: self._expected(known, count, ranks, n) for n in chunks if request.stages in (None, ranks * n)
-                }
-                if asked and ways:
-                    found.append((count, ranks, dict.fromkeys(ways, 0.0)))
-                elif min(ways.values(), default=inf) < below_seconds:
+                    n: 0.0 if asked else self._expected(known, count, ranks, n)
+                    for n in chunks if request.stages in (None, ranks * n)
+                }  # fmt: skip
+                if min(ways.values(), default=inf) < below_seconds:
                     found.append((count, ranks, ways))
         found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
         return found if asked else found[:_MOST_INTERLEAVED]
 
     def _expected(self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int) -> float:
         """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other."""
-        costs = max((c for c in known if c.program.microbatches <= count), key=lambda c: c.program.microbatches)
-        place = _places(costs, ranks)
-        if place is None:
+        fewer = [costs for costs in known if costs.program.microbatches <= count]
+        costs = max(fewer, key=lambda one: one.program.microbatches, default=None)
+        place = _places(costs, ranks) if costs is not None else None
+        if costs is None or place is None:
             return inf
         share, layers = costs.program.microbatches / count, len(costs.program.layers)
         # Of the first rank, all its stages together.
@@ -143,8 +149,10 @@ class Interleaving:
                 costs.reserve(costs_in(count).reserved)
                 found = (scheduled(costs, stages, chunks=chunks) for stages in interleaved(costs, ranks, chunks))
                 candidate = next((one for one in found if one is not None), None)
+                if candidate is None and self._asked:
+                    continue
                 if candidate is None:
-                    break  # more stages a rank, with a workspace each, take no less memory
+                    break  # more stages a rank have a workspace each: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
                 yield candidate
 

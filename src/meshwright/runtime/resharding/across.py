@@ -45,10 +45,9 @@ def with_rounds_across(
                 far.setdefault((message.sender, message.receiver), []).append(piece)
     found = list(_rounds(as_messages(far), process_of, item_bytes, most_bytes))
     for one in rounds:
-        apart = [m for m in one.spread if process_of(m.sender) != process_of(m.receiver)]
-        if apart:
-            one = replace(one, spread=tuple(m for m in one.spread if m not in apart))
-        found += [one, *_rounds(apart, process_of, item_bytes, most_bytes)]
+        inside = tuple(m for m in one.spread if process_of(m.sender) == process_of(m.receiver))
+        across = [m for m in one.spread if process_of(m.sender) != process_of(m.receiver)]
+        found += [replace(one, spread=inside), *_rounds(across, process_of, item_bytes, most_bytes)]
     return tuple(found), as_messages(near)
 
 

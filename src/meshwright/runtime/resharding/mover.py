@@ -75,10 +75,14 @@ class Mover:
         return frozenset(i for i, d in self._devices.items() if d.process_index == jax.process_index())
 
     @cached_property
+    def _local(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+        return local_messages(self.plan)
+
+    @cached_property
     def _moves(self) -> tuple[tuple[RoundMessages, ...], tuple[Message, ...]]:
         """The rounds, and the copies before them between devices of one process."""
         return with_rounds_across(
-            round_messages(self.plan) if self._given is None else self._given, local_messages(self.plan)[1],
+            round_messages(self.plan) if self._given is None else self._given, self._local[1],
             process_of=lambda device: self._devices[device].process_index, holder=self._holder,
             item_bytes=[item_bytes(a.dtype) for a in self._arrays],
             most_bytes=most_bytes(self._devices.values(), self._chunk),
@@ -102,8 +106,7 @@ class Mover:
     @cached_property
     def _kept(self) -> list[Message]:
         """What devices have of their new blocks, but for blocks that stay as they are."""
-        kept, _ = local_messages(self.plan)
-        return [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in kept]
+        return [Message(sender=m.sender, receiver=m.receiver, pieces=self._changing(m)) for m in self._local[0]]
 
     @cached_property
     def _exchanging(self) -> list[Any]:
