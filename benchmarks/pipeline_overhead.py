@@ -8,13 +8,13 @@ one microbatch. Reported is the share of that which is reached, `efficiency`: of
 all rounds, which other work on the machine disturbs least; if the median of the rounds is below --least, the exit
 status is 1.
 
-Both run in turn in one run, process 0 doing the one-core steps while process 1 waits in a transfer, so that what else
-the machine does falls on both alike. The one-core step is the faster of two: the
-whole batch at once, and microbatches in a loop. Python's share is measured apart: the executor walks a step whose
-programs and transfers are replaced by their results. `both_cores_busy` is how much longer the one-core step takes where
-the other core runs it as well: what the machine itself takes from two, whoever uses them. `cpu_seconds` are those of
-process 0 in a step of the pipeline: where some rounds take more of them than others, the core itself was slower then (a
-virtual machine's neighbours), and no runtime can help. Prints one JSON object.
+Both take turns step by step in one run, process 0 doing the one-core steps while process 1 waits in a transfer, so that
+what else the machine does falls on both alike; a round's throughput is that of all its steps. The one-core step is the
+faster of two: the whole batch at once, and microbatches in a loop. Python's share is measured apart: the executor walks
+a step whose programs and transfers are replaced by their results. `both_cores_busy` is how much longer the one-core
+step takes where the other core runs it as well: what the machine itself takes from two, whoever uses them.
+`cpu_seconds` are those of process 0 in a step of the pipeline: where some rounds take more of them than others, the
+core itself was slower then (a virtual machine's neighbours), and no runtime can help. Prints one JSON object.
 
 Known limit: two processes in lockstep suffer from whatever else wants either core, one process only from what wants
 its own, so the machine has to be quiet. Real-time priority (`chrt`) is no way to that: the kernel gives it 95 % of a
@@ -47,7 +47,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of each kind, in a round; the fastest counts")
+    parser.add_argument("--steps", type=int, default=5, help="of each kind, in a round")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--examples", type=int, default=192, help="of a microbatch")
     parser.add_argument("--width", type=int, default=768)
@@ -144,15 +144,23 @@ def measure(args: argparse.Namespace) -> None:
         runs["pipeline"]()
         losses = {}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    fastest = dict.fromkeys(runs, float("inf"))
     together, busy = [], []
     for _ in range(args.rounds):
-        for name, run in runs.items():
-            begun = time.process_time()
-            seconds[name].append(min(run()[0] for _ in range(args.steps)))
-            if name == "pipeline":
-                busy.append((time.process_time() - begun) / args.steps)
-        sync_global_devices("both cores busy")
-        together.append(min(beside()[0] for _ in range(args.steps)))
+        found: dict[str, list[float]] = {name: [] for name in (*runs, "together", "busy")}
+        for _ in range(args.steps):
+            for name, run in runs.items():
+                begun = time.process_time()
+                found[name].append(run()[0])
+                if name == "pipeline":
+                    found["busy"].append(time.process_time() - begun)
+            sync_global_devices("both cores busy")
+            found["together"].append(beside()[0])
+        for name in runs:
+            seconds[name].append(statistics.mean(found[name]))
+            fastest[name] = min(fastest[name], *found[name])
+        together.append(statistics.mean(found["together"]))
+        busy.append(statistics.mean(found["busy"]))
     python = {**_python_seconds(planned, weights, x), "seconds_per_small_transfer": _transfer_seconds(planned)}
     if not first:
         return
@@ -162,13 +170,14 @@ def measure(args: argparse.Namespace) -> None:
     largest = max(abs(loss - losses["in a loop"]) for loss in losses.values())
     if not largest <= 1e-4 * abs(losses["in a loop"]):
         raise SystemExit(f"the losses differ: {losses}")
-    microbatch = min(alone) / args.microbatches
+    quickest = min(fastest["whole batch"], fastest["in a loop"])
+    microbatch = quickest / args.microbatches
     if microbatch < LEAST_MICROBATCH_SECONDS:
         raise SystemExit(f"a microbatch of {microbatch:.4f} s is too short; try more --examples")
     results = {
         "efficiency": {
             "median": round(statistics.median(efficiency), 4), "lowest": round(min(efficiency), 4),
-            "highest": round(max(efficiency), 4), "fastest": round(min(alone) / min(seconds["pipeline"]) / best, 4),
+            "highest": round(max(efficiency), 4), "fastest": round(quickest / fastest["pipeline"] / best, 4),
         },
         "speed_up": round(statistics.median(a / b for a, b in zip(alone, seconds["pipeline"], strict=True)), 4),
         "best_possible_speed_up": round(best, 4),

@@ -44,6 +44,21 @@ def test_elementwise_chains_are_computed_again() -> None:
     assert "dot_general" not in [e.primitive.name for e in open_jaxpr(halves.second).eqns[:2]]
 
 
+def test_products_of_squares_run_once() -> None:
+    # All operands have the result's shape, as those of arithmetic have.
+    x, w = jnp.linspace(0, 1, 16).reshape(4, 4), jnp.linspace(-1, 1, 16).reshape(4, 4)
+    halves, kept = halves_of(lambda x, w: jnp.sum(jnp.sin(jnp.sin(x @ w) @ w)), x, w, free=(0, 1))
+    assert [k.shape for k in kept] == [(4, 4)] * 2
+    names = [e.primitive.name for e in (*open_jaxpr(halves.first).eqns, *open_jaxpr(halves.second).eqns)]
+    assert names.count("dot_general") == 2 + 4
+
+
+def test_convolutions_of_equal_shapes_run_once() -> None:
+    x = jnp.linspace(-1, 1, 81).reshape(3, 3, 3, 3)
+    _, kept = halves_of(lambda x, w: jnp.sum(jnp.sin(lax.conv(x, w, (1, 1), "SAME"))), x, x, free=(0, 1))
+    assert [k.shape for k in kept] == [(3, 3, 3, 3)]
+
+
 def test_masks_are_kept_as_masks() -> None:
     x, w = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.linspace(-1, 1, 16).reshape(4, 4)
     _, kept = halves_of(lambda x, w: jnp.sum(jax.nn.relu(x @ w)), x, w, free=(1,))

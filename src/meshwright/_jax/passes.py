@@ -34,6 +34,16 @@ _CHEAP = frozenset(
     """axis_index broadcast_in_dim copy dynamic_slice expand_dims iota pad reshape rev slice squeeze
     transpose""".split()  # noqa: SIM905 (a table, not a column)
 )
+# Never cheap, also where all operands happen to have the result's shape, as in products of square matrices.
+_COSTLY = (
+    _OWN_KERNEL
+    | COLLECTIVES
+    | frozenset(
+        """cholesky_update conv_general_dilated dot_general gather householder_product ormqr ragged_dot_general
+        scaled_dot scaled_matmul_wrapper scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
+        select_and_scatter symmetric_product tridiagonal_solve""".split()  # noqa: SIM905
+    )
+)
 _NEVER_CUT = np.int32(2**31 - 1)
 
 
@@ -180,7 +190,7 @@ def is_cheap(equation: Equation) -> bool:
     name = equation.primitive.name
     if name in _CHEAP:
         return True
-    if name in _OWN_KERNEL or name in COLLECTIVES or name.startswith("random_"):
+    if name in _COSTLY or name.startswith("random_"):
         return False
     if any(
         hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in jax.tree.leaves(list(equation.params.values()))

@@ -32,6 +32,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ..._jax.blocks import Assembly, blocks_of, local_devices_in_order
 from ...resharding import Message, Piece, ReshardPlan, local_messages, multicast, round_messages
 from ...resharding.layout import Box
 from ...resharding.messages import as_messages
@@ -80,7 +81,7 @@ class OneProgram:
         targets: Sequence[Sharding], *, nothing: Callable[[tuple[int, ...], Any, Any], jax.Array],
     ) -> None:  # fmt: skip
         self.plan = plan
-        self._arrays, self._targets, self._nothing = arrays, targets, nothing
+        self._arrays, self._nothing = arrays, nothing
         self._from = [boxes_by_id(s, a.shape) for s, a in zip(sources, arrays, strict=True)]
         self._to = [boxes_by_id(s, a.shape) for s, a in zip(targets, arrays, strict=True)]
         devices = {d.id: d for s in (*sources, *targets) for d in s.device_set}
@@ -96,6 +97,14 @@ class OneProgram:
         self._sharding = NamedSharding(mesh, _EACH)
         self._nobodys = [_ghost(a, t) for a, t in zip(arrays, targets, strict=True)]
         count = len(arrays)
+        self._had = [local_devices_in_order(s) for s in sources]
+        self._stacked = [_stacked(block, 1) for block in self._blocks]
+        self._given = [
+            Assembly(_stacked(block, len(self._devices)), a.dtype, self._sharding)
+            for block, a in zip(self._blocks, arrays, strict=True)
+        ]
+        self._wanted = [[self._mine.index(d) for d in local_devices_in_order(t)] for t in targets]
+        self._found = [Assembly(a.shape, a.dtype, t) for a, t in zip(arrays, targets, strict=True)]
         self._jitted = jax.jit(
             jax.shard_map(
                 self._run, mesh=mesh, in_specs=(_EACH,) * count, out_specs=((_EACH,) * count, _EACH), check_vma=False
@@ -105,24 +114,25 @@ class OneProgram:
     def __call__(self, values: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         """The arrays in their new places, of a process without a device of one an array without blocks; and a byte for
         each device that is there when its blocks are."""
-        count, given = len(self._devices), []
-        for value, block in zip(values, self._blocks, strict=True):
-            have = {shard.device: shard.data for shard in value.addressable_shards}
-            stacked = _stacked(block, 1)
-            blocks = [
-                have[d].reshape(stacked) if d in have else self._nothing(stacked, value.dtype, d) for d in self._mine
-            ]
-            shape = _stacked(block, count)
-            given.append(jax.make_array_from_single_device_arrays(shape, self._sharding, blocks, dtype=value.dtype))
+        given = []
+        for value, had, assembly, stacked in zip(values, self._had, self._given, self._stacked, strict=True):
+            have = dict(zip(had, blocks_of(value), strict=True))
+            given.append(
+                assembly(
+                    [
+                        _shaped(have[d], stacked) if d in have else self._nothing(stacked, value.dtype, d)
+                        for d in self._mine
+                    ]
+                )
+            )
         made, token = self._jitted(*given)
         return [self._arrived(number, array) for number, array in enumerate(made)], token
 
     def _arrived(self, number: int, made: jax.Array) -> jax.Array:
-        array, there, block = self._arrays[number], self._to[number], self._results[number]
-        blocks = [shard.data.reshape(block) for shard in made.addressable_shards if shard.device.id in there]
-        if not blocks:
+        if not self._wanted[number]:
             return self._nobodys[number]
-        return jax.make_array_from_single_device_arrays(array.shape, self._targets[number], blocks)
+        here, block = blocks_of(made), self._results[number]
+        return self._found[number]([_shaped(here[place], block) for place in self._wanted[number]])
 
     # The program of a device
 
@@ -327,6 +337,11 @@ def _cut(block: jax.Array, start: Sequence[Any], sizes: tuple[int, ...]) -> jax.
 def _stacked(block: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Shape of `count` blocks along the first dim; a scalar's block is a vector of one."""
     return (count * block[0], *block[1:]) if block else (count,)
+
+
+def _shaped(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Without a call where nothing is to be done, which is so for all but scalars."""
+    return block if block.shape == shape else block.reshape(shape)
 
 
 def _ghost(array: jax.ShapeDtypeStruct, target: Sharding) -> jax.Array:
