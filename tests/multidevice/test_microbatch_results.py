@@ -9,6 +9,7 @@ import pytest
 from one_device import TENSOR, assert_as_on_one_device
 
 import meshwright as mw
+from meshwright.errors import PlanError
 from meshwright.program.reduction import ReductionWarning
 
 _RANDOM = np.random.default_rng(0)
@@ -48,4 +49,63 @@ def test_a_result_that_does_not_combine_is_said_to() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), (value, aux)
 
     with pytest.warns(ReductionWarning, match=r"test_microbatch_results.py:\d+.* is neither a mean nor a sum"):
+        mw.parallelize(step, microbatches=2).plan(PARAMETERS, (X, Y))
+
+
+def _trained(loss):
+    def step(p, b):
+        value, gradients = mw.value_and_grad(lambda p: loss(b[0] @ p["out"], b[1]))(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, t: jnp.mean(jax.nn.softplus(y @ t.T)),
+        lambda y, t: -jnp.mean(jnp.diag(jax.nn.log_softmax(y @ t.T))),
+        lambda y, t: jnp.mean(jnp.sum((y[:, None] - y[None]) ** 2, -1)),
+        lambda y, t: jnp.mean(jax.checkpoint(lambda y: jnp.tanh(y @ y.T))(y)),
+        lambda y, t: jnp.mean(y * jnp.roll(t, 1, axis=0)),
+        lambda y, t: jnp.mean(y[1:] - y[:-1]),
+    ],
+    ids=["pairs", "contrastive", "distances", "in a checkpoint", "the next example's", "shifted"],
+)
+def test_losses_that_compare_examples_are_not_cut(loss) -> None:
+    with pytest.raises(PlanError, match=r"compares examples of the batch with each other.*test_microbatch_results.py"):
+        mw.parallelize(_trained(loss), microbatches=4).plan(PARAMETERS, (X, Y))
+    assert mw.plan_for(_trained(loss), (PARAMETERS, (X, Y)), cluster="p3.16xlarge:1").plan.microbatches == 1
+    mw.parallelize(_trained(loss), microbatches=4, reduction="mean").plan(PARAMETERS, (X, Y))
+
+
+def test_halves_of_a_batch_side_by_side_are_cut() -> None:
+    # Two views of each example, one after the other along the last dim or as a dim of their own.
+    def loss(y, t):
+        one, other = jnp.split(jnp.stack([y, t], axis=1).reshape(-1, 2, y.shape[1]), 2, axis=1)
+        return jnp.mean((one - other) ** 2)
+
+    assert_as_on_one_device(_trained(loss), PARAMETERS, (X, Y), microbatches=4)
+
+
+def test_a_result_that_compares_examples_is_refused() -> None:
+    def step(p, b):
+        def loss(p):
+            y = b[0] @ p["out"]
+            return error(y, b[1]), y @ y.T
+
+        (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), (value, aux)
+
+    with pytest.raises(PlanError, match=r"a result of shape \(32, 32\) that compares examples.*results.py:\d+"):
+        mw.parallelize(step, microbatches=2).plan(PARAMETERS, (X, Y))
+
+
+def test_an_array_with_the_batch_in_two_dims_is_refused() -> None:
+    def step(p, b):
+        mask = jnp.eye(b[0].shape[0])
+        value, gradients = mw.value_and_grad(lambda p: jnp.mean(mask @ (b[0] @ p["out"])))(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    with pytest.raises(PlanError, match=r"\(32, 32\) with the batch in more than one dim"):
         mw.parallelize(step, microbatches=2).plan(PARAMETERS, (X, Y))

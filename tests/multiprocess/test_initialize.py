@@ -163,6 +163,26 @@ def test_alone_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     initialize()
 
 
+@pytest.mark.parametrize("names", [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
+def test_mpi_launchers_tell_all_but_the_coordinator(tmp_path: Path, names: tuple[str, str]) -> None:
+    script = write_script(tmp_path, JOINED + "\n    print('total', total, jax.process_index())\n")
+    script.write_text(script.read_text().replace("MESHWRIGHT_PROCESS_ID", names[1]))
+    said = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "XLA_FLAGS": "", names[0]: "2"}
+    first_rank, second_rank = (said | {names[1]: str(rank)} for rank in range(2))
+    with started(script, **first_rank) as first, started(script, **second_rank) as second:
+        outputs = [process.communicate(timeout=LIMIT_SECONDS) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert "total 3.0 1" in outputs[1][0]
+
+
+def test_one_of_many_does_not_go_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setenv("PMI_RANK", "2")
+    with pytest.raises(LaunchError, match=r"process 2 of 4 that an MPI launcher started.*initialize\(coordinator="):
+        initialize()
+    initialize(processes=1)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

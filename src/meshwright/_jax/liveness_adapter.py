@@ -33,10 +33,11 @@ _LIBRARY = frozenset(
     neg pow round rsqrt sign sin sqrt square sub tanh""".split()  # noqa: SIM905 (a table, not a column)
 )
 # Primitives whose one result may have the shape of their operands although they are no arithmetic.
-_OWN_KERNEL = frozenset(
-    """cholesky cumlogsumexp cummax cummin cumprod cumsum fft ffi_call io_callback pbroadcast ppermute pure_callback
-    random_bits reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
-    select_and_scatter_add sort threefry2x32 triangular_solve""".split()  # noqa: SIM905 (a table, not a column)
+OWN_KERNEL = frozenset(
+    """cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum fft ffi_call householder_product io_callback
+    ormqr pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
+    reduce_window_sum scaled_dot scaled_matmul_wrapper select_and_gather_add select_and_scatter select_and_scatter_add
+    sort symmetric_product threefry2x32 triangular_solve tridiagonal_solve""".split()  # noqa: SIM905 (a table)
 )
 
 
@@ -222,7 +223,7 @@ class _Reader(Builder):
 
     def _is_arithmetic(self, name: str, reads: Sequence[int], avals: Sequence[Any]) -> bool:
         """Whether a primitive works element by element: it gives one array, as large as its largest operand."""
-        if name in _OWN_KERNEL or len(avals) != 1:
+        if name in OWN_KERNEL or len(avals) != 1:
             return False
         shape = tuple(getattr(avals[0], "shape", ()))
         ranks = {len(self.types[value][0]) for value in reads}

@@ -24,7 +24,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .jaxpr import ClosedJaxpr, Equation, Jaxpr, consts_of, inline, is_literal, open_jaxpr
-from .liveness_adapter import _OWN_KERNEL
+from .liveness_adapter import OWN_KERNEL
 from .liveness_collectives import NAMES as COLLECTIVES
 from .manual import is_shard_map
 from .random import is_key
@@ -35,14 +35,10 @@ _CHEAP = frozenset(
     transpose""".split()  # noqa: SIM905 (a table, not a column)
 )
 # Never cheap, also where all operands happen to have the result's shape, as in products of square matrices.
-_COSTLY = (
-    _OWN_KERNEL
-    | COLLECTIVES
-    | frozenset(
-        """cholesky_update conv_general_dilated dot_general gather householder_product ormqr ragged_dot_general
-        scaled_dot scaled_matmul_wrapper scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
-        select_and_scatter symmetric_product tridiagonal_solve""".split()  # noqa: SIM905
-    )
+_COSTLY = OWN_KERNEL | COLLECTIVES
+_COSTLY |= frozenset(
+    """conv_general_dilated dot_general gather ragged_dot_general scatter scatter-add scatter-max scatter-min
+    scatter-mul scatter-sub""".split()  # noqa: SIM905
 )
 _NEVER_CUT = np.int32(2**31 - 1)
 

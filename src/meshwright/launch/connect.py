@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 
 from .ending import end_on_uncaught_errors
-from .environment import Place, place_in
+from .environment import Place, mpi_place, place_in
 from .errors import LaunchError
 from .port import hold_port, somebody_listens, split_address
 
@@ -41,8 +41,9 @@ def initialize(
     """Join this process to the others of its run. To be called before JAX's devices are touched.
 
     Under `meshwright launch`, and where JAX detects a cluster (SLURM, Kubernetes, Open MPI, Cloud TPU), no argument is
-    needed. Alone, with one process, and when called again, it does nothing. An error that nobody catches ends a joined
-    process at once, without exit handlers, so that the others do not wait for it.
+    needed; under other MPI launchers the coordinator alone. Alone, with one process, and when called again, it does
+    nothing. An error that nobody catches ends a joined process at once, without exit handlers, so that the others do
+    not wait for it.
 
     Args:
       timeout_seconds: how long to wait until all processes are there.
@@ -81,9 +82,18 @@ def initialize(
     if processes == 1 or distributed.is_connected():
         return
     cluster = None if place is not None else distributed.detected_cluster()
-    if not asked and place is None and cluster is None and "JAX_COORDINATOR_ADDRESS" not in os.environ:
-        return
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    started = mpi_place(os.environ) if place is None and cluster is None else None
+    if started is not None and processes is None and process_id is None:
+        processes, process_id = started
+        if coordinator is None:
+            raise _refusal(
+                "to go on alone", f"process {process_id} of {processes} that an MPI launcher started",
+                "the address of process 0, which this launcher does not tell", "meshwright.initialize()",
+                'initialize(coordinator="HOST:PORT") in every process, or processes=1 to run each by itself',
+            )  # fmt: skip
+    elif not asked and place is None and cluster is None and coordinator is None:
+        return
     if cluster is None:
         _check_complete(coordinator, processes, process_id)
     if distributed.devices_are_in_use():

@@ -17,6 +17,8 @@ from .errors import LaunchError
 _COORDINATOR = "MESHWRIGHT_COORDINATOR"
 _PROCESSES = "MESHWRIGHT_PROCESSES"
 _PROCESS_ID = "MESHWRIGHT_PROCESS_ID"
+# Number of processes and rank, as Open MPI and launchers that speak PMI (MPICH, Intel MPI) tell them.
+_MPI = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
 _FORCED = "xla_force_host_platform_device_count"
 
 
@@ -39,6 +41,19 @@ class Place:
             _PROCESSES: str(self.processes),
             _PROCESS_ID: str(self.process_id),
         }
+
+
+def mpi_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """How many processes an MPI launcher started, if more than one, and which of them this is.
+
+    >>> mpi_place({"PMI_SIZE": "4", "PMI_RANK": "2"})
+    (4, 2)
+    """
+    for names in _MPI:
+        count, rank = (environment.get(name, "") for name in names)
+        if count.isdecimal() and rank.isdecimal() and int(count) > 1:
+            return int(count), int(rank)
+    return None
 
 
 def place_in(environment: Mapping[str, str]) -> Place | None:

@@ -48,6 +48,21 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
             # Each output element sums over the kernel's input features and its window.
             per_output = prod(kernel) / kernel[dims.rhs_spec[0]]
             return 2.0 * _size(equation.outvars[0]) * per_output, True
+        case "ragged_dot_general":
+            numbers = equation.params["ragged_dot_dimension_numbers"]
+            ((contract, _), _) = numbers.dot_dimension_numbers
+            (ragged,) = numbers.lhs_ragged_dimensions
+            lhs = equation.invars[0].aval
+            flops = 2.0 * _size(equation.outvars[0]) * prod(lhs.shape[d] for d in contract)
+            # Where the ragged dim is summed over, each group of the result sums its own part of it.
+            return (flops / max(equation.outvars[0].aval.shape[0], 1) if ragged in contract else flops), True
+        case "cholesky" | "lu":
+            # n^3 / 3 and 2 n^3 / 3, Golub and Van Loan, Matrix Computations.
+            a = equation.invars[0].aval.shape
+            return _size(equation.invars[0]) * min(a[-2:]) * (1 if name == "cholesky" else 2) / 3, True
+        case "triangular_solve":
+            n = equation.invars[0].aval.shape[-1]
+            return float(_size(equation.invars[1]) * n), True
         case "scan":
             parts = scan_parts(equation)
             flops, matmul = _body(parts.body)

@@ -9,7 +9,9 @@ differing between two batch sizes.
 The degree alone is not enough: a masked mean has degree 0, but its microbatches divide by counts of their own. So each
 value also says whether it is linear in sums over the batch; a loss that is not (a quotient of two sums, the root of a
 mean, a maximum) is neither a mean nor a sum. A statistic of degree 0 that goes back into the examples, as in batch
-normalisation, is taken as it is: its microbatches use statistics of their own, as every framework's do.
+normalisation, is taken as it is: its microbatches use statistics of their own, as every framework's do. But examples
+that are compared with each other, as in contrastive losses, would not meet those of other microbatches: a value with
+two batch dims, or one shifted along its batch, makes whatever comes of it unknown.
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ _LINEAR = frozenset(
 )
 _PASSED_ON = ("convert_element_type", "reshape", "squeeze", "copy", "stop_gradient", "reduce_max", "reduce_min")
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge", "eq", "ne", "is_finite", "sign"])
+_CUTS = ("slice", "dynamic_slice")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 
 
@@ -107,12 +110,14 @@ class _Growth:
       sums: for a value without a batch dim: 0 if it holds no sum over the examples, 1 if it is linear in such sums,
         2 if it depends on the examples in another way.
       zero: whether it is 0 or infinite, which any degree may be added to or compared with.
+      meet: where examples are compared with each other, if that is why nothing is known.
     """
 
     degree: Fraction | None = Fraction(0)
     varies: bool = False
     sums: int = 0
     zero: bool = False
+    meet: str | None = None
 
 
 _UNKNOWN = _Growth(degree=None, varies=True, sums=2)
@@ -138,6 +143,12 @@ def loss_reduction(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, spl
         return "mean" if loss.degree == 0 else "sum"
     last = next((source_line(e) for e in reversed(a.eqns) if a.outvars[0] in e.outvars), "the loss function")
     bent = loss.degree is not None and loss.sums == 2
+    if loss.meet is not None:
+        raise PlanError(
+            refused=f"microbatches={microbatches}", got="a loss that compares examples of the batch with each other",
+            needed="a loss whose examples do not need those of other microbatches", where=loss.meet or last,
+            try_='microbatches=1, or reduction="mean" to compare examples within each microbatch alone',
+        )  # fmt: skip
     raise PlanError(
         refused=f"microbatches={microbatches}",
         got="a loss that is not linear in its sums over the batch (a masked mean, the root of a mean)"
@@ -168,6 +179,13 @@ def aux_reductions(
     made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
     found: list[Reduction] = []
     for x, y, growth in zip(a.outvars[1:], b.outvars[1:], growths[1:], strict=True):
+        if growth.meet is not None and _is_batched(x, y):
+            raise PlanError(
+                refused=f"microbatches={microbatches}",
+                got=f"a result of shape {x.aval.shape} that compares examples of the batch with each other",
+                needed="results beside the loss whose examples do not need those of other microbatches",
+                where=_line(a, made, x), try_="microbatches=1, or computing it outside the loss function",
+            )  # fmt: skip
         numbers = jnp.issubdtype(x.aval.dtype, jnp.number)
         extreme = _extreme(a, b, made, x)
         if _is_batched(x, y) or not numbers or (growth.degree == 0 and not growth.varies):
@@ -263,12 +281,22 @@ def _equation(full: Equation, small: Equation, given: list[_Growth], ratio: int)
         return _scan(full, small, given, ratio)
     degree = _degree(full, small, given)
     zero = name in _SAME and all(g.zero for g in given) and bool(given)
-    return [
-        _Growth(degree=None, varies=True, sums=2)
-        if degree is None or (_is_batched(x, y) and any(g.sums and g.degree != 0 for g in given))
-        else _Growth(degree, *_sums(full, small, given, _is_batched(x, y)), zero)
-        for x, y in zip(full.outvars, small.outvars, strict=True)
-    ]
+    met = next((g.meet for g in given if g.meet is not None), None)
+    found = []
+    for x, y in zip(full.outvars, small.outvars, strict=True):
+        growth = _Growth(degree, *_sums(full, small, given, _is_batched(x, y)), zero)
+        meet = met if met is not None or not (growth.varies and _meet(name, x, y, ratio)) else source_line(full) or ""
+        if degree is None or meet is not None or (_is_batched(x, y) and any(g.sums and g.degree != 0 for g in given)):
+            growth = replace(_UNKNOWN, meet=meet)
+        found.append(growth)
+    return found
+
+
+def _meet(name: str, full: Any, small: Any, ratio: int) -> bool:
+    """Whether a result holds examples beside others: pairs of them, or all but some, as shifts along the batch do."""
+    shapes = getattr(full.aval, "shape", ()), getattr(small.aval, "shape", ())
+    grown = [(x, y) for x, y in zip(*shapes, strict=True) if x != y]
+    return len(grown) > 1 or (name in _CUTS and any(x != ratio * y for x, y in grown))
 
 
 def _is_batched(full: Any, small: Any) -> bool:
@@ -363,6 +391,7 @@ def _join(*growths: _Growth) -> _Growth:
         varies=any(g.varies for g in growths),
         sums=max(g.sums for g in growths),
         zero=all(g.zero for g in growths),
+        meet=next((g.meet for g in growths if g.meet is not None), None),
     )
 
 

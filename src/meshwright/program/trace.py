@@ -361,6 +361,13 @@ def _split_dims(full: Equation, small: Equation, microbatches: int) -> tuple[int
                 refused=f"microbatches={microbatches}", got="a differentiated array whose shape depends on the batch",
                 needed="parameters of fixed shape", where="meshwright.value_and_grad", try_="microbatches=1",
             )  # fmt: skip
+        if len(dims) > 1:
+            raise PlanError(
+                refused=f"microbatches={microbatches}",
+                got=f"an array of shape {a.aval.shape} with the batch in more than one dim",
+                needed="arrays that microbatches cut along one dim", where="what the loss function reads",
+                try_="making it in the loss function, where it has the size of a microbatch; or microbatches=1",
+            )  # fmt: skip
         if position < num_consts:
             found.append(dims[0] if dims else None)
     return tuple(found)
