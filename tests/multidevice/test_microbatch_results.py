@@ -9,8 +9,10 @@ import pytest
 from one_device import TENSOR, assert_as_on_one_device
 
 import meshwright as mw
+from meshwright import zoo
 from meshwright.errors import PlanError
 from meshwright.program.reduction import ReductionWarning
+from meshwright.program.trace import trace_program
 
 _RANDOM = np.random.default_rng(0)
 X, Y = (jnp.asarray(_RANDOM.normal(size=(32, 16)), jnp.float32) for _ in range(2))
@@ -109,3 +111,11 @@ def test_an_array_with_the_batch_in_two_dims_is_refused() -> None:
 
     with pytest.raises(PlanError, match=r"\(32, 32\) with the batch in more than one dim"):
         mw.parallelize(step, microbatches=2).plan(PARAMETERS, (X, Y))
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "unet-tiny", "bert-tiny"])
+def test_microbatches_of_one_example_have_a_reduction(name) -> None:
+    model = zoo.build(name)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), model.example_batch)
+    program = trace_program(model.step, (model.example_state, batch), microbatches=8)
+    assert program.reduction == "mean"

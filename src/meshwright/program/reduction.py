@@ -295,6 +295,8 @@ def _equation(full: Equation, small: Equation, given: list[_Growth], ratio: int)
 def _meet(name: str, full: Any, small: Any, ratio: int) -> bool:
     """Whether a result holds examples beside others: pairs of them, or all but some, as shifts along the batch do."""
     shapes = getattr(full.aval, "shape", ()), getattr(small.aval, "shape", ())
+    if len(shapes[0]) != len(shapes[1]):
+        return False  # a batch of one example may be spread out by another way
     grown = [(x, y) for x, y in zip(*shapes, strict=True) if x != y]
     return len(grown) > 1 or (name in _CUTS and any(x != ratio * y for x, y in grown))
 
