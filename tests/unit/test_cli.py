@@ -148,6 +148,30 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str], module: Path, tmp_path
     assert {c.kind: c.bytes for c in plan.stages[0].communication} == stage["communication_bytes"]
 
 
+def test_a_plan_of_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--cluster", "p3.16xlarge:2", "--stages", "2", "--microbatches", "4", "--json"]
+    status, out, err = run(capsys, "plan", "gpt-tiny", *options)
+    assert status == 0, err
+    found = json.loads(out)
+    assert 0 < found["predicted"]["bubble_fraction"] < 1
+    first, last = found["stages"]
+    assert [*first["devices"], *last["devices"]] == list(range(16))
+    assert (first["layers"][0], first["layers"][1]) == (0, last["layers"][0])
+    for stage in (first, last):
+        assert stage["hosts"]
+        assert 0 < stage["seconds_forward"] < stage["seconds_backward"]
+        assert stage["remat"] in ("none", "layer")
+    # A rank keeps more microbatches the earlier it is.
+    assert 4 >= first["in_flight"] > last["in_flight"] >= 1
+    assert found["transfers"]
+    for transfer in found["transfers"]:
+        assert (transfer["source"], transfer["target"]) == (0, 1)
+        assert transfer["bytes"] > 0
+        assert transfer["forward_seconds"] > 0
+    work = max(4 * (s["seconds_forward"] + s["seconds_backward"]) for s in (first, last))
+    assert found["predicted"]["step_seconds"] > work
+
+
 def test_plan_as_text(capsys: pytest.CaptureFixture[str], module: Path) -> None:
     status, out, err = run(capsys, "plan", f"{module}:fixed", "--cluster", "cpu:1", "--mesh", "8")
     assert (status, err) == (0, "")
