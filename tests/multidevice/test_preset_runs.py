@@ -16,6 +16,7 @@ from test_found_plans import assert_as_predicted, compiled_collectives
 
 import meshwright as mw
 from meshwright import presets, zoo
+from meshwright._jax.hlo import read_compiled
 from meshwright.planning import Planning, plan_for
 from meshwright.runtime.pipeline.step import PipelinedStep
 from meshwright.runtime.step import PlannedStep
@@ -203,6 +204,42 @@ def test_pipelines(preset: presets.Preset, schedule: str, mesh: dict[str, int]) 
     stored = {axis for stage in stages for p in stage.parameters for axis in p.stored_axes}
     assert stored == ({"data"} if preset.family == "deepspeed_3d" else set())
     assert_as_on_one_device(target, planning)
+
+
+@pytest.mark.parametrize(
+    ("preset", "in_layers", "in_update"),
+    [
+        # Microbatches cross the cut between neighbours, and each stage sums its gradients once a step.
+        (presets.gpipe(4), [[[], []]] * 4, {"all_reduce"}),
+        (presets.pipedream(2), [[[], []]] * 2, {"all_reduce"}),
+        # Two products a sum, forward, and backward but where nobody wants the gradient of the input.
+        (presets.megatron(tp=2, pp=2), [[[256], []], [[256], [256]]], {"all_reduce"}),
+        (
+            presets.deepspeed_3d(tp=2, pp=2, dp=2),
+            [[[256], []], [[256], [256]]],
+            {"reduce_scatter", "all_gather"},
+        ),
+    ],
+    ids=str,
+)
+def test_what_pipelines_send(preset: presets.Preset, in_layers: list[list[list[int]]], in_update: set[str]) -> None:
+    target = zoo.mlp(width=32, layers=4, batch=16)
+    planning = planned(target, preset, microbatches=4)
+    activation = 4 * 32 * 4  # of a microbatch of four examples
+    sent = [(transfer.source, transfer.target, transfer.bytes) for transfer in planning.plan.transfers]
+    assert sent == [(number, number + 1, activation) for number in range(preset.stages - 1)]
+    step = PipelinedStep(planning.program, planning.plan, jax.devices())
+    for stage, expected in zip(step.stages, in_layers, strict=True):
+        found = [read_compiled(stage.lower(p).compile()).collectives for p in (stage.forward, stage.backward)]
+        # The loss is a number of four bytes.
+        assert [[c.bytes for c in half if c.bytes > 4] for half in found] == expected
+        assert {c.kind for half in found for c in half} <= {"all_reduce"}
+        (update,) = stage.rounds
+        synchronised = read_compiled(stage.lower(update).compile()).collectives
+        assert {c.kind for c in synchronised} == in_update
+        held = sum(4 * p.size for p in map(stage.stage.local_shape, stage.stage.parameters))
+        for kind in in_update:
+            assert sum(c.bytes for c in synchronised if c.kind == kind) == held
 
 
 def test_pipedream_runs_and_learns() -> None:
