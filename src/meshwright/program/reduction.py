@@ -12,6 +12,9 @@ mean, a maximum) is neither a mean nor a sum. A statistic of degree 0 that goes 
 normalisation, is taken as it is: its microbatches use statistics of their own, as every framework's do. But examples
 that are compared with each other, as in contrastive losses, would not meet those of other microbatches: a value with
 two batch dims, or one shifted along its batch, makes whatever comes of it unknown.
+
+Known limit: examples put in another order (`rev`, `sort`, a gather by a permutation) are not told from those of a layer
+that puts them back, as mixtures of experts do; a loss that compares them with the old order is taken for a mean.
 """
 
 from __future__ import annotations
