@@ -210,19 +210,19 @@ def test_pipelines(preset: presets.Preset, schedule: str, mesh: dict[str, int]) 
     ("preset", "in_layers", "in_update"),
     [
         # Microbatches cross the cut between neighbours, and each stage sums its gradients once a step.
-        (presets.gpipe(4), [[[], []]] * 4, {"all_reduce"}),
-        (presets.pipedream(2), [[[], []]] * 2, {"all_reduce"}),
+        (presets.gpipe(4), [[[], []]] * 4, ["all_reduce"]),
+        (presets.pipedream(2), [[[], []]] * 2, ["all_reduce"]),
         # Two products a sum, forward, and backward but where nobody wants the gradient of the input.
-        (presets.megatron(tp=2, pp=2), [[[256], []], [[256], [256]]], {"all_reduce"}),
+        (presets.megatron(tp=2, pp=2), [[[256], []], [[256], [256]]], ["all_reduce"]),
         (
             presets.deepspeed_3d(tp=2, pp=2, dp=2),
             [[[256], []], [[256], [256]]],
-            {"reduce_scatter", "all_gather"},
+            ["all_gather", "reduce_scatter"],
         ),
     ],
     ids=str,
 )
-def test_what_pipelines_send(preset: presets.Preset, in_layers: list[list[list[int]]], in_update: set[str]) -> None:
+def test_what_pipelines_send(preset: presets.Preset, in_layers: list[list[list[int]]], in_update: list[str]) -> None:
     target = zoo.mlp(width=32, layers=4, batch=16)
     planning = planned(target, preset, microbatches=4)
     activation = 4 * 32 * 4  # of a microbatch of four examples
@@ -236,7 +236,7 @@ def test_what_pipelines_send(preset: presets.Preset, in_layers: list[list[list[i
         assert {c.kind for half in found for c in half} <= {"all_reduce"}
         (update,) = stage.rounds
         synchronised = read_compiled(stage.lower(update).compile()).collectives
-        assert {c.kind for c in synchronised} == in_update
+        assert sorted({c.kind for c in synchronised}) == in_update
         held = sum(4 * p.size for p in map(stage.stage.local_shape, stage.stage.parameters))
         for kind in in_update:
             assert sum(c.bytes for c in synchronised if c.kind == kind) == held
