@@ -135,6 +135,23 @@ check(target.step, state, batch, Pipeline(submeshes=(2, 2, 4), microbatches=2))
     )
 
 
+@pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_no_process_holds_more_than_predicted(tmp_path: Path, schedule: str) -> None:
+    """The programs that move values between processes need memory of their own, much beside layers as small as these:
+    each stage another layout, so that values are put together and taken apart. What they need is known as a limit."""
+    result = launched(
+        tmp_path,
+        f"""
+from live_bytes import assert_as_predicted
+target = zoo.mlp(width=64, layers=6, batch=1024)
+step = pipelined(target.step, (target.example_state, target.example_batch), Pipeline(
+    submeshes=(2, 2, 4), microbatches=4, schedule={schedule!r}, meshes=[(("x",), (4,)), (("x",), (2,))]))
+assert_as_predicted(step, target, least=0.5)
+""",
+    )
+    result.check()
+
+
 _ANOTHER_PLAN = """
 from test_pipeline import data, perceptron, predict
 

@@ -4,7 +4,7 @@ What is counted: all that is constant; the further weight versions of an asynchr
 microbatch what is kept from the start of its forward to the end of its backward (of its weight gradient where that is
 split off, another amount from its input gradient on); a workspace while an instruction runs; and values that cross an
 edge: on the sender from the start of the instruction that computes them until they have left, on the receiver from the
-moment they start to arrive until the instruction that reads them ends.
+moment they start to arrive until the instruction that reads them ends; and on both what moving them takes.
 
 Known limits: a value that leaves over two edges counts twice; an input that is also kept for the backward counts twice
 while its forward runs; one workspace per stage, the largest of its instructions. All err on the safe side.
@@ -77,13 +77,17 @@ def _count_transfers(
     ):
         edge = given[schedule.edges[channel // 2]]
         at_sender, at_receiver = edge.source_bytes, edge.target_bytes
+        sending, receiving = edge.source_workspace_bytes, edge.target_workspace_bytes
         if channel % 2:
             at_sender, at_receiver = at_receiver, at_sender
+            sending, receiving = receiving, sending
         found = changes[walk.ranks[sender]]
         found.append((events.starts[sender], 2 * sender, at_sender))
-        found.append((end, 2 * sender + 1, -at_sender))
+        found.append((start, 2 * sender + 1, sending))
+        found.append((end, 2 * sender + 1, -at_sender - sending))
         found = changes[walk.ranks[receiver]]
-        found.append((start, 2 * receiver, at_receiver))
+        found.append((start, 2 * receiver, at_receiver + receiving))
+        found.append((end, 2 * receiver, -receiving))
         found.append((events.ends[receiver], 2 * receiver + 1, -at_receiver))
 
 

@@ -68,6 +68,8 @@ class EdgeTiming:
       backward_seconds: to move the cotangents back.
       source_bytes: of the values on one device of the source stage, in either direction.
       target_bytes: the same for the target stage.
+      source_workspace_bytes: on one device of the source stage, beside these, while they move in either direction.
+      target_workspace_bytes: the same for the target stage.
 
     Raises:
       PlanError: a number that is negative, infinite or not a number.
@@ -78,6 +80,8 @@ class EdgeTiming:
     backward_seconds: float
     source_bytes: float = 0.0
     target_bytes: float = 0.0
+    source_workspace_bytes: float = 0.0
+    target_workspace_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers(self)

@@ -12,14 +12,15 @@ from ...errors import PlanError
 from ...plan import Memory, Plan
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
-from ...schedule import Mode, Schedule
-from ...simulate import Timeline, Timing, plan_schedule, plan_timing, simulate
+from ...schedule import Edge, Mode, Schedule
+from ...simulate import EdgeTiming, Timeline, Timing, plan_schedule, plan_timing, simulate
 from ..microbatches import grown_dims
 from .alike import likeness
 from .asynchronous import check_asynchronous
 from .stage_memory import StageMemory, passed_on, stage_memory
 from .stage_program import StageProgram
 from .surroundings import Surroundings
+from .transport import crosses_processes, kept_bytes, workspace_bytes
 from .update_program import UpdateProgram
 
 
@@ -56,6 +57,7 @@ class LocalStages:
         self.program = program = staged.source
         self.plan = plan
         self._platform = platform
+        self._meshes = meshes
         self._counted = {} if counted is None else counted
         self._core = staged.core
         self.schedule: Schedule = plan_schedule(plan)
@@ -100,15 +102,39 @@ class LocalStages:
             )
             for stage, found in zip(planned.stages, memory, strict=True)
         )
-        edges = tuple(
-            replace(
-                one,
-                source_bytes=memory[one.edge.source].sent_bytes[one.edge.target],
-                target_bytes=memory[one.edge.target].received_bytes[one.edge.source],
-            )
-            for one in planned.edges
+        edges = tuple(self._edge(one) for one in planned.edges)
+        stages = tuple(
+            replace(stage, constant_bytes=stage.constant_bytes + kept)
+            for stage, kept in zip(stages, self._kept_by_transfers(edges), strict=True)
         )
         return replace(planned, stages=stages, edges=edges)
+
+    def _edge(self, planned: EdgeTiming) -> EdgeTiming:
+        source, target = planned.edge.source, planned.edge.target
+        sent = self.memory[source].sent_bytes[target]
+        received = self.memory[target].received_bytes[source]
+        edge = replace(planned, source_bytes=sent, target_bytes=received)
+        if not self._apart(planned.edge):
+            return edge
+        return replace(
+            edge,
+            source_workspace_bytes=workspace_bytes(sent, received),
+            target_workspace_bytes=workspace_bytes(received, sent),
+        )
+
+    def _apart(self, edge: Edge) -> bool:
+        """Whether moving values takes memory of its own; assumed where nobody says which process has which device."""
+        if self._meshes is None:
+            return self.plan.stages[edge.source].devices != self.plan.stages[edge.target].devices
+        return crosses_processes(self._meshes[edge.source], self._meshes[edge.target])
+
+    def _kept_by_transfers(self, edges: Sequence[EdgeTiming]) -> list[float]:
+        """For each stage what stays on a device between transfers."""
+        received = [0.0] * len(self.stages)
+        for one in filter(lambda one: self._apart(one.edge), edges):
+            received[one.edge.source] += one.target_bytes
+            received[one.edge.target] += one.source_bytes
+        return list(map(kept_bytes, received))
 
     def timeline(self) -> Timeline:
         """The predicted step, with the memory of the traced programs.

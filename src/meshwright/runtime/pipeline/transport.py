@@ -64,6 +64,38 @@ class Transport(Protocol):
         ...
 
 
+def crosses_processes(source: Mesh, target: Mesh) -> bool:
+    """Whether a transfer between two meshes is one program of several processes.
+
+    Args:
+      source: of one stage.
+      target: of another.
+    """
+    return len({d.process_index for mesh in (source, target) for d in mesh.devices.flat}) > 1
+
+
+def workspace_bytes(here: float, there: float) -> float:
+    """What a transfer needs at most on a device beside the values themselves, however they are laid out.
+
+    On the sender a block like the receiver's that nobody reads, on the receiver one like the sender's, and the messages
+    (`runtime.resharding.one_program`); beyond two chunks, these.
+
+    Args:
+      here: bytes of the values on the device, before or after.
+      there: the same on a device of the other side.
+    """
+    return min(there + 2.5 * max(here, there), 2 * CHUNK_BYTES)
+
+
+def kept_bytes(blocks: float) -> float:
+    """What stays on a device from one transfer to the next: blocks that take the place of those it has none of.
+
+    Args:
+      blocks: bytes of all that it receives, as the senders hold them.
+    """
+    return min(blocks, _KEPT_BYTES)
+
+
 _Way = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], Any]]
 """Values to where they are needed, and what is ready when they are there (None if nobody else has a part in it)."""
 
