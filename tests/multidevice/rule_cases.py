@@ -148,6 +148,11 @@ PRODUCTS: dict[str, Case] = {
         partial(lax.linalg.triangular_solve, lower=True), (well_conditioned(2, 4, 4), normal(2, 8, 4)),
     ),
     "linear solve": (jnp.linalg.solve, (well_conditioned(4, 4, 4), normal(4, 4, 2))),
+    # One index in both dims of the result; JAX has no derivative of it.
+    "symmetric product": (
+        lambda a, c: lax.linalg.symmetric_product(lax.stop_gradient(a), lax.stop_gradient(c)) + c,
+        (normal(8, 4), normal(8, 8)),
+    ),
     "cholesky": (lambda a: jnp.linalg.cholesky(a @ a.mT + 4 * jnp.eye(4)), (normal(4, 4, 4),)),
     "fft": (lambda x: (jnp.fft.fft(x), jnp.fft.irfft(jnp.fft.rfft(x)), jnp.fft.fft2(x)), (normal(4, 8, 8),)),
 }  # fmt: skip

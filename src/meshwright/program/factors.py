@@ -66,16 +66,20 @@ class Rule:
 
     def splittable(self) -> tuple[int, ...]:
         """Factors that may be split, and can be: they lead every dim they are part of (a block of a minor factor is
-        not a block of its dim)."""
+        not a block of its dim), and are in one dim of each tensor (the diagonal is not a block)."""
         minor: set[int] = set()
+        twice: set[int] = set()
         for tensor in (*self.operands, *self.results):
+            seen: set[int] = set()
             for dim in tensor:
                 real = [f for f in dim if self.factors[f].size > 1]
                 minor.update(real[1:])
+                twice.update(seen.intersection(real))
+                seen.update(real)
         return tuple(
             index
             for index, factor in enumerate(self.factors)
-            if factor.kind != "whole" and factor.size > 1 and index not in minor
+            if factor.kind != "whole" and factor.size > 1 and index not in minor | twice
         )
 
     def with_whole(self, whole: Sequence[int]) -> Rule:

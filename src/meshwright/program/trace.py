@@ -263,7 +263,7 @@ def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches
             refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",
             needed="a step that takes its batch size from its arguments", where=getattr(step, "__name__", "the step"),
             try_="x.shape[0] in place of a written batch size; an array that is no batch (class weights) in the state, "
-            "since every array outside it is cut; or microbatches=1",
+            "since every array outside it is cut, and jax.random.key for a key as two numbers; or microbatches=1",
         ) from error  # fmt: skip
     return outer
 
