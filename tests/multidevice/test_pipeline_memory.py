@@ -28,10 +28,14 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def test_nothing_is_left_behind() -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    ["one_f_one_b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zero_bubble", "pipedream"))],
+)
+def test_nothing_is_left_behind(schedule: str) -> None:
     target = zoo.mlp(width=32, layers=4, batch=32)
     state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
-    step = pipelined(target.step, (state, batch), Pipeline(schedule="one_f_one_b"))
+    step = pipelined(target.step, (state, batch), Pipeline(schedule=schedule))
     state, _ = step(state, batch)
     gc.collect()  # what other tests have left
     seen = set()

@@ -152,6 +152,59 @@ assert_as_predicted(step, target, least=0.5)
     result.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble"])
+def test_nothing_is_left_behind_in_any_process(tmp_path: Path, schedule: str) -> None:
+    """200 steps; the process itself may not grow either, by threads or by what waits for transfers."""
+    result = launched(
+        tmp_path,
+        f"""
+import gc, pathlib, time
+target = zoo.mlp(width=32, layers=4, batch=32)
+step = pipelined(target.step, (target.example_state, target.example_batch), Pipeline(
+    submeshes=(2, 2, 4), schedule={schedule!r}, microbatches=2))
+state = step.create(target.init, jax.random.key(0))
+batch = jax.tree.map(np.array, jax.jit(target.make_batch)(jax.random.key(1)))
+seen, resident = set(), []
+gc.collect()
+for number in range(200):
+    state, metrics = step(state, batch)
+    jax.block_until_ready(metrics)
+    del metrics
+    if number in (1, 50, 199):
+        time.sleep(2)  # a byte of each transfer is looked at every second, and let go
+        seen.add(sum(array.nbytes for array in jax.live_arrays()))
+        resident.append(4096 * int(pathlib.Path("/proc/self/statm").read_text().split()[1]))
+assert len(seen) == 1, seen
+assert resident[-1] - resident[1] < 2**23, resident
+print("resident", resident)
+""",
+    )
+    result.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "preset",
+    ["data_parallel", "zero(stage=3)", "megatron(tp=2, pp=2)", "deepspeed_3d(tp=2, pp=2, dp=2)", "parameter_server"],
+)
+def test_presets_in_four_processes(tmp_path: Path, preset: str) -> None:
+    assert_runs(
+        tmp_path,
+        f"""
+target = zoo.mlp(width=32, layers=4, batch=32)
+state = jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0)))
+batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
+alone, parallel = jax.jit(target.step), mw.parallelize(target.step, preset={preset!r}, microbatches=2)
+expected, found = state, state
+for _ in range(3):
+    expected, metrics = alone(expected, batch)
+    found, again = parallel(found, batch)
+print("compared", compare((found, again), (expected, metrics)), "loss", float(again["loss"]))
+""",
+    )
+
+
 _ANOTHER_PLAN = """
 from test_pipeline import data, perceptron, predict
 
