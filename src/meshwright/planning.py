@@ -70,7 +70,7 @@ def plan_for(
       submeshes: how many devices each stage has, in order, as many stages as there are numbers; None to choose.
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
         stages, submeshes and schedule, some also remat, which then cannot be given.
-      time_limit_seconds: for the search; when it is over, every further problem gets a second.
+      time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
       tell: called with a few words at each part of the work.
@@ -144,6 +144,8 @@ def _any_stages(asked: PlanRequest) -> Planning:
             return plan_stages(asked, None)
         except PlanError:
             raise refused from None
+    if asked.left_seconds < 0:
+        return replace(one, considered=(*one.considered, "several stages: not searched, out of time"))
     try:
         several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH_STAGES))
     except (NothingFaster, MemoryExceeded):

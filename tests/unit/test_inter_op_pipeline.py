@@ -15,13 +15,15 @@ from meshwright._jax.grad import value_and_grad
 from meshwright.cluster import Link, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
+from meshwright.planning import plan_for
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep
 from meshwright.schedule import Edge, check_schedule, make_schedule
+from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
-from meshwright.search.pipeline import SIMULATED, StageRequest, StageSearchResult, search_stages
+from meshwright.search.pipeline import SIMULATED, StageRequest, StageSearch, StageSearchResult, search_stages
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
 from meshwright.zoo import registry
 
@@ -339,6 +341,37 @@ def test_memory_decides() -> None:
     with pytest.raises(MemoryExceeded) as caught:
         search_stages(request("gpt-tiny", cluster=load_cluster("cpu").with_memory_limit(1e4)))
     assert "microbatches" in caught.value.needed
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7])
+def test_a_repeated_search_is_as_good_as_a_new_one(share: float) -> None:
+    """With less memory, the plans of the run before are looked at first, and bound the others."""
+    asked = request("gpt-tiny", microbatches=(2, 4))
+    search = StageSearch(asked)
+    plan = search.run().plan
+    usable = asked.cluster.device.usable_memory_bytes
+    kept = usable - share * max(stage.memory.total for stage in plan.stages)
+
+    def reserve(microbatches: int) -> MemoryReserve:
+        del microbatches
+        return MemoryReserve(kept, kept)
+
+    again, new = search.run(reserve), StageSearch(asked).run(reserve)
+    assert again.plan.predicted.step_seconds <= (1 + 1e-9) * new.plan.predicted.step_seconds
+    assert max(stage.memory.total for stage in again.plan.stages) <= usable - kept
+    assert len(set(again.considered)) == len(again.considered)
+
+
+def test_no_time_is_enough_for_some_plan() -> None:
+    result = StageSearch(request("gpt-tiny", microbatches=(1, 2, 4))).run(time_limit_seconds=0.0)
+    assert result.plan.stages
+    assert any("out of time" in words for words in result.considered)
+    target = registry.build("gpt-tiny")
+    args = target.example_state, target.example_batch
+    for stages in (1, None):
+        planning = plan_for(target.step, args, cluster="cpu", stages=stages, time_limit_seconds=1e-6)
+        assert any("not searched, out of time" in words for words in planning.considered)
+        assert planning.plan.predicted.optimality_gap == 1  # nothing is known of the other meshes
 
 
 def test_the_same_request_gives_the_same_plan() -> None:

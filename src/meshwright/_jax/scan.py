@@ -7,6 +7,7 @@ by hand, so that it has the parameters of the JAX at hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -137,6 +138,7 @@ def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
     return found
 
 
+@lru_cache(maxsize=1 << 12)
 def _rows(rows: tuple[int, int]) -> Callable[[Any], Any]:
     return lambda x: jax.lax.slice_in_dim(x, *rows, axis=0)
 
@@ -149,7 +151,14 @@ def _one_equation(
     origin: Equation, function: Callable[..., Any], atoms: Sequence[Any], *, result: Any = None
 ) -> tuple[Equation, Any]:
     """`function` of `atoms`, one primitive, as an equation that carries the source line of `origin`; and its result."""
-    avals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
-    (made,) = open_jaxpr(jax.make_jaxpr(function)(*avals)).eqns
+    made = _traced(function, tuple((a.aval.shape, a.aval.dtype) for a in atoms))
     out = Var(made.outvars[0].aval) if result is None else result
     return made.replace(invars=list(atoms), outvars=[out], source_info=origin.source_info), out
+
+
+# Pieces of a scan, and programs that differ in their microbatches alone, slice and join the same shapes.
+@lru_cache(maxsize=1 << 14)
+def _traced(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> Equation:
+    """`function`, one primitive, of arrays of these shapes and dtypes."""
+    (made,) = open_jaxpr(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*one) for one in shapes))).eqns
+    return made

@@ -53,6 +53,12 @@ def call_bodies(equation: Equation) -> list[Jaxpr]:
     raise AssertionError(equation.primitive.name)
 
 
+# Of equations that hold no program the rule is a fact about their signature, the same for all programs: what Shardy
+# says, and what of it can be executed on shards.
+_SHARDY: dict[tuple[Any, ...], Rule] = {}
+_RESTRICTED: dict[tuple[Any, ...], Rule] = {}
+
+
 class Rules:
     """Factor rules by equation, each distinct equation analysed once.
 
@@ -69,7 +75,9 @@ class Rules:
         for equation, differentiated in equations:
             for plain in self._plain_equations(equation, differentiated):
                 key = _signature(plain)
-                if key not in self._plain:
+                if key in _SHARDY:
+                    self._plain[key] = _SHARDY[key]
+                elif key not in self._plain:
                     wanted.setdefault(key, plain)
         lowerable = {key: eqn for key, eqn in wanted.items() if not has_keys(eqn)}
         for key, eqn in wanted.items():
@@ -84,6 +92,8 @@ class Rules:
                 unknown = [op.name for op in lowered.ops if op.rule is None and op.operands]
                 if unknown and eqn.primitive.name != "top_k" and rule.factors and not rule.splittable():
                     _warn_whole(eqn, f"no sharding rule is known for {unknown[0]}")
+                elif _is_lasting(key):
+                    _SHARDY[key] = rule  # every program is warned of the others
                 self._plain[key] = rule
 
     def _plain_equations(self, equation: Equation, differentiated: bool) -> Iterable[Equation]:
@@ -113,8 +123,13 @@ class Rules:
             if is_call(equation) or equation.primitive.name == "scan" or is_remat(equation):
                 rule = self._call_rule(equation, differentiated)
             else:
-                plain = self._plain[_signature(equation)]
-                rule = plain if has_keys(equation) else restrict(equation, plain, differentiated=differentiated)
+                plain = self._plain[key[0]]
+                shared = (plain, *key)
+                rule = _RESTRICTED.get(shared)
+                if rule is None:
+                    rule = plain if has_keys(equation) else restrict(equation, plain, differentiated=differentiated)
+                    if _is_lasting(key[0]):
+                        _RESTRICTED[shared] = rule
                 if equation.primitive.name == "top_k":
                     rule = _top_k_rule(equation)
             self._rules[key] = rule
@@ -274,6 +289,11 @@ def _signature(equation: Equation) -> tuple[Any, ...]:
         atoms,
         tuple((v.aval.shape, str(v.aval.dtype)) for v in equation.outvars),
     )
+
+
+def _is_lasting(signature: tuple[Any, ...]) -> bool:
+    """Whether a signature says the same in another program: an address may be another object's there."""
+    return isinstance(signature[1], str) and " at 0x" not in signature[1]
 
 
 def _key_rule(equation: Equation) -> Rule:

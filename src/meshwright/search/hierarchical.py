@@ -120,7 +120,12 @@ class HierarchicalSearch:
         best: _Candidate | None = None
         least = bound = float("inf")
         candidates: list[_Candidate] = []
+        unsearched: list[str] = []
         for index in range(len(self._meshes)):
+            if best is not None and time.perf_counter() > self._deadline:
+                unsearched.append(f"mesh {_shape(self._meshes[index])}: not searched, out of time")
+                bound = 0.0
+                continue
             found: list[_Candidate | float] = []
             if request.remat in (None, "none"):
                 found.append(self._solve(index, "none", memory_row_bytes))
@@ -138,7 +143,7 @@ class HierarchicalSearch:
         if best is None:
             raise _nothing_fits(request, memory_row_bytes, least) if isfinite(least) else _contradiction(request)
         plan = _assemble(request, best, gap=max(1 - bound / best.seconds, 0.0) if best.seconds else 0.0)
-        considered = tuple(_described(candidate, best) for candidate in candidates)
+        considered = (*(_described(candidate, best) for candidate in candidates), *unsearched)
         seconds = {_words(candidate): candidate.seconds for candidate in candidates}
         return SearchResult(
             plan=plan, solve_seconds=time.perf_counter() - start, considered=considered,

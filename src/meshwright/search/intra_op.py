@@ -262,13 +262,14 @@ class IntraOpProblem:
                 choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
                 if self._pins.roles is not None:
                     choices = self._pins.roles.operator(operator, choices, of_parameters=of_parameters)
-                seconds = [
-                    sum(self.prices.operator(graph, operator, c.algorithm, forward_runs=self.forward_runs(operator)))
-                    for c in choices
-                ]
-                cache[signature] = OperatorPrices(choices=tuple(choices), seconds=np.array(seconds))
+                parts = self.prices.operator_parts(graph, operator, [c.algorithm for c in choices])
+                forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
+                cache[signature] = OperatorPrices(
+                    choices=tuple(choices), forward_seconds=forward + inside, backward_seconds=backward + mirrored
+                )
             known = cache[signature]
-            node = self._node(known.choices, m * operator.repeats * known.seconds)
+            seconds = self.forward_runs(operator) * known.forward_seconds + known.backward_seconds
+            node = self._node(known.choices, m * operator.repeats * seconds)
             self.operator_node[operator.index] = node
             self.operator_prices[operator.index] = known
             choices = known.choices
@@ -292,7 +293,7 @@ class IntraOpProblem:
 
         return (
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
-            operator.combine, self.forward_runs(operator), operator.differentiated,
+            operator.combine, operator.differentiated,
             self._is_of_parameters(operator), tuple(v in self.of_parameters for v in operator.operands),
             self.prices.is_stored(graph, operator),
             operator.origins if self._pins.roles is not None else (),

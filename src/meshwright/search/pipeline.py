@@ -18,7 +18,7 @@ from functools import cached_property
 from math import inf, isfinite
 
 from ..errors import MemoryExceeded, PlanError
-from ..program.staged import StagedProgram, merge_scans
+from ..program.staged import merge_scans
 from .alternative import nearest
 from .candidate import Candidate, scheduled
 from .given_stages import of_layers, restricted, stages_of_like_work
@@ -27,11 +27,11 @@ from .inter_op_bounds import most_seconds
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving
 from .memory_reserve import MemoryReserve, nothing_reserved
+from .microbatch_costs import MicrobatchCosts
 from .stage_costs import StageCosts
 from .stage_request import (
     SIMULATED as SIMULATED,
     StageRequest as StageRequest,
-    check_layers,
     check_request,
     check_room,
     nothing_fits,
@@ -64,6 +64,9 @@ _MAY_BE_BEST = 1.25
 # What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
 _AT_MOST = 2.5
 
+# Plans of the last run that are looked at again in a repeated search.
+_AGAIN = 3
+
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
 
@@ -86,70 +89,23 @@ class StageSearch:
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
-        self.counts = sorted(request.by_microbatches)
-        self._made: dict[int, StageCosts | PlanError] = {}
-        self._interleaving = Interleaving(request, self._costs)
+        self.costs = MicrobatchCosts(request, self.submeshes, self.places)
+        self.counts = self.costs.counts
+        self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
         self._taken = 0  # microbatches of the last run's plan
         self._slack = _ESTIMATE_SLACK[0]
+        self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self._reset()
 
     def _reset(self) -> None:
         self.start = time.perf_counter()
         self.best_objective = self.request.faster_than_seconds
-        self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
+        self.finished = {}
         self.considered: list[str] = []
         self.simulated: dict[str, float] = {}
         # What plans take at least that were not looked at to the end.
         self.unsearched = inf
-
-    def costs(self, count: int) -> StageCosts:
-        """Of the program in so many microbatches.
-
-        Raises:
-          PlanError: if the step cannot be cut so, which only who traces it on demand finds out here.
-        """
-        if count not in self._made:
-            coarser = self._coarser(count)
-            try:
-                program = self.request.by_microbatches[count]
-                check_layers(self.request, program)
-                self._made[count] = self._costs(program, coarser)
-            except PlanError as error:
-                self._made[count] = error
-        made = self._made[count]
-        if isinstance(made, PlanError):
-            raise made
-        made.reserve(self.reserve(count))
-        return made
-
-    @property
-    def _base(self) -> StageCosts | None:
-        """Of the fewest microbatches; None if the step cannot be cut so."""
-        try:
-            return self.costs(self.counts[0])
-        except PlanError:
-            return None
-
-    def _coarser(self, count: int) -> StageCosts | None:
-        """Of the most microbatches, fewer than these, that have been looked at; or of the fewest."""
-        fewer = [other for other in self._made if other < count and isinstance(self._made[other], StageCosts)]
-        if count == self.counts[0]:
-            return None
-        return self.costs(max(fewer)) if fewer else self._base
-
-    @property
-    def _all_costs(self) -> list[StageCosts]:
-        return [made for _, made in sorted(self._made.items()) if isinstance(made, StageCosts)]
-
-    def _costs(self, program: StagedProgram, coarser: StageCosts | None = None) -> StageCosts:
-        request = self.request
-        own = dict(zip(self.places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
-        return StageCosts(
-            program, parameters=request.parameters, submeshes=self.submeshes, pins=request.pins, remat=request.remat,
-            meshes=request.mesh, own_meshes=own, coarser=coarser,
-        )  # fmt: skip
 
     @property
     def late(self) -> bool:
@@ -169,16 +125,17 @@ class StageSearch:
           MemoryExceeded: if no plan fits.
           NothingFaster: if none is faster than `request.faster_than_seconds`.
         """
+        last = self.finished
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
-        self.reserve = reserve if reserve is not None else nothing_reserved
-        if (base := self._base) is not None:
+        self.costs.reserve = reserve if reserve is not None else nothing_reserved
+        if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
         known = self.request.faster_than_seconds
-        best: Candidate | None = None
+        best = self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
-            if (best := self._simulate()) is not None:
+            if (best := self._simulate(best)) is not None:
                 break
         if isfinite(known) and (best is None or best.weight >= known):
             raise NothingFaster
@@ -186,7 +143,7 @@ class StageSearch:
             # What was thought possible was not: nothing is left out then.
             self.unsearched = inf
             self._search(bounded=False)
-            best = self._simulate()
+            best = self._simulate(None)
         if best is None:
             raise self._nothing_fits()
         searched, taken = best.costs, best.words(best.scheduled.name)
@@ -196,13 +153,25 @@ class StageSearch:
             raise self._nothing_fits()
         gap = max(1 - self.unsearched / best.seconds, 0.0) if best.seconds > 0 else 0.0
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
-        solves = sum(costs.solves for costs in (*self._all_costs, *self._interleaving.costs))
+        solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
             plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
-            considered=tuple(self.considered), scheduled=best.scheduled,
+            considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
             alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
+
+    def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
+        """The best of the last run's plans in the memory that there is now: what it takes bounds all others."""
+        for (number, stages), _ in sorted(last.items(), key=lambda one: one[1])[:_AGAIN]:
+            costs = self.costs(number)
+            problem = self._problem(costs, "one_f_one_b", costs.crossings())
+            self._solve(costs, problem, stages)
+            self._keep(number, costs, problem, stages)
+        best = self._simulate(None, suggesting=last) if last else None
+        if best is not None and best.scheduled.name != "zero_bubble":  # whose objective is a guess at its halves
+            self.best_objective = min(self.best_objective, best.weight)
+        return best
 
     def _search(self, *, bounded: bool) -> None:
         expected = self._expected_of_all() if bounded else dict.fromkeys(self.counts, 0.0)
@@ -245,7 +214,7 @@ class StageSearch:
                 # What these take says more of finer ones than the fewest microbatches do.
                 known = self._expected(costs, finer)
                 expected |= {other: max(expected[other], known[other]) for other in finer}
-        if refused is not None and not self._all_costs:
+        if refused is not None and not self.costs.all:
             raise refused
 
     def _next(self, left: Sequence[int], expected: Mapping[int, float], *, first: bool) -> int:
@@ -262,8 +231,8 @@ class StageSearch:
     def _expected_of_all(self) -> dict[int, float]:
         """What the best plan takes at least in each number of microbatches, as the most that are known and no more than
         these say: a search that is repeated knows several."""
-        base = self._base
-        sources = [costs for costs in self._all_costs if base is not None] or [base]
+        base = self.costs.base
+        sources = [costs for costs in self.costs.all if base is not None] or [base]
         found: dict[int, float] = {}
         for source, following in zip(sources, [*sources[1:], None], strict=True):
             last = following.program.microbatches if following is not None else inf
@@ -274,6 +243,8 @@ class StageSearch:
     def _expected(self, costs: StageCosts | None, counts: Sequence[int]) -> dict[int, float]:
         """What the best plan takes at least in each of these multiples of a number of microbatches, as that one says:
         others take and keep at least their share of what it does. Not even their programs have to be looked at yet.
+
+        It holds for every order: they are 1F1B at best with free transfers, and a split backward fills all of the ends.
         """
         if len(self.counts) == 1 or costs is None:
             return dict.fromkeys(counts, 0.0)
@@ -281,12 +252,14 @@ class StageSearch:
         # Where the most microbatches fit and fewer do not, it is good to know soon.
         for count in sorted(counts, reverse=True):
             share = costs.program.microbatches / count
-            costs.reserve(self.reserve(count))
-            problem = self._problem(costs, "one_f_one_b", costs.crossings(share), share)
+            costs.reserve(self.costs.reserve(count))
+            problem = self._problem(costs, "one_f_one_b", (), share)
+            ends = min(problem.layers, problem.devices) - 1 if "zero_bubble" in self._schedules else 0
+            filled = count / (count + ends)
             bound = min([_MAY_BE_BEST * self.best_objective, *(_AT_MOST * seconds for seconds in found.values())])
-            costs.focus(most_seconds(problem, bound))
-            best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
-            found[count] = best.seconds if best is not None else inf
+            costs.focus(most_seconds(problem, bound / filled))
+            best = solve_inter_op(problem, beam=_FEW, upper_bound=bound / filled)
+            found[count] = filled * best.seconds if best is not None else inf
         costs.forget_estimates()
         return found
 
@@ -320,7 +293,7 @@ class StageSearch:
         """Those asked for, but for a split backward where it cannot be split: a scan makes its weight gradients with
         its cotangents, and putting off their sum would keep the gradients of a whole stage for every microbatch."""
         asked = tuple(self.request.schedules)
-        base = self._base
+        base = self.costs.base
         if base is None or not base.program.scan_splits or self._only_splits:
             return asked
         return tuple(name for name in asked if name != "zero_bubble")
@@ -417,26 +390,35 @@ class StageSearch:
         if problem.order != "zero_bubble" or self._only_splits:
             self.best_objective = min(self.best_objective, found.seconds)
 
-    def _simulate(self) -> Candidate | None:
-        """The best of the finished plans by simulation."""
-        best: Candidate | None = None
+    def _simulate(
+        self, best: Candidate | None, *, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float] | None = None
+    ) -> Candidate | None:
+        """The best of the finished plans by simulation.
+
+        Args:
+          best: what is known; None for nothing.
+          suggesting: plans that suggest numbers of ranks to interleave; None for the finished ones.
+        """
         for (number, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
             if seconds > self.best_objective * _WORTH_SIMULATING:
                 break
             candidate = self._scheduled(self.costs(number), stages)
             if candidate is not None and (best is None or candidate.weight < best.weight * (1 - 1e-9)):
                 best = candidate
-        for candidate in self._interleaved(best.seconds if best is not None else inf):
+        suggesting = self.finished if suggesting is None else suggesting
+        for candidate in self._interleaved(suggesting, best.seconds if best is not None else inf):
             if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate
         return best
 
-    def _interleaved(self, below_seconds: float) -> Iterator[Candidate]:
+    def _interleaved(
+        self, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float], below_seconds: float
+    ) -> Iterator[Candidate]:
         """Plans of several stages a rank that are expected to take less than these seconds."""
-        for costs in self._all_costs:
+        for costs in self.costs.all:
             costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
-            self.finished, self._all_costs, below_seconds=below_seconds, costs_in=self.costs,
+            suggesting, self.costs.all, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.late and bool(self.finished),
         ):  # fmt: skip
             ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
@@ -459,8 +441,8 @@ class StageSearch:
             return best
         whole = merge_scans(program, bounds)
         # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
-        costs = self._costs(whole if whole is not None else replace(program, piece_starts={}))
-        costs.reserve(self.reserve(program.microbatches))
+        costs = self.costs.of_program(whole if whole is not None else replace(program, piece_starts={}))
+        costs.reserve(self.costs.reserve(program.microbatches))
         stages = []
         chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
         for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
@@ -476,8 +458,8 @@ class StageSearch:
 
     def _nothing_fits(self) -> MemoryExceeded:
         usable = self.request.cluster.device.usable_memory_bytes
-        left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
-        return nothing_fits(self.request, left, min(costs.least_bytes() for costs in self._all_costs))
+        left = max(self.costs.reserve(count).limit(usable, last=False) for count in self.counts)
+        return nothing_fits(self.request, left, min(costs.least_bytes() for costs in self.costs.all))
 
 
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:

@@ -50,6 +50,7 @@ class PricedProblem:
         self._steps = [presolve(problem, held=held, dominance=False)]
         self._small, self._held = self._steps[0].problem, self._left(held)
         self._elimination = self._eliminated()
+        self._whole: dict[tuple[int, ...], tuple[int, ...]] = {}
         if self._elimination is None or self._elimination.entries > _MANY_ENTRIES:
             self._steps.append(presolve(self._small, held=self._held))
             self._small, self._held = self._steps[1].problem, self._left(self._held)
@@ -113,9 +114,13 @@ class PricedProblem:
         return self._restored(choices)
 
     def _restored(self, choices: tuple[int, ...]) -> tuple[int, ...]:
-        for step in reversed(self._steps):
-            choices = step.restore(choices)
-        return choices
+        """The choice of every node; many prices have the same."""
+        if choices not in self._whole:
+            whole = choices
+            for step in reversed(self._steps):
+                whole = step.restore(whole)
+            self._whole[choices] = whole
+        return self._whole[choices]
 
     def _solved(self, costs: Sequence[np.ndarray], gap: float, time_limit_seconds: float) -> tuple[int, ...] | None:
         priced = Problem(costs=tuple(costs), edges=self._small.edges)

@@ -45,12 +45,14 @@ class OperatorPrices:
 
     Args:
       choices: how they can be run.
-      seconds: of one run of each choice, backward included.
+      forward_seconds: of one run of each choice.
+      backward_seconds: of one run of each choice; rematerialised or not, both are the same.
       passes: by number of a choice, the seconds forward and of weight gradients, as far as anybody has asked.
     """
 
     choices: tuple[Any, ...]
-    seconds: np.ndarray
+    forward_seconds: np.ndarray
+    backward_seconds: np.ndarray
     passes: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -135,16 +137,28 @@ class Prices:
         Args:
           forward_runs: 2 if it is rematerialised, else 1.
         """
+        ((forward, backward, inside, mirrored),) = self.operator_parts(graph, operator, [algorithm])
+        return forward_runs * forward + backward, forward_runs * inside + mirrored
+
+    def operator_parts(
+        self, graph: Graph, operator: Operator, algorithms: Sequence[Algorithm]
+    ) -> list[tuple[float, float, float, float]]:
+        """The same for many algorithms, each forward and backward apart: seconds of compute, and of collectives
+        inside."""
         if operator.is_link:
-            return 0.0, 0.0
-        found = self.kernels(graph, operator, algorithm)
-        seconds = forward_runs * self.kernel(found.forward)
-        seconds += sum(one.runs * self.kernel(one.kernel) for one in found.gradients)
-        inside = sum(
-            (forward_runs + c.mirrored) * self.collective(c.kind, c.size_bytes, c.axes)
-            for c in self.inner_collectives(graph, operator, algorithm)
-        )
-        return seconds, inside
+            return [(0.0, 0.0, 0.0, 0.0)] * len(algorithms)
+        stored = self.is_stored(graph, operator)
+        parts = []
+        for algorithm in algorithms:
+            found = operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
+            backward = sum(one.runs * self.kernel(one.kernel) for one in found.gradients)
+            inside = mirrored = 0.0
+            for one in self.inner_collectives(graph, operator, algorithm):
+                seconds = self.collective(one.kind, one.size_bytes, one.axes)
+                inside += seconds
+                mirrored += one.mirrored * seconds
+            parts.append((self.kernel(found.forward), backward, inside, mirrored))
+        return parts
 
     def operator_passes(
         self, graph: Graph, operator: Operator, algorithm: Algorithm, of_parameters: Container[int | None]

@@ -45,21 +45,32 @@ def algorithm_of(
       differentiated: for each operand, whether it has a cotangent.
       combines_at_once: whether partial results are combined inside the operator (maximum, minimum).
     """
+    kinds = tuple(factor.kind == "reduction" for factor in rule.factors)
+    return _meaning(rule.operands, rule.results, kinds, axes, tuple(differentiated), combines_at_once)
+
+
+@lru_cache(maxsize=1 << 17)
+def _meaning(
+    operands_of: tuple[Dims, ...],
+    results_of: tuple[Dims, ...],
+    reductions: tuple[bool, ...],
+    axes: tuple[tuple[str, ...], ...],
+    differentiated: tuple[bool, ...],
+    combines_at_once: bool,
+) -> Algorithm:
     used = [axis for split in axes for axis in split]
-    reduced = frozenset(
-        axis for factor, split in zip(rule.factors, axes, strict=True) if factor.kind == "reduction" for axis in split
-    )
+    reduced = frozenset(axis for is_one, split in zip(reductions, axes, strict=True) if is_one for axis in split)
 
     def dims_of(tensor: Dims) -> tuple[tuple[str, ...], ...]:
         return tuple(next((axes[f] for f in dim if axes[f]), ()) for dim in tensor)
 
     operands = []
-    for tensor, moving in zip(rule.operands, differentiated, strict=True):
+    for tensor, moving in zip(operands_of, differentiated, strict=True):
         dims = dims_of(tensor)
         missing = frozenset(used) - {a for dim in dims for a in dim} if moving else frozenset()
         operands.append(Spec(dims, broadcast=missing))
     partial = frozenset() if combines_at_once else reduced
-    results = tuple(Spec(dims_of(tensor), partial=partial) for tensor in rule.results)
+    results = tuple(Spec(dims_of(tensor), partial=partial) for tensor in results_of)
     return Algorithm(axes, tuple(operands), results)
 
 
@@ -93,8 +104,10 @@ def algorithms(
 def _algorithms(
     rule: Rule, sizes: tuple[tuple[str, int], ...], differentiated: tuple[bool, ...], combines_at_once: bool
 ) -> tuple[Algorithm, ...]:
+    # What an assignment means does not depend on how large factors are.
+    kinds = tuple(factor.kind == "reduction" for factor in rule.factors)
     return tuple(
-        algorithm_of(rule, axes, differentiated, combines_at_once=combines_at_once)
+        _meaning(rule.operands, rule.results, kinds, axes, differentiated, combines_at_once)
         for axes in _assignments(rule, sizes)
     )
 
