@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +46,25 @@ def test_nothing_is_left_behind(schedule: str) -> None:
         del metrics
         seen.add(live_bytes())
     assert len(seen) == 1
+
+
+def test_programs_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of each stage what begins a step, forward, backward and update, in however many microbatches; later nothing."""
+    target = zoo.mlp(width=32, layers=4, batch=32)
+    state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
+    step = pipelined(target.step, (state, batch), Pipeline(submeshes=(2, 2, 4), microbatches=8))
+
+    def compiled() -> list[str]:
+        words = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return [word.split(" in ")[0] for word in words if word.startswith("Finished XLA compilation")]
+
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG):
+        state, _ = step(state, batch)
+        assert compiled().count("Finished XLA compilation of jit(local)") == 4 * 3
+        for _ in range(2):
+            state, _ = step(state, batch)
+        assert compiled() == []
 
 
 def test_gradients_are_synchronised_once_a_step() -> None:
