@@ -46,7 +46,8 @@ CASES = (
     Case(target="gpt3-175b", cluster="dgx-a100-80:128", wanted_seconds=30),
     Case(target="gpt3-1t", cluster="selene:384", wanted_seconds=60),
     Case(target="llama3-405b", cluster="dgx-h100:2048", batch=2048, wanted_seconds=90),
-    Case(target="moe-70b", cluster="p3.16xlarge:8", wanted_seconds=20),
+    # Of the size of Alpa's largest; its state alone is more than the 16 GB devices of p3.16xlarge hold.
+    Case(target="moe-70b", cluster="p3dn.24xlarge:8", wanted_seconds=20),
     Case(target="wresnet-13b", cluster="p3.16xlarge:8", wanted_seconds=20),
 )
 

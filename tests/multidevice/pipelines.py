@@ -34,7 +34,7 @@ class Pipeline:
     """How a step is cut into stages.
 
     Args:
-      submeshes: devices of each stage.
+      submeshes: devices of each stage; where `options` have `chunks`, of each rank, which has so many stages.
       layers: layers of each stage; None for about as many in each.
       microbatches: parts of the batch.
       schedule: by name.
@@ -64,16 +64,18 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
         staged, parameters=parameter_infos(program), submeshes=places, pins=Pins(layouts=pipeline.layouts),
         remat=pipeline.remat, meshes=pipeline.meshes,
     )  # fmt: skip
-    count = len(pipeline.submeshes)
+    chunks = dict(pipeline.options).get("chunks", 1)
+    submeshes = [*pairwise(accumulate(pipeline.submeshes, initial=0))] * chunks
+    count = len(submeshes)
     layers = pipeline.layers or [len(part) for part in np.array_split(np.arange(len(staged.layers)), count)]
     stages = []
     ranges = pairwise(accumulate(layers, initial=0))
-    for (first, last), (start, stop) in zip(ranges, pairwise(accumulate(pipeline.submeshes, initial=0)), strict=True):
+    for (first, last), (start, stop) in zip(ranges, submeshes, strict=True):
         place = Submesh(start, stop)
         option = min(costs.solve(first, last, place, pipeline.microbatches), key=lambda one: one.seconds)
         stages.append(PlacedStage(first, last, place, option))
     timing = staged_timing(costs.solver, stages)
-    scheduled = best_schedule(timing, pipeline.microbatches, ["gpipe"])
+    scheduled = best_schedule(timing, pipeline.microbatches, ["gpipe"], chunks=chunks)
     assert scheduled is not None
     plan = assemble(costs, stages, timing, scheduled, cluster)
     return replace(plan, schedule=pipeline.schedule, schedule_options=pipeline.options)

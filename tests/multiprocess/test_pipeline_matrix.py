@@ -63,25 +63,55 @@ check(step, state, batch, pipeline)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schedule", "submeshes", "microbatches"),
+    [
+        ("gpt-tiny", "gpipe", (2, 2, 4), 1),
+        ("gpt-tiny", "zero_bubble", (4, 2, 2), 4),
+        ("gpt-tiny", "interleaved_one_f_one_b", (4, 4), 8),
+        ("llama-tiny", "adaptive", (2, 2, 4), 1),
+        ("llama-tiny", "interleaved_one_f_one_b", (4, 4), 4),
+        ("llama-tiny", "eager_one_f_one_b", (4, 2, 2), 8),
+        ("moe-tiny", "zero_bubble", (2, 2, 4), 1),
+        ("moe-tiny", "adaptive", (2, 4, 2), 4),
+        ("moe-tiny", "gpipe", (2, 2, 4), 8),
+        ("unet-tiny", "zero_bubble", (2, 2, 4), 1),
+        ("unet-tiny", "interleaved_one_f_one_b", (4, 4), 2),
+        ("unet-tiny", "eager_one_f_one_b", (2, 4, 2), 4),
+        ("unet-tiny", "adaptive", (2, 2, 4), 8),
+    ],
+)
+def test_reference_models(
+    tmp_path: Path, name: str, schedule: str, submeshes: tuple[int, ...], microbatches: int
+) -> None:
+    """Clipped; with 1F1B and 2 microbatches, not clipped, they are in `test_pipeline_processes.py`."""
+    assert_runs(
+        tmp_path,
+        f"""
+from test_pipeline_models import cut
+target, pipeline = cut({name!r}, {schedule!r}, {submeshes}, {microbatches})
+state = jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0)))
+batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
+check(target.step, state, batch, pipeline)
+""",
+    )
+
+
+@pytest.mark.slow
 def test_dropout_with_a_key_for_each_microbatch(tmp_path: Path) -> None:
     assert_runs(
         tmp_path,
         f"""{_STEPS}
-count, (x, y) = 4, batch
-def alone(state, batch):
-    found = []
-    for m, (a, b) in enumerate(zip(np.split(x, count), np.split(y, count))):
-        moved, metrics = dropout_step(state, a, b, jax.random.fold_in(jax.random.key(7), m))
-        found.append((jax.tree.map(lambda new, old: new - old, moved, state), metrics))
-    mean = jax.tree.map(lambda *xs: sum(xs) / count, *found)
-    return jax.tree.map(jnp.add, state, mean[0]), mean[1]
-state = numpy(perceptron())
-parallel = pipelined(dropout_step, (state, x, y, jax.random.key(7)), Pipeline(microbatches=count))
-expected, found = state, jax.tree.map(np.asarray, state)
-for _ in range(3):
-    expected, metrics = jax.jit(alone)(expected, batch)
-    found, again = parallel(found, x, y, jax.random.key(7))
-print("compared", compare((found, again), (expected, metrics)), "loss", float(again["loss"]))
+from test_pipeline import by_microbatch
+from test_pipeline_models import CASES, options_of
+counts = dict(gpipe=1, one_f_one_b=4, eager_one_f_one_b=2, adaptive=8, zero_bubble=4, interleaved_one_f_one_b=8)
+for schedule, (submeshes, _) in CASES.items():
+    alone = by_microbatch(dropout_step, counts[schedule])
+    check(
+        lambda state, batch: dropout_step(state, *batch), numpy(perceptron()), (*batch, jax.random.key(7)),
+        Pipeline(submeshes=submeshes, microbatches=counts[schedule], schedule=schedule, options=options_of(schedule)),
+        reference=lambda state, batch: alone(state, *batch),
+    )
 """,
     )
 

@@ -38,8 +38,8 @@ def compare(found, expected):
                 )
     return count
 
-def check(step, state, batch, pipeline, steps=3, **options):
-    alone = jax.jit(step)
+def check(step, state, batch, pipeline, steps=3, reference=None, **options):
+    alone = jax.jit(reference or step)
     parallel = pipelined(step, (state, batch), pipeline, **options)
     expected, found = jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, state)
     for _ in range(steps):
