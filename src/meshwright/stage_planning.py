@@ -36,6 +36,10 @@ _MOST_MICROBATCHES = 1024
 # How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
 _ATTEMPTS = 8
 
+# What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
+# there is, are a beginning and seldom the best.
+_LEAST_SHARE = 0.25
+
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}
 
@@ -114,7 +118,8 @@ def _plan_in_order(asked: PlanRequest, stages: int | None, *, faster_than_second
     for _ in range(_ATTEMPTS):
         asked.tell("searching stages")
         try:
-            result = search.run(missed, time_limit_seconds=max(asked.left_seconds, 0.0))
+            least_seconds = _LEAST_SHARE * asked.time_limit_seconds
+            result = search.run(missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
         except MemoryExceeded as error:
             finer, nothing = _finer(asked, max(programs)), nothing or error
             if not finer:

@@ -34,9 +34,6 @@ _MOST_CHUNKS = 8
 # Numbers of microbatches and of ranks that are tried.
 _MOST_INTERLEAVED = 8
 
-# What estimates were short of for one interleaving they are short of for others, to this share.
-_AS_SHORT = 0.75
-
 # Plans that suggest numbers of ranks.
 _SUGGESTING = 3
 
@@ -141,11 +138,9 @@ class Interleaving:
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
-        short = inf
         for count, ranks, ways in self._tries(finished, known, below_seconds):
             for chunks, expected in ways.items():
-                more = 1 + _AS_SHORT * (short - 1) if 1 < short < inf else 1.0
-                if late() or more * expected >= below_seconds:
+                if late() or expected >= below_seconds:
                     continue
                 try:
                     costs = self._in_stages(costs_in(count), ranks * chunks)
@@ -159,7 +154,6 @@ class Interleaving:
                 if candidate is None:
                     break  # more stages a rank have a workspace each: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
-                short = min(short, candidate.seconds / expected) if expected else short
                 yield candidate
 
     def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:
