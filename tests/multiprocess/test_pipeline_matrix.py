@@ -46,6 +46,19 @@ for microbatches in (1, 2, 4, 8):
 
 
 @pytest.mark.slow
+def test_stages_that_share_processes(tmp_path: Path) -> None:
+    """Of the first two processes each has two stages, and of these one is in both."""
+    assert_runs(
+        tmp_path,
+        f"""{_STEPS}
+step, optimizer = clipped(predict)
+state = numpy((perceptron(), optimizer.init(perceptron())))
+check(step, state, batch, Pipeline(submeshes=(1, 2, 1, 4), microbatches=4))
+""",
+    )
+
+
+@pytest.mark.slow
 def test_a_stack_cut_by_trips(tmp_path: Path) -> None:
     """Each stage holds its rows of a scanned layer's parameters; clipping adds up over all rows."""
     assert_runs(
@@ -80,6 +93,7 @@ check(step, state, batch, pipeline)
         ("unet-tiny", "eager_one_f_one_b", (2, 4, 2), 4),
         ("unet-tiny", "adaptive", (2, 2, 4), 8),
     ],
+    ids=lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_reference_models(
     tmp_path: Path, name: str, schedule: str, submeshes: tuple[int, ...], microbatches: int

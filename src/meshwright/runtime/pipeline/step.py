@@ -154,7 +154,10 @@ class PipelinedStep:
     def _placed(self, leaf: Any, number: int, index: int, sharding: NamedSharding) -> jax.Array:
         """A leaf on a stage's mesh."""
         rows = self._rows(index)
+        # Stages on the same devices take over a buffer each: the first that keeps a leaf has that of the leaf.
+        own = not self._copies or number == min(self.in_shardings[index])
         if isinstance(leaf, StagedArray) and leaf.rows == rows:
+            own = not self._copies or number in leaf.parts
             leaf = leaf.parts.get(number, next(iter(leaf.parts.values())))
         elif isinstance(leaf, StagedArray):
             self._check_within_reach(leaf, number, index, sharding)
@@ -166,7 +169,7 @@ class PipelinedStep:
             if getattr(leaf, "weak_type", False):  # would be another signature, and compile programs again
                 leaf = jax.lax.convert_element_type(leaf, leaf.dtype)
             if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                return leaf
+                return leaf if own else jax.numpy.copy(leaf)
             self._check_within_reach(leaf, number, index, sharding)
         else:
             leaf = self._host(leaf, index)
