@@ -242,3 +242,16 @@ def test_the_state_of_another_plan_is_refused(tmp_path: Path) -> None:
     assert result.ended_by == "failure"
     for said in ("refused an argument of the step", "shared by several processes", "meshwright.reshard(state"):
         assert said in str(result.problem)
+
+
+@pytest.mark.slow
+def test_a_process_without_a_stage_is_refused(tmp_path: Path) -> None:
+    result = launched(
+        tmp_path,
+        """
+target = zoo.mlp(width=32, layers=4, batch=32)
+pipelined(target.step, (target.example_state, target.example_batch), Pipeline(submeshes=(2, 4)))
+""",
+    )
+    assert result.ended_by == "failure"
+    assert "no stage on a device of process 3" in str(result.problem)

@@ -54,6 +54,14 @@ def test_equal_blocks_become_equal_layers() -> None:
     assert all(a[1] == b[0] for a, b in pairwise(layers))
 
 
+@pytest.mark.parametrize("blocks", [16, 17, 18, 19, 20, 21])
+def test_a_few_more_equal_blocks_than_layers_are_cut_less_evenly(blocks: int) -> None:
+    """In at most 16 layers of at most 1.5 times their share 17 products cannot be cut."""
+    graph, equations = chain_graph(*[32] * (blocks + 1))
+    layers = cluster_layers(graph, equations)
+    assert blocks / 2 <= len(layers) <= 16
+
+
 def test_the_bytes_across_cuts_are_counted_with_their_cotangents() -> None:
     graph, count = chain_graph(8, 16, 4)
     # dot tanh | dot tanh sum: the cut after the first tanh is crossed by [4, 16] floats, twice.

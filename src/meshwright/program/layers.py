@@ -30,6 +30,9 @@ DEFAULT_LAYERS = 16
 # A layer may have this share of the mean FLOPs.
 _LARGEST_SHARE = 1.5
 
+# Where that cannot be, it may have so many times as much, and so on.
+_LESS_EVEN = 1.25
+
 # And must have this share of them: a cut that is cheap because next to nothing lies behind it is no cut.
 _SMALLEST_SHARE = 0.25
 
@@ -124,10 +127,23 @@ def crossing_bytes(graph: Graph, equations: int) -> np.ndarray:
 
 
 def _best_cuts(work: np.ndarray, crossing: np.ndarray, at_most: int) -> list[list[int]]:
-    """For each possible number of layers their bounds, the program's ends included."""
+    """For each possible number of layers their bounds, the program's ends included.
+
+    Where no cut is as even as layers should be (17 equal equations in at most 16 layers), it may be less even.
+    """
+    share = _LARGEST_SHARE
+    while share < at_most:
+        if found := _cuts_within(share, work, crossing, at_most):
+            return found
+        share *= _LESS_EVEN
+    return [[0, len(work)]]
+
+
+def _cuts_within(share: float, work: np.ndarray, crossing: np.ndarray, at_most: int) -> list[list[int]]:
+    """The same of layers that have at most this many times their share of the work; empty if there is no such cut."""
     count = len(work)
     done = np.concatenate([[0.0], np.cumsum(work)])
-    bound = _LARGEST_SHARE * done[-1] / at_most
+    bound = share * done[-1] / at_most
     # An equation over the bound may have small neighbours in its layer, but not another one like it.
     counted = np.concatenate([[0.0], np.cumsum(np.minimum(work, _LARGE * bound))])
     earliest = np.searchsorted(counted, counted - bound * (1 + 1e-9), side="left")
@@ -159,7 +175,7 @@ def _best_cuts(work: np.ndarray, crossing: np.ndarray, at_most: int) -> list[lis
             for n in range(layers, 0, -1):
                 bounds.append(int(before[n - 1][bounds[-1]]))
             found.append(bounds[::-1])
-    return found or [[0, count]]
+    return found
 
 
 def _refusal(got: str, needed: str, try_: str) -> PlanError:

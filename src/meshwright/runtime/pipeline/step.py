@@ -65,6 +65,12 @@ class PipelinedStep:
         ]
         programs = [_accesses(stage, self.schedule) for stage in self.local.stages]
         order = operations(self.schedule, [stage.sent for stage in self.local.stages], programs)
+        if not any(stage.is_mine for stage in self.stages):
+            raise PlanError(
+                refused="the plan", got=f"no stage on a device of process {jax.process_index()}",
+                needed="one for every process that runs the step", where="plan=",
+                try_="fewer processes, or a plan that uses all devices",
+            )  # fmt: skip
         self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
         naive = LocalTransport() if self._one_process else ProcessTransport()
         between: Transport = naive if transport == "naive" else PlannedTransport(network)
