@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from meshwright._jax.jaxpr import eliminate_dead_code, evaluate, inline, open_jaxpr
 from meshwright.errors import PlanError
@@ -165,6 +166,16 @@ def test_a_scan_in_pieces_is_the_scan(reverse: bool, trips: tuple[int, ...]) -> 
         lambda c: jax.grad(lambda w: evaluate(c, args[0], w, args[2])[0])(args[1]),
     ):
         np.testing.assert_allclose(run(pieces), run(closed), rtol=1e-6, atol=1e-7)
+
+
+def test_pieces_do_not_remember_the_mesh_of_whoever_cut_the_same_before() -> None:
+    args = (jnp.ones((3, 4)), jnp.ones((7, 4, 4)), jnp.float32(1))
+    closed = inline(jax.make_jaxpr(scanned(False))(*args))
+    (position,) = [i for i, e in enumerate(open_jaxpr(closed).eqns) if e.primitive.name == "scan"]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("x",), axis_types=(AxisType.Explicit,))):
+        split_scans(closed, {position: (2, 5)})
+    pieces = split_scans(closed, {position: (2, 5)})
+    assert {e.ctx.cur_abstract_mesh.empty for e in open_jaxpr(pieces).eqns} == {True}
 
 
 def test_each_piece_reads_its_rows_of_the_parameter_though_it_is_converted() -> None:

@@ -151,14 +151,15 @@ def _one_equation(
     origin: Equation, function: Callable[..., Any], atoms: Sequence[Any], *, result: Any = None
 ) -> tuple[Equation, Any]:
     """`function` of `atoms`, one primitive, as an equation that carries the source line of `origin`; and its result."""
-    made = _traced(function, tuple((a.aval.shape, a.aval.dtype) for a in atoms))
+    made = _traced(function, tuple((a.aval.shape, a.aval.dtype) for a in atoms), jax.sharding.get_abstract_mesh())
     out = Var(made.outvars[0].aval) if result is None else result
     return made.replace(invars=list(atoms), outvars=[out], source_info=origin.source_info), out
 
 
 # Pieces of a scan, and programs that differ in their microbatches alone, slice and join the same shapes.
 @lru_cache(maxsize=1 << 14)
-def _traced(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ...], Any], ...]) -> Equation:
-    """`function`, one primitive, of arrays of these shapes and dtypes."""
+def _traced(function: Callable[..., Any], shapes: tuple[tuple[tuple[int, ...], Any], ...], context: Any) -> Equation:
+    """`function`, one primitive, of arrays of these shapes and dtypes, traced in the mesh that is the context."""
+    del context
     (made,) = open_jaxpr(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*one) for one in shapes))).eqns
     return made

@@ -30,6 +30,7 @@ from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_costs import MicrobatchCosts
 from .stage_costs import StageCosts
 from .stage_request import (
+    INTERLEAVED,
     SIMULATED as SIMULATED,
     StageRequest as StageRequest,
     check_request,
@@ -141,7 +142,7 @@ class StageSearch:
             raise NothingFaster
         if best is None:
             # What was thought possible was not: nothing is left out then.
-            self.unsearched = inf
+            self.unsearched, self.best_objective = inf, known
             self._search(bounded=False)
             best = self._simulate(None)
         if best is None:
@@ -162,16 +163,17 @@ class StageSearch:
         )  # fmt: skip
 
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
-        """The best of the last run's plans in the memory that there is now: what it takes bounds all others."""
+        """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
         for (number, stages), _ in sorted(last.items(), key=lambda one: one[1])[:_AGAIN]:
             costs = self.costs(number)
-            problem = self._problem(costs, "one_f_one_b", costs.crossings())
-            self._solve(costs, problem, stages)
-            self._keep(number, costs, problem, stages)
-        best = self._simulate(None, suggesting=last) if last else None
-        if best is not None and best.scheduled.name != "zero_bubble":  # whose objective is a guess at its halves
-            self.best_objective = min(self.best_objective, best.weight)
-        return best
+            crossings = costs.crossings()
+            for order in ORDERS:
+                if _is_asked(order, self._schedules):
+                    count = len(stages) if order == "zero_bubble" else self.request.stage_count
+                    problem = replace(self._problem(costs, order, crossings), num_stages=count)
+                    self._solve(costs, problem, stages)
+                    self._keep(number, costs, problem, stages)
+        return self._simulate(None, suggesting=last) if last else None
 
     def _search(self, *, bounded: bool) -> None:
         expected = self._expected_of_all() if bounded else dict.fromkeys(self.counts, 0.0)
@@ -245,6 +247,7 @@ class StageSearch:
         others take and keep at least their share of what it does. Not even their programs have to be looked at yet.
 
         It holds for every order: they are 1F1B at best with free transfers, and a split backward fills all of the ends.
+        (Interleaving does so too; where others are asked for as well, it is tried in numbers that these rule out.)
         """
         if len(self.counts) == 1 or costs is None:
             return dict.fromkeys(counts, 0.0)
@@ -254,12 +257,13 @@ class StageSearch:
             share = costs.program.microbatches / count
             costs.reserve(self.costs.reserve(count))
             problem = self._problem(costs, "one_f_one_b", (), share)
-            ends = min(problem.layers, problem.devices) - 1 if "zero_bubble" in self._schedules else 0
+            shorter = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
+            ends = min(problem.layers, problem.devices) - 1 if shorter else 0
             filled = count / (count + ends)
             bound = min([_MAY_BE_BEST * self.best_objective, *(_AT_MOST * seconds for seconds in found.values())])
             costs.focus(most_seconds(problem, bound / filled))
             best = solve_inter_op(problem, beam=_FEW, upper_bound=bound / filled)
-            found[count] = filled * best.seconds if best is not None else inf
+            found[count] = filled * best.lower_bound if best is not None else inf
         costs.forget_estimates()
         return found
 

@@ -20,7 +20,7 @@ from .asynchronous import check_asynchronous
 from .stage_memory import StageMemory, passed_on, stage_memory
 from .stage_program import StageProgram
 from .surroundings import Surroundings
-from .transport import crosses_processes, kept_bytes, workspace_bytes
+from .transport import kept_bytes, takes_workspace, workspace_bytes
 from .update_program import UpdateProgram
 
 
@@ -126,7 +126,7 @@ class LocalStages:
         """Whether moving values takes memory of its own; assumed where nobody says which process has which device."""
         if self._meshes is None:
             return self.plan.stages[edge.source].devices != self.plan.stages[edge.target].devices
-        return crosses_processes(self._meshes[edge.source], self._meshes[edge.target])
+        return takes_workspace(self._meshes[edge.source], self._meshes[edge.target])
 
     def _kept_by_transfers(self, edges: Sequence[EdgeTiming]) -> list[float]:
         """For each stage what stays on a device between transfers."""

@@ -175,7 +175,7 @@ class PipelinedStep:
             if getattr(leaf, "weak_type", False):  # would be another signature, and compile programs again
                 leaf = jax.lax.convert_element_type(leaf, leaf.dtype)
             if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                return leaf if own else jax.numpy.copy(leaf)
+                return leaf if own or not self.stages[number].is_mine else jax.numpy.copy(leaf)
             self._check_within_reach(leaf, number, index, sharding)
         else:
             leaf = self._host(leaf, index)

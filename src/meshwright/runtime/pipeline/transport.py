@@ -64,14 +64,15 @@ class Transport(Protocol):
         ...
 
 
-def crosses_processes(source: Mesh, target: Mesh) -> bool:
-    """Whether a transfer between two meshes is one program of several processes.
+def takes_workspace(source: Mesh, target: Mesh) -> bool:
+    """Whether a transfer between two meshes may be a program of its own: between CPU devices of one process JAX copies.
 
     Args:
       source: of one stage.
       target: of another.
     """
-    return len({d.process_index for mesh in (source, target) for d in mesh.devices.flat}) > 1
+    devices = [device for mesh in (source, target) for device in mesh.devices.flat]
+    return len({d.process_index for d in devices}) > 1 or any(d.platform != "cpu" for d in devices)
 
 
 def workspace_bytes(here: float, there: float) -> float:
