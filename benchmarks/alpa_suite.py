@@ -301,7 +301,7 @@ def _presets(
 
 def _least(prices: PresetPrices, preset: Preset, counts: Sequence[int]) -> dict[int, float]:
     """Seconds that a preset takes at least, by numbers of microbatches; infinite where it cannot fit."""
-    prices.check_least(preset)
+    prices.check(preset)
     refused: PlanError | None = None
     mine = [count for count in counts if preset.chunks == 1 or count % preset.stages == 0]
     for fewest in mine:

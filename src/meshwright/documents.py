@@ -68,8 +68,8 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
 
 
 def _why(plan: Plan) -> dict[str, Any] | None:
-    """Where the time goes of a plan of several stages; one stage says so itself."""
-    if len(plan.stages) == 1:
+    """Where the time goes; None for a plan that does nothing."""
+    if not any(stage.forward_seconds for stage in plan.stages):
         return None
     found = why(plan)
     return {

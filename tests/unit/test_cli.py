@@ -139,6 +139,9 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str], module: Path, tmp_path
     assert stage["mesh"] == {"data": 2, "model": 4}
     assert stage["devices"] == list(range(8))
     assert stage["memory_limit_bytes"] == 2**30
+    (rank,) = found["why"]["ranks"]
+    spent = sum(seconds for name, seconds in rank.items() if name.endswith("_seconds"))
+    assert spent == pytest.approx(found["predicted"]["step_seconds"], rel=1e-6)
     memory = stage["memory_bytes"]
     parts = ("parameters", "gradients", "optimizer", "activations", "workspace")
     assert memory["total"] == pytest.approx(sum(memory[part] for part in parts))

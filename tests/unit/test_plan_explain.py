@@ -302,6 +302,20 @@ def test_what_binds(second: Stage, words: str) -> None:
     assert any(line.startswith(words) for line in found.binds), found.binds
 
 
+def test_one_stage_waits_for_nobody() -> None:
+    """Nothing but its own work and its update: 4 times 9, and 1."""
+    stage = working(3.0, 6.0, update_seconds=1.0, memory_limit_bytes=5.2 * MIB)
+    found = why(plan_of(stage, microbatches=4))
+    (rank,) = found.ranks
+    assert (rank.compute, rank.collectives, rank.other) == pytest.approx((27.0, 9.0, 1.0))
+    assert (rank.transfers, rank.bubble, found.balance) == (0.0, 0.0, 1.0)
+    assert found.binds == (
+        "the step of the busiest devices (stage 1): compute 73.0 %, collectives inside the stage 24.3 %, "
+        "update, launches and sums of gradients 2.7 %",
+        "memory binds on stage 1: up to 96.2 % of what a device has",
+    )
+
+
 def test_equal_ranks_share_a_row() -> None:
     plan = pipeline_of(*[working(2.0, 4.0)] * 3)
     rows = why_table(why(plan)).splitlines()

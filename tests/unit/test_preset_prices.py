@@ -19,6 +19,7 @@ from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning import plan_for
 from meshwright.presets.families import three_dimensional
 from meshwright.presets.least import StageLeast, least_step_seconds, microbatches_in_flight
+from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
 from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.equal_stages import even_bounds, main_scan
@@ -85,6 +86,18 @@ def test_what_cannot_fit_is_told_by_its_floor(prices: PresetPrices) -> None:
     assert prices.floor(preset, 1, remat="none").step_seconds(4, less) == inf
     with pytest.raises(MemoryExceeded, match=r"setting\(tp=2, pp=2, dp=2\).*4 microbatches"):
         prices.priced(preset, 4, remat="none", limit_bytes=less)
+
+
+def test_what_the_program_has_not_is_refused_before_microbatches_are_traced(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = (target.example_state, target.example_batch)
+    prices = PresetPrices(Traces(target.step), args, load_cluster("p3.16xlarge"))
+    counts, program = set(), prices.program
+    monkeypatch.setattr(prices, "program", lambda count: (counts.add(count), program(count))[1])
+    with pytest.raises(PlanError, match="without a stack of experts"):
+        planned_preset(prices, presets.expert_parallel(ep=8).on(8), [2, 4, 8])
+    assert counts == {1}
 
 
 def test_rematerialisation_is_chosen_for_each_stage(prices: PresetPrices) -> None:

@@ -65,7 +65,7 @@ def planned_preset(
       PlanError: if the preset does not suit the program.
       MemoryExceeded: if nothing fits.
     """
-    prices.check_least(preset)
+    prices.check(preset)
     usable, limits = prices.cluster.device.usable_memory_bytes, list(prices.limits(preset))
     known: dict[Hashable, StageMemory] = {}
     considered: list[str] = []

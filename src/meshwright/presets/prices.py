@@ -265,12 +265,17 @@ class PresetPrices:
         storing = split * preset.size("batch")
         return weights / (storing if preset.zero == 3 else split) + optimizer / (storing if preset.zero else split)
 
-    def check_least(self, preset: Preset) -> None:
-        """Refuse a preset whose share of the state alone does not fit a device.
+    def check(self, preset: Preset) -> None:
+        """Refuse a preset that does not suit the program in any number of microbatches, or whose share of the state
+        alone does not fit a device.
 
         Raises:
-          MemoryExceeded: saying how much it is.
+          PlanError: if the program has nothing that an axis could split.
+          MemoryExceeded: saying how much there is to hold.
         """
+        # What the fewest microbatches do not allow, no more do: nothing in them is larger.
+        program = self.any_program([1, 2])
+        preset.roles_in(program, self.traces, self.args, batch_axis=self._batch_axis)
         usable, least = self.cluster.device.usable_memory_bytes, self.least_bytes(preset)
         if least > usable:
             raise MemoryExceeded(

@@ -1,4 +1,4 @@
-"""Why a plan of several stages takes what it takes: where the seconds of its devices go, and what binds.
+"""Why a plan takes what it takes: where the seconds of its devices go, and what binds.
 
 The plan is simulated once more from the numbers it carries; nothing is priced anew. Of a step, every rank (the devices
 of a stage; of interleaved stages, of all that share them) spends
@@ -71,7 +71,7 @@ def why(plan: Plan) -> Why:
     """Where the time of a plan goes.
 
     Args:
-      plan: priced, of several stages.
+      plan: priced, of one stage or several.
 
     Raises:
       PlanError: if nobody has priced it.
@@ -109,11 +109,11 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
         "update, launches and sums of gradients": slowest.other, "transfers between stages": slowest.transfers,
         "the bubble": slowest.bubble,
     }  # fmt: skip
-    told = [f"{name} {format_percent(s / step)}" for name, s in sorted(shares.items(), key=lambda one: -one[1])]
+    told = [f"{name} {format_percent(s / step)}" for name, s in sorted(shares.items(), key=lambda x: -x[1]) if s > 0]
     yield f"the step of the busiest devices (stage {_numbers(slowest.stages)}): {', '.join(told)}"
     if balance * _BALANCED < 1:
         yield f"work is uneven: the others wait for stage {_numbers(slowest.stages)}, balance {format_percent(balance)}"
-    else:
+    elif len(ranks) > 1:
         yield f"work is even: balance {format_percent(balance)}"
     full = [number for number, stage in enumerate(plan.stages) if memory_share(stage) >= BINDS]
     if full:

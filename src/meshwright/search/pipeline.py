@@ -27,6 +27,7 @@ from .inter_op_bounds import most_seconds
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving
 from .memory_reserve import MemoryReserve, nothing_reserved
+from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .stage_costs import StageCosts
 from .stage_request import (
@@ -55,15 +56,6 @@ _NOTHING = "nothing that fits or is as fast"
 
 # Labels of a state; and the submeshes from which on there are fewer.
 _MOST_LABELS, _MANY_PLACES = 256, 400
-
-# Labels of a state where a plan is only wanted to compare numbers of microbatches.
-_FEW = 8
-
-# Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
-_MAY_BE_BEST = 1.25
-
-# What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
-_AT_MOST = 2.5
 
 # Plans of the last run that are looked at again in a repeated search.
 _AGAIN = 3
@@ -95,6 +87,7 @@ class StageSearch:
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
         self._taken = 0  # microbatches of the last run's plan
+        self._bounds = MicrobatchBounds(self.costs, lambda costs, n: self._problem(costs, "one_f_one_b", (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self._reset()
@@ -107,6 +100,7 @@ class StageSearch:
         self.simulated: dict[str, float] = {}
         # What plans take at least that were not looked at to the end.
         self.unsearched = inf
+        self._bounds.reset()
 
     @property
     def late(self) -> bool:
@@ -176,7 +170,10 @@ class StageSearch:
         return self._simulate(None, suggesting=last) if last else None
 
     def _search(self, *, bounded: bool) -> None:
-        expected = self._expected_of_all() if bounded else dict.fromkeys(self.counts, 0.0)
+        expected = dict.fromkeys(self.counts, 0.0)
+        if bounded:
+            self._bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
+            expected = self._bounds.of_all(self.best_objective)
         left, tried = sorted(self.counts, reverse=True), 0
         refused: PlanError | None = None
         if bounded:
@@ -184,7 +181,8 @@ class StageSearch:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
         while left:
-            count = self._next(left, expected, first=not tried)
+            again = not tried and self._taken in left
+            count = self._taken if again else self._bounds.promising(left, expected, first=not tried)
             left.remove(count)
             if expected[count] > self.best_objective:
                 least = expected[count]
@@ -194,6 +192,9 @@ class StageSearch:
             if self.late and self.finished:
                 self.considered.append(f"{count} microbatches: not searched, out of time")
                 self.unsearched = min(self.unsearched, expected[count])
+                continue
+            if self._bounds.is_slower(count, self.best_objective):
+                self.considered.append(f"{count} microbatches: {_NOTHING}")
                 continue
             try:
                 costs = self.costs(count)
@@ -211,61 +212,14 @@ class StageSearch:
                     for problem in self._problems(count, costs, order, crossings):
                         if not (self.late and self.finished):
                             self._refine(count, costs, problem, bounded=bounded)
+            self._bounds.searched.add(count)
             finer = [other for other in left if other > count]
-            if bounded and finer:
+            if bounded and finer and not (self.late and self.finished):
                 # What these take says more of finer ones than the fewest microbatches do.
-                known = self._expected(costs, finer)
+                known = self._bounds.told_by(costs, finer, self.best_objective)
                 expected |= {other: max(expected[other], known[other]) for other in finer}
         if refused is not None and not self.costs.all:
             raise refused
-
-    def _next(self, left: Sequence[int], expected: Mapping[int, float], *, first: bool) -> int:
-        """Which number of microbatches to look at: at first that of the last run's plan, or one in the middle of those
-        that may be the best, then that with the least seconds; of equals the most microbatches."""
-        best = min(left, key=lambda count: (expected[count], -count))
-        if first and self._taken in left:
-            return self._taken
-        if not first or not expected[best]:
-            return best
-        near = sorted(count for count in left if expected[count] <= _MAY_BE_BEST * expected[best])
-        return near[(len(near) - 1) // 2]
-
-    def _expected_of_all(self) -> dict[int, float]:
-        """What the best plan takes at least in each number of microbatches, as the most that are known and no more than
-        these say: a search that is repeated knows several."""
-        base = self.costs.base
-        sources = [costs for costs in self.costs.all if base is not None] or [base]
-        found: dict[int, float] = {}
-        for source, following in zip(sources, [*sources[1:], None], strict=True):
-            last = following.program.microbatches if following is not None else inf
-            first = source.program.microbatches if source is not None else 0
-            found |= self._expected(source, [count for count in self.counts if first <= count < last])
-        return found
-
-    def _expected(self, costs: StageCosts | None, counts: Sequence[int]) -> dict[int, float]:
-        """What the best plan takes at least in each of these multiples of a number of microbatches, as that one says:
-        others take and keep at least their share of what it does. Not even their programs have to be looked at yet.
-
-        It holds for every order: they are 1F1B at best with free transfers, and a split backward fills all of the ends.
-        (Interleaving does so too; where others are asked for as well, it is tried in numbers that these rule out.)
-        """
-        if len(self.counts) == 1 or costs is None:
-            return dict.fromkeys(counts, 0.0)
-        found: dict[int, float] = {}
-        # Where the most microbatches fit and fewer do not, it is good to know soon.
-        for count in sorted(counts, reverse=True):
-            share = costs.program.microbatches / count
-            costs.reserve(self.costs.reserve(count))
-            problem = self._problem(costs, "one_f_one_b", (), share)
-            shorter = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
-            ends = min(problem.layers, problem.devices) - 1 if shorter else 0
-            filled = count / (count + ends)
-            bound = min([_MAY_BE_BEST * self.best_objective, *(_AT_MOST * seconds for seconds in found.values())])
-            costs.focus(most_seconds(problem, bound / filled))
-            best = solve_inter_op(problem, beam=_FEW, upper_bound=bound / filled)
-            found[count] = filled * best.lower_bound if best is not None else inf
-        costs.forget_estimates()
-        return found
 
     @property
     def beam(self) -> int:
@@ -409,21 +363,23 @@ class StageSearch:
             candidate = self._scheduled(self.costs(number), stages)
             if candidate is not None and (best is None or candidate.weight < best.weight * (1 - 1e-9)):
                 best = candidate
+        again = suggesting is not None
         suggesting = self.finished if suggesting is None else suggesting
-        for candidate in self._interleaved(suggesting, best.seconds if best is not None else inf):
+        for candidate in self._interleaved(suggesting, best.seconds if best is not None else inf, again=again):
             if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate
         return best
 
     def _interleaved(
-        self, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float], below_seconds: float
+        self, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float], below_seconds: float, *, again: bool
     ) -> Iterator[Candidate]:
-        """Plans of several stages a rank that are expected to take less than these seconds."""
+        """Plans of several stages a rank that are expected to take less than these seconds; of those of the last run
+        no more than there is time for."""
         for costs in self.costs.all:
             costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
             suggesting, self.costs.all, below_seconds=below_seconds, costs_in=self.costs,
-            scheduled=self._scheduled, late=lambda: self.late and bool(self.finished),
+            scheduled=self._scheduled, late=lambda: self.late and (again or bool(self.finished)),
         ):  # fmt: skip
             ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
             count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"

@@ -1,0 +1,141 @@
+"""What the best plan takes at least in each number of microbatches, before any of them is looked at.
+
+Cutting a microbatch makes no work less: others take and keep at least their share of what a microbatch does in a number
+that is known. Not even their programs have to be traced for that. What is bound to be slower than the best plan is left
+out; what is thought to be fast is looked at first.
+
+A bound has to hold for every order. They are 1F1B at best with free transfers, but for a split backward, which fills
+the ends of the pipeline: in few microbatches its bound is far below any plan, and says nothing of where to look.
+(Interleaving fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
+
+from .inter_op import solve_inter_op
+from .inter_op_bounds import most_seconds
+from .inter_op_problem import InterOpProblem
+from .microbatch_costs import MicrobatchCosts
+from .stage_costs import StageCosts
+
+# Labels of a state: a plan is only wanted to compare numbers of microbatches.
+_FEW = 8
+
+# Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
+_MAY_BE_BEST = 1.25
+
+# What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
+_AT_MOST = 2.5
+
+
+class MicrobatchBounds:
+    """Bounds of one search.
+
+    Args:
+      costs: of its stages.
+      problem: the stages of 1F1B with free transfers, under these costs, in microbatches of this share of the
+        program's.
+
+    Attributes:
+      searched: numbers of microbatches of which ranges have been looked at.
+      fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
+    """
+
+    def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float], InterOpProblem]) -> None:
+        self._costs, self._problem = costs, problem
+        self.searched: set[int] = set()
+        self.fills_ends = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all bounds: they are of the memory that there was."""
+        # What 1F1B takes at least.
+        self._whole: dict[int, float] = {}
+        # Numbers that only a split backward may make fast, with what that is told from.
+        self._doubtful: dict[int, StageCosts] = {}
+
+    def promising(self, left: Sequence[int], expected: Mapping[int, float], *, first: bool) -> int:
+        """Which number of microbatches to look at: at first one in the middle of those that may be the best, then that
+        with the least seconds; of equals the most microbatches.
+
+        Args:
+          left: to choose from.
+          expected: bounds.
+          first: whether none has been looked at.
+        """
+        guesses = {count: max(expected[count], self._whole.get(count, 0.0)) for count in left}
+        best = min(left, key=lambda count: (guesses[count], -count))
+        if not first or not guesses[best]:
+            return best
+        near = sorted(count for count in left if guesses[count] <= _MAY_BE_BEST * guesses[best])
+        return near[(len(near) - 1) // 2]
+
+    def of_all(self, best_seconds: float) -> dict[int, float]:
+        """Seconds that each number of microbatches takes at least, infinite where nothing fits: as the most that have
+        been searched and are no more say, or else the fewest there are.
+
+        Args:
+          best_seconds: of the best plan that is known.
+        """
+        base = self._costs.base
+        searched = [costs for costs in self._costs.all if costs.program.microbatches in self.searched]
+        sources = [base, *(costs for costs in searched if costs is not base)]
+        found: dict[int, float] = {}
+        for source, following in zip(sources, [*sources[1:], None], strict=True):
+            last = following.program.microbatches if following is not None else inf
+            first = source.program.microbatches if source is not None else 0
+            found |= self.told_by(source, [n for n in self._costs.counts if first <= n < last], best_seconds)
+        return found
+
+    def told_by(self, costs: StageCosts | None, counts: Sequence[int], best_seconds: float) -> dict[int, float]:
+        """The same of multiples of a number of microbatches, as that one says.
+
+        Args:
+          costs: of the stages in that number; None where nobody knows.
+          counts: the multiples.
+          best_seconds: of the best plan that is known.
+        """
+        if len(self._costs.counts) == 1 or costs is None:
+            return dict.fromkeys(counts, 0.0)
+        found: dict[int, float] = {}
+        fastest = inf
+        # Where the most microbatches fit and fewer do not, it is good to know soon.
+        for count in sorted(counts, reverse=True):
+            filled = self._filled(count)
+            bound = min(_MAY_BE_BEST * best_seconds, _AT_MOST * fastest)
+            whole = self._least(costs, count, bound)
+            fastest = min(fastest, whole)
+            self._whole[count] = max(whole, self._whole.get(count, 0.0))
+            if whole == inf and filled < 1 and isfinite(bound):
+                self._doubtful[count], whole = costs, bound
+            found[count] = filled * whole
+        costs.forget_estimates()
+        return found
+
+    def is_slower(self, count: int, best_seconds: float) -> bool:
+        """Whether not even a split backward makes a plan in so many microbatches as fast as the best one: asked last,
+        since there is much to look at."""
+        costs = self._doubtful.pop(count, None)
+        if costs is None:
+            return False
+        filled = self._filled(count)
+        slower = filled * self._least(costs, count, best_seconds / filled) > best_seconds
+        costs.forget_estimates()
+        return slower
+
+    def _least(self, costs: StageCosts, count: int, bound: float) -> float:
+        """What a plan with a whole backward takes at least; infinite if that is more than the bound."""
+        costs.reserve(self._costs.reserve(count))
+        problem = self._problem(costs, costs.program.microbatches / count)
+        costs.focus(most_seconds(problem, bound))
+        best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
+        return best.lower_bound if best is not None else inf
+
+    def _filled(self, count: int) -> float:
+        """How much of a step is work at least."""
+        base = self._costs.base
+        if not self.fills_ends or base is None:
+            return 1.0
+        return count / (count + min(len(base.program.layers), base.submeshes.cluster.num_devices) - 1)

@@ -1,0 +1,104 @@
+"""Which numbers of microbatches a search looks at: bounds that hold for every order, and where to begin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.search.inter_op import solve_inter_op
+from meshwright.search.inter_op_problem import InterOpProblem, Option
+from meshwright.search.microbatch_bounds import MicrobatchBounds
+from meshwright.search.submeshes import Submesh
+
+STAGES = 8
+COUNTS = [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def pipeline(share: float) -> InterOpProblem:
+    """A layer for each device, so as many stages, which take a second for the whole batch, one after the other: half of
+    the backward pass, itself two thirds, is of weights."""
+    places = [Submesh(n, n + 1) for n in range(STAGES)]
+    one = np.full((STAGES + 1, STAGES + 1), inf)
+    for layer in range(STAGES):
+        one[layer, layer + 1] = share / STAGES
+
+    def options(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[Option, ...]:
+        del submesh, in_flight
+        took = share / STAGES / 3
+        taking = Option(forward_seconds=took, backward_seconds=2 * took, weight_seconds=took)
+        return (taking,) if last == first + 1 else ()
+
+    return InterOpProblem(
+        layers=STAGES, devices=STAGES, submeshes=places, options=options, crossings=(),
+        transfer_seconds=lambda source, target, size: 0.0, microbatches=round(1 / share),
+        limit_bytes=lambda submesh, last: inf, least=lambda submesh: (one, one / 3),
+    )  # fmt: skip
+
+
+def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
+    base = SimpleNamespace(
+        program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
+        submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
+        forget_estimates=lambda: None,
+    )  # fmt: skip
+    costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)
+    bounds = MicrobatchBounds(costs, lambda costs, share: pipeline(share))
+    bounds.fills_ends = fills_ends
+    return bounds, base
+
+
+def takes(count: int, order: Any) -> float:
+    found = solve_inter_op(replace(pipeline(1 / count), order=order, num_stages=STAGES))
+    assert found is not None
+    return found.seconds
+
+
+@pytest.mark.parametrize("fills_ends", [False, True])
+def test_bounds_hold_for_the_orders_that_are_asked_for(fills_ends: bool) -> None:
+    bounds, _ = bounds_of(fills_ends=fills_ends)
+    expected = bounds.of_all(inf)
+    best = min(takes(count, "one_f_one_b") for count in COUNTS)
+    for count in COUNTS:
+        least = takes(count, "one_f_one_b")
+        if fills_ends:
+            least = min(least, takes(count, "zero_bubble"))
+        # What takes several times as long as others is given up.
+        assert 0 < expected[count] <= least * (1 + 1e-9) or (not fills_ends and least > 2.5 * best)
+
+
+@pytest.mark.parametrize("fills_ends", [False, True])
+def test_the_search_begins_where_a_pipeline_is_full(fills_ends: bool) -> None:
+    """A split backward makes the bound of few microbatches low: that is no reason to begin with them."""
+    bounds, _ = bounds_of(fills_ends=fills_ends)
+    expected = bounds.of_all(inf)
+    # (B + 7) / B is within a quarter of (128 + 7) / 128 from 32 on; 64 is the one in the middle.
+    assert bounds.promising(COUNTS, expected, first=True) == 64
+    assert bounds.promising(COUNTS, expected, first=False) == 128
+
+
+def test_what_only_a_split_backward_makes_fast_is_looked_at_once_more() -> None:
+    bounds, base = bounds_of(fills_ends=True)
+    best = takes(64, "one_f_one_b")
+    expected = bounds.told_by(base, COUNTS, best)
+    assert expected[1] < best, "a bound as loose as this rules nothing out"
+    assert bounds.promising(COUNTS, expected, first=False) == 128
+    assert bounds.promising([1, 2, 32], expected, first=False) == 32
+    # Filled to the last, one microbatch is as fast as many, by its bound.
+    assert not bounds.is_slower(1, best)
+    assert not bounds.is_slower(1, 0.5), "of which there is nothing left to say"
+    fresh, base = bounds_of(fills_ends=True)
+    fresh.told_by(base, COUNTS, 0.5)
+    assert fresh.is_slower(1, 0.05)
+
+
+def test_bounds_are_of_the_memory_that_there_was() -> None:
+    bounds, base = bounds_of(fills_ends=True)
+    bounds.told_by(base, COUNTS, 0.5)
+    bounds.reset()
+    assert not bounds.is_slower(1, 0.05)
+    assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), first=False) == 128
