@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 
@@ -90,3 +91,39 @@ def test_a_report_has_every_row_and_its_reason() -> None:
     assert first["predicted_memory_bytes"] > 0
     assert first["error"] == pytest.approx(first["predicted_step_seconds"] / 0.3 - 1)
     assert summary(results)["feasibility"]["fits, ran"] == 1
+
+
+# Rows of three sources, as their publishers have them (`source_ref`).
+PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "published_rows.csv"
+
+
+def published(source: str) -> list[Row]:
+    with PUBLISHED.open() as file:
+        return [row for row in csv.DictReader(file) if row["source"].startswith(source)]
+
+
+@pytest.mark.parametrize("source", [pytest.param("Megatron-LM SC21", marks=pytest.mark.slow), pytest.param("fms-fsdp")])
+def test_steps_are_predicted_as_they_were_measured(source: str) -> None:
+    """What is claimed of all published rows, of a few of them, with the profiles that are kept."""
+    found = summary(evaluate_rows(published(source), read_profiles()))
+    assert found["predicted"] == found["rows"] >= 8
+    assert found["median_absolute_error"] <= 0.10
+    assert found["error_90th_percentile"] <= 0.25
+    assert found["spearman"] >= 0.9
+    assert found["feasibility"] == {
+        "fits, ran": found["rows"], "fits, out of memory": 0, "does not fit, ran": 0, "does not fit, out of memory": 0,
+    }  # fmt: skip
+
+
+def test_logical_meshes_are_ranked_as_they_were_measured() -> None:
+    """GPT on 8 V100s: (1, 8), (2, 4), (4, 2), and (8, 1) does not fit; Wide-ResNet: (8, 1), (2, 4), (4, 2)."""
+    rows = published("Alpa OSDI22 Fig 9")
+    results = evaluate_rows(rows, read_profiles())
+    for model in ("GPT", "Wide-ResNet"):
+        mine = [(row, one) for row, one in zip(rows, results, strict=True) if row["model"].startswith(model)]
+        assert len(mine) >= 3
+        assert all(one.fits == one.ran for _, one in mine)
+        ran = [one for _, one in mine if one.ran]
+        assert sorted(ran, key=lambda one: one.predicted_step_seconds) == sorted(
+            ran, key=lambda one: one.measured_step_seconds
+        )
