@@ -48,11 +48,11 @@ import numpy as np
 
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
-from meshwright.compare import candidates_for
 from meshwright.errors import MemoryExceeded, PlanError, size_words
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
 from meshwright.presets import Preset
+from meshwright.presets.candidates import candidates_for
 from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
 from meshwright.presets.written import held_bytes, written_out

@@ -5,8 +5,8 @@ That search stops at a gap, prefers simpler meshes and runs against a clock; sho
 same, it is a better answer to the search's question and is given as such, with a note.
 
 Which presets: for each family every shape that makes sense for the devices (sizes in powers of two, tensor axes inside
-a host, no more stages than `_MOST_STAGES`); of what is feasible the fastest few of each family are kept. What does not
-apply is kept with the reason. All share one time limit, and once it is over only families of which nothing was tried
+a host; `presets.candidates`); of what is feasible the fastest few of each family are kept. What does not apply is kept
+with the reason. All share one time limit, and once it is over only families of which nothing was tried
 are, for half as long; a step is traced once for each number of microbatches. Presets of several stages are priced
 without a search for stages (`presets.prices`), which takes tenths of a second for each number of microbatches.
 """
@@ -14,25 +14,21 @@ without a search for stages (`presets.prices`), which takes tenths of a second f
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import presets
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .plan import Plan
 from .planning import Planning, plan_for
 from .presets import Preset
+from .presets.candidates import candidates_for
 from .program.traces import Traces, traces_of
 from .report.table import format_bytes, format_flops_rate, format_seconds, format_table
 
 # Of a family this many feasible plans are shown.
 _SHOWN = 3
-
-# More stages are not tried.
-_MOST_STAGES = 8
 
 # What every plan is given at least.
 _LEAST_SECONDS = 2.0
@@ -131,42 +127,6 @@ def compare(
     if best.planning is not None and best.step_seconds < auto.step_seconds:
         auto = Compared(name=AUTO, planning=_adopted(best.planning, best.name))
     return (auto, *sorted(kept, key=lambda one: one.step_seconds))
-
-
-def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
-    """Presets worth pricing on a cluster: the first shape of each family, then the second of each, and so on. Shapes
-    that split the model least come first, as is the custom: whoever has no time for all has tried these.
-
-    >>> [str(preset) for preset in candidates_for(load_cluster("rtx4090-4"))][:3]
-    ['data_parallel()', 'parameter_server()', 'zero(stage=1)']
-
-    Args:
-      cluster: where the plans are to run.
-    """
-    devices = cluster.num_devices
-    host = min(host.devices for host in cluster.hosts)
-    inside = [n for n in _powers(host) if devices % n == 0]
-    staged = [n for n in _powers(min(devices, _MOST_STAGES)) if devices % n == 0]
-    found = [presets.data_parallel(), presets.parameter_server(), *(presets.zero(stage=stage) for stage in (1, 2, 3))]
-    shapes = [(tp, pp) for pp in staged for tp in inside if tp * pp > 1 and devices % (tp * pp) == 0]
-    shapes.sort(key=lambda shape: shape[0] * shape[1])
-    found += [presets.megatron(tp=tp, pp=pp) for tp, pp in shapes]
-    found += [presets.megatron(tp=tp, pp=pp, sequence_parallel=True) for tp, pp in shapes if tp > 1]
-    found += [presets.megatron(tp=tp, pp=pp, chunks=2, sequence_parallel=tp > 1) for tp, pp in shapes if pp > 1]
-    found += [presets.deepspeed_3d(tp=tp, pp=pp) for tp, pp in shapes if devices // (tp * pp) > 1]
-    found += [presets.fsdp_tp(tp=tp) for tp in inside if 1 < tp < devices]
-    found += [family(n) for n in staged if n > 1 for family in (presets.gpipe, presets.pipedream)]
-    found += [presets.expert_parallel(ep=n, dp=None) for n in _powers(devices) if n > 1 and devices % n == 0]
-    ranks: Counter[str] = Counter()
-    ranked = []
-    for preset in found if devices > 1 else ():
-        ranked.append((ranks[preset.family], preset.on(devices)))
-        ranks[preset.family] += 1
-    return tuple(preset for _, preset in sorted(ranked, key=lambda one: one[0]))
-
-
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
 def _tried(

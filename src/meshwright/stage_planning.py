@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import gcd, inf, isfinite, prod
@@ -14,6 +14,7 @@ from .errors import MemoryExceeded, PlanError, size_words
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
 from .plan_request import Planning, PlanRequest
+from .preset_planning import best_under_presets, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
@@ -60,15 +61,21 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     if asked.preset is not None:
         return _plan_preset(asked, asked.preset)
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
-    best: Planning | None = None
+    known = best = best_under_presets(asked) if stages is None and not isfinite(faster_than_seconds) else None
     refused: Exception | None = None
-    solve_seconds = 0.0
+    solve_seconds = best.solve_seconds if best is not None else 0.0
+    least_others: float | None = None
     for order in orders:
         least = min(faster_than_seconds, best.step_seconds if best is not None else inf)
         try:
-            found = _plan_in_order(replace(asked, cluster=order.cluster), stages, faster_than_seconds=least)
+            found = _plan_in_order(
+                replace(asked, cluster=order.cluster), stages, faster_than_seconds=least,
+                begin_with=known.plan.microbatches if known is not None else None,
+            )  # fmt: skip
         except (NothingFaster, MemoryExceeded) as error:
             refused = refused or error
+            if isinstance(error, NothingFaster):
+                least_others = min(error.least_seconds, inf if least_others is None else least_others)
             continue
         found = replace(found, cluster=asked.cluster, plan=_in_cluster(found.plan, order, asked.cluster))
         solve_seconds += found.solve_seconds
@@ -79,6 +86,8 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
             best = found.preferred_to(best) if faster else best.preferred_to(found)
         if asked.left_seconds < 0:
             break
+    if best is not None and best is known and least_others is not None:
+        best = proven(best, least_others)
     if best is not None:
         return replace(best, solve_seconds=solve_seconds)
     assert refused is not None, "there is an order"
@@ -91,7 +100,9 @@ def _in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
     return replace(plan, stages=tuple(stages), cluster_fingerprint=cluster.fingerprint())
 
 
-def _plan_in_order(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float) -> Planning:
+def _plan_in_order(
+    asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None
+) -> Planning:
     """The fastest plan whose stages follow the hosts in their order.
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
@@ -108,6 +119,7 @@ def _plan_in_order(asked: PlanRequest, stages: int | None, *, faster_than_second
         programs=programs, parameters=parameter_infos(source), cluster=cluster, pins=pins, remat=asked.remat,
         submeshes=asked.submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
         time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
+        begin_with=_nearest(programs, begin_with),
     )  # fmt: skip
     search = StageSearch(request)
     missed = MissedMemory(MARGIN)
@@ -169,6 +181,11 @@ def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
         seconds=time.perf_counter() - asked.started, trace_seconds=prices.trace_seconds,
         solve_seconds=seconds - prices.trace_seconds, considered=found.considered,
     )  # fmt: skip
+
+
+def _nearest(counts: Iterable[int], wanted: int | None) -> int | None:
+    """Of these numbers of microbatches the nearest to the one wanted, by their ratio."""
+    return min(counts, key=lambda count: max(count / wanted, wanted / count)) if wanted is not None else None
 
 
 def _over(asked: PlanRequest, leanest: float) -> MemoryExceeded:

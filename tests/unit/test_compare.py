@@ -10,7 +10,8 @@ import pytest
 from meshwright import presets, zoo
 from meshwright.cli import main
 from meshwright.cluster import load_cluster
-from meshwright.compare import Compared, candidates_for, compare, comparison_document, comparison_text
+from meshwright.compare import Compared, compare, comparison_document, comparison_text
+from meshwright.presets.candidates import candidates_for
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
+from ..program.batch import batch_extents
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
@@ -284,6 +285,12 @@ class PresetPrices:
                 needed=f"at least {size_words(least)} on a device for parameters, gradients and optimizer state alone",
                 where="the stages of the preset", try_="more devices, or a preset that splits them further",
             )  # fmt: skip
+
+    def allows(self, preset: Preset, microbatches: int) -> bool:
+        """Whether a preset can have so many microbatches: each cut into its blocks, and one or more for every stage."""
+        extents = batch_extents(self.args, self._batch_axis)
+        whole = all(extent % (microbatches * preset.blocks) == 0 for extent in extents)
+        return whole and microbatches >= preset.stages and (preset.chunks == 1 or microbatches % preset.stages == 0)
 
     def _placed(self, stages: PresetStages, remat: str | None, limits: Sequence[float]) -> tuple[PlacedStage, ...]:
         """All stages solved, so that every rank's fit a device.

@@ -103,7 +103,7 @@ class MicrobatchBounds:
         fastest = inf
         # Where the most microbatches fit and fewer do not, it is good to know soon.
         for count in sorted(counts, reverse=True):
-            filled = self._filled(count)
+            filled = self._filled(costs, count)
             bound = min(_MAY_BE_BEST * best_seconds, _AT_MOST * fastest)
             whole = self._least(costs, count, bound)
             fastest = min(fastest, whole)
@@ -118,9 +118,9 @@ class MicrobatchBounds:
         """Whether not even a split backward makes a plan in so many microbatches as fast as the best one: asked last,
         since there is much to look at."""
         costs = self._doubtful.pop(count, None)
-        if costs is None:
+        if costs is None or not isfinite(best_seconds):
             return False
-        filled = self._filled(count)
+        filled = self._filled(costs, count)
         slower = filled * self._least(costs, count, best_seconds / filled) > best_seconds
         costs.forget_estimates()
         return slower
@@ -133,9 +133,8 @@ class MicrobatchBounds:
         best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
         return best.lower_bound if best is not None else inf
 
-    def _filled(self, count: int) -> float:
+    def _filled(self, costs: StageCosts, count: int) -> float:
         """How much of a step is work at least."""
-        base = self._costs.base
-        if not self.fills_ends or base is None:
+        if not self.fills_ends:
             return 1.0
-        return count / (count + min(len(base.program.layers), base.submeshes.cluster.num_devices) - 1)
+        return count / (count + min(len(costs.program.layers), costs.submeshes.cluster.num_devices) - 1)

@@ -86,7 +86,7 @@ class StageSearch:
         self.counts = self.costs.counts
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
-        self._taken = 0  # microbatches of the last run's plan
+        self._taken = request.begin_with  # then microbatches of the last run's plan
         self._bounds = MicrobatchBounds(self.costs, lambda costs, n: self._problem(costs, "one_f_one_b", (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
@@ -106,6 +106,11 @@ class StageSearch:
     def late(self) -> bool:
         """Whether the time is over."""
         return time.perf_counter() - self.start > self._seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is over and there is a plan: until then the search goes on."""
+        return self.late and (bool(self.finished) or isfinite(self.request.faster_than_seconds))
 
     def run(
         self, reserve: Callable[[int], MemoryReserve] | None = None, *, time_limit_seconds: float | None = None
@@ -130,13 +135,14 @@ class StageSearch:
         best = self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
-            if (best := self._simulate(best)) is not None:
+            if (best := self._simulate(best)) is not None or isfinite(known):
                 break
         if isfinite(known) and (best is None or best.weight >= known):
-            raise NothingFaster
+            raise NothingFaster(self.unsearched, tuple(dict.fromkeys(self.considered)))
         if best is None:
             # What was thought possible was not: nothing is left out then.
             self.unsearched, self.best_objective = inf, known
+            self._bounds.reset()
             self._search(bounded=False)
             best = self._simulate(None)
         if best is None:
@@ -181,19 +187,19 @@ class StageSearch:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
         while left:
-            again = not tried and self._taken in left
-            count = self._taken if again else self._bounds.promising(left, expected, first=not tried)
+            begin = self._taken if not tried and self._taken in left else None
+            count = begin if begin is not None else self._bounds.promising(left, expected, first=not tried)
             left.remove(count)
             if expected[count] > self.best_objective:
                 least = expected[count]
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
                 self.considered.append(f"{count} microbatches: {reason}")
                 continue
-            if self.late and self.finished:
+            if self.over:
                 self.considered.append(f"{count} microbatches: not searched, out of time")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
-            if self._bounds.is_slower(count, self.best_objective):
+            if bounded and self._bounds.is_slower(count, self.best_objective):
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
                 continue
             try:
@@ -210,11 +216,11 @@ class StageSearch:
             for order in ORDERS:
                 if _is_asked(order, self._schedules):
                     for problem in self._problems(count, costs, order, crossings):
-                        if not (self.late and self.finished):
+                        if not self.over:
                             self._refine(count, costs, problem, bounded=bounded)
             self._bounds.searched.add(count)
             finer = [other for other in left if other > count]
-            if bounded and finer and not (self.late and self.finished):
+            if bounded and finer and not self.over:
                 # What these take says more of finer ones than the fewest microbatches do.
                 known = self._bounds.told_by(costs, finer, self.best_objective)
                 expected |= {other: max(expected[other], known[other]) for other in finer}
@@ -276,7 +282,7 @@ class StageSearch:
                 sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
                 self.considered.append(f"{name}: {found.seconds:.6g} s with layers x devices {sizes}")
                 break
-            if self.late and self.finished:
+            if self.over:
                 self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
                 break
         self.unsearched = min(self.unsearched, least)
@@ -379,7 +385,7 @@ class StageSearch:
             costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
             suggesting, self.costs.all, below_seconds=below_seconds, costs_in=self.costs,
-            scheduled=self._scheduled, late=lambda: self.late and (again or bool(self.finished)),
+            scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
             ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
             count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"

@@ -34,4 +34,13 @@ class StageSearchResult:
 
 
 class NothingFaster(Exception):
-    """No staged plan is faster than the one that the request knows."""
+    """No staged plan is faster than the one that the request knows.
+
+    Args:
+      least_seconds: what those take at least that were not looked at to the end.
+      considered: as of a result.
+    """
+
+    def __init__(self, least_seconds: float, considered: tuple[str, ...]) -> None:
+        super().__init__("no staged plan is faster than the one that is known")
+        self.least_seconds, self.considered = least_seconds, considered

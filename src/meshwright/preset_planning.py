@@ -1,0 +1,75 @@
+"""What a search for stages begins with: the best plan under any preset, where that is soon found."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from math import gcd
+
+from .one_stage_planning import MARGIN
+from .plan import Plan
+from .plan_request import Planning, PlanRequest
+from .presets.incumbent import incumbent
+from .presets.prices import PresetPrices
+from .program.batch import batch_extents
+from .program.equal_stages import main_scan
+from .search.pins import Pins
+
+# Presets may be looked at for this share of the time.
+_SHARE = 1 / 3
+
+
+def best_under_presets(asked: PlanRequest) -> Planning | None:
+    """The best plan under any preset, if the request leaves everything open that presets decide, the cluster is of one
+    kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search.
+
+    Args:
+      asked: the request.
+    """
+    begun = time.perf_counter()
+    free = not asked.mesh and asked.pins == Pins() and asked.schedule is None and asked.submeshes is None
+    alike = len({(host.devices, host.device) for host in asked.cluster.hosts}) == 1
+    if not free or not alike or asked.cluster.num_devices == 1:
+        return None
+    prices = PresetPrices(
+        asked.traces, asked.args, asked.cluster, batch_axis=asked.batch_axis, reduction=asked.reduction
+    )
+    counts = [asked.microbatches] if asked.microbatches is not None else _divisors(asked)
+    program = prices.any_program(counts)
+    if not program.marked or main_scan(program) is None:
+        return None
+    limit = _SHARE * asked.time_limit_seconds
+    found = incumbent(
+        prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() - begun > limit,
+        tell=asked.tell,
+    )  # fmt: skip
+    if found is None:
+        return None
+    note = f"found under the preset {found.priced.preset}: the search found nothing faster"
+    plan = replace(found.plan, notes=(*found.plan.notes, note))
+    spent = time.perf_counter() - begun
+    return Planning(
+        program=found.priced.program.source, plan=plan, cluster=asked.cluster,
+        seconds=time.perf_counter() - asked.started, trace_seconds=prices.trace_seconds,
+        solve_seconds=spent - prices.trace_seconds, considered=found.considered,
+    )  # fmt: skip
+
+
+def proven(planning: Planning, least_seconds: float) -> Planning:
+    """The same plan with its gap, now that a search has found nothing faster.
+
+    Args:
+      planning: of a preset.
+      least_seconds: what other plans take at least; infinite where all are slower.
+    """
+    predicted = planning.plan.predicted
+    assert predicted is not None  # presets are priced
+    gap = max(1 - least_seconds / predicted.step_seconds, 0.0)
+    plan: Plan = replace(planning.plan, predicted=replace(predicted, optimality_gap=gap))
+    return replace(planning, plan=plan)
+
+
+def _divisors(asked: PlanRequest) -> list[int]:
+    """All numbers of microbatches into which the batch can be cut."""
+    extent = gcd(*batch_extents(asked.args, asked.batch_axis))
+    return [n for n in range(1, extent + 1) if extent % n == 0] or [1]
