@@ -18,14 +18,10 @@ from .program.traces import traces_of
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
-from .stage_planning import check_stages, plan_stages
+from .stage_planning import check_stages, is_large, plan_stages
 
 # Several stages have to be faster by this much: one is simpler to run.
 _WORTH_STAGES = 0.02
-
-# One stage of a program that runs up to this many operators is planned first: it is soon done, and bounds the search
-# for more. A larger program is one for several stages.
-_SMALL_PROGRAM = 1200
 
 
 def plan_for(
@@ -135,7 +131,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     count = asked.microbatches if asked.microbatches is not None else 1
     if asked.cluster.num_devices == 1 or not asked.program(count).marked:
         return plan_one_stage(asked)
-    if sum(operator.repeats for operator in asked.program(count).graph.operators) > _SMALL_PROGRAM:
+    if is_large(asked.program(count)):
         return plan_stages(asked, None)
     try:
         one = plan_one_stage(asked)

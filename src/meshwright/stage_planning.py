@@ -37,12 +37,24 @@ _MOST_MICROBATCHES = 1024
 # How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
 _ATTEMPTS = 8
 
+# One stage of a program that runs up to this many operators is planned first: it is soon done, and bounds the search
+# for more. A larger program is one for several stages.
+_SMALL_PROGRAM = 1200
+
+# So many plans of the first number of microbatches are written out before all numbers are searched.
+_PROBES = 4
+
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
 # there is, are a beginning and seldom the best.
 _LEAST_SHARE = 0.25
 
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}
+
+
+def is_large(program: Program) -> bool:
+    """Whether a search takes so long that it pays to see first what it misses of memory."""
+    return sum(operator.repeats for operator in program.graph.operators) > _SMALL_PROGRAM
 
 
 def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = float("inf")) -> Planning:
@@ -106,7 +118,8 @@ def _plan_in_order(
     """The fastest plan whose stages follow the hosts in their order.
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
-    schedule. Where that is too much, the search is repeated with less memory.
+    schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
+    of microbatches is found first, until it fits: what is missed is known before all numbers are searched.
     """
     cluster, pins = asked.cluster, asked.pins
     programs = _Programs(asked, stages, _counts(asked))
@@ -127,12 +140,19 @@ def _plan_in_order(
     leanest = float("inf")
     nothing: MemoryExceeded | None = None
     known: dict[Hashable, StageMemory] = {}
-    for _ in range(_ATTEMPTS):
+    kept: Planning | None = None
+    for attempt in range(_ATTEMPTS):
+        if kept is not None and asked.left_seconds < 0:
+            break
+        probing = kept is None and attempt < _PROBES and len(programs) > 1 and is_large(source)
         asked.tell("searching stages")
         try:
-            least_seconds = _LEAST_SHARE * asked.time_limit_seconds
-            result = search.run(missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
+            least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
+            seconds = max(asked.left_seconds, least_seconds)
+            result = search.run(missed, time_limit_seconds=seconds, probing=probing)
         except MemoryExceeded as error:
+            if kept is not None:
+                break
             finer, nothing = _finer(asked, max(programs)), nothing or error
             if not finer:
                 break
@@ -152,8 +172,14 @@ def _plan_in_order(
         peaks, usable = held_bytes(plan), usable_bytes(plan)
         leanest = min(leanest, MARGIN * max(peaks))
         if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
-            return _planning(asked, result, plan, programs.seconds, solve_seconds)
+            found = _planning(asked, result, plan, programs.seconds, solve_seconds)
+            if not probing:
+                return found if kept is None or found.step_seconds <= kept.step_seconds else kept
+            kept = found
+            continue
         missed.learn(plan.microbatches, counted, peaks, usable)
+    if kept is not None:
+        return replace(kept, trace_seconds=programs.seconds, solve_seconds=solve_seconds)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
 
 

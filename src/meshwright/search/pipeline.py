@@ -87,6 +87,9 @@ class StageSearch:
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
         self._taken = request.begin_with  # then microbatches of the last run's plan
+        self._taken_interleaved = False
+        self._probing = False
+        self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
         self._bounds = MicrobatchBounds(self.costs, lambda costs, n: self._problem(costs, "one_f_one_b", (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
@@ -113,19 +116,24 @@ class StageSearch:
         return self.late and (bool(self.finished) or isfinite(self.request.faster_than_seconds))
 
     def run(
-        self, reserve: Callable[[int], MemoryReserve] | None = None, *, time_limit_seconds: float | None = None
+        self,
+        reserve: Callable[[int], MemoryReserve] | None = None,
+        *,
+        time_limit_seconds: float | None = None,
+        probing: bool = False,
     ) -> StageSearchResult:
         """The fastest plan that fits.
 
         Args:
           reserve: what the search may not count on a device in so many microbatches; None for nothing.
           time_limit_seconds: for this run; None for the request's.
+          probing: whether a plan in the first number of microbatches that has one is enough.
 
         Raises:
           MemoryExceeded: if no plan fits.
           NothingFaster: if none is faster than `request.faster_than_seconds`.
         """
-        last = self.finished
+        last, self._probing = self.finished, probing
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
@@ -149,6 +157,7 @@ class StageSearch:
             raise self._nothing_fits()
         searched, taken = best.costs, best.words(best.scheduled.name)
         self._taken = searched.program.microbatches
+        self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
         best = self._merged(best)
         if best is None:
             raise self._nothing_fits()
@@ -166,11 +175,12 @@ class StageSearch:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
         for (number, stages), _ in sorted(last.items(), key=lambda one: one[1])[:_AGAIN]:
             costs = self.costs(number)
-            crossings = costs.crossings()
-            for order in ORDERS:
+            found = self._order_of[number, stages]
+            # What a split backward takes is a guess, and bounds nothing.
+            for order in (found,) if found != "zero_bubble" else ORDERS:
                 if _is_asked(order, self._schedules):
                     count = len(stages) if order == "zero_bubble" else self.request.stage_count
-                    problem = replace(self._problem(costs, order, crossings), num_stages=count)
+                    problem = replace(self._problem(costs, order, costs.crossings()), num_stages=count)
                     self._solve(costs, problem, stages)
                     self._keep(number, costs, problem, stages)
         return self._simulate(None, suggesting=last) if last else None
@@ -195,7 +205,7 @@ class StageSearch:
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
                 self.considered.append(f"{count} microbatches: {reason}")
                 continue
-            if self.over:
+            if self.over or (self._probing and tried and self.finished):
                 self.considered.append(f"{count} microbatches: not searched, out of time")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
@@ -220,7 +230,7 @@ class StageSearch:
                             self._refine(count, costs, problem, bounded=bounded)
             self._bounds.searched.add(count)
             finer = [other for other in left if other > count]
-            if bounded and finer and not self.over:
+            if bounded and finer and not self.over and not self._probing:
                 # What these take says more of finer ones than the fewest microbatches do.
                 known = self._bounds.told_by(costs, finer, self.best_objective)
                 expected |= {other: max(expected[other], known[other]) for other in finer}
@@ -347,7 +357,8 @@ class StageSearch:
             self._learn(problem, found)
             # Another order may have found the same stages, and thought them faster or slower.
             key = number, found.stages
-            self.finished[key] = min(found.seconds, self.finished.get(key, float("inf")))
+            if found.seconds < self.finished.get(key, inf):
+                self.finished[key], self._order_of[key] = found.seconds, problem.order
 
     def _learn(self, problem: InterOpProblem, found: Found) -> None:
         """What a plan takes bounds all others; but with a split backward by a guess at its halves."""
@@ -371,6 +382,8 @@ class StageSearch:
                 best = candidate
         again = suggesting is not None
         suggesting = self.finished if suggesting is None else suggesting
+        if self._probing or (again and not self._taken_interleaved):
+            return best
         for candidate in self._interleaved(suggesting, best.seconds if best is not None else inf, again=again):
             if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate

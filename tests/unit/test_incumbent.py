@@ -1,0 +1,119 @@
+"""The best preset, with which a search begins: it is the best, and nothing that is planned takes longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count as counting
+from typing import Any
+
+import pytest
+
+from meshwright import stage_planning, zoo
+from meshwright.cluster import load_cluster
+from meshwright.errors import PlanError
+from meshwright.planning import plan_for
+from meshwright.presets.candidates import candidates_for
+from meshwright.presets.incumbent import incumbent
+from meshwright.presets.prices import PresetPrices
+from meshwright.program.traces import Traces
+from meshwright.zoo.llama import CONFIGS, build as build_llama
+
+COUNTS = [1, 2, 4, 8]
+CLUSTER = "p3.16xlarge"
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return build_llama(replace(CONFIGS["llama-tiny"], layers=8, global_batch=32))
+
+
+@pytest.fixture(scope="module")
+def prices(target: Any) -> PresetPrices:
+    return PresetPrices(Traces(target.step), (target.example_state, target.example_batch), load_cluster(CLUSTER))
+
+
+def test_it_is_the_best_of_all_presets(prices: PresetPrices) -> None:
+    found = incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False)
+    assert found is not None
+    seconds = []
+    for preset in candidates_for(prices.cluster):
+        for count in COUNTS if preset.schedule != "pipedream" else ():
+            try:
+                priced = prices.priced(preset, count, remat=preset.remat)
+            except PlanError:
+                continue
+            assert priced is not None
+            seconds.append(priced.step_seconds)
+    assert len(seconds) > 40
+    assert found.priced.step_seconds == min(seconds)
+    assert found.plan.predicted is not None
+    assert found.plan.predicted.step_seconds == pytest.approx(min(seconds), rel=1e-9)
+
+
+def test_when_time_is_over_it_is_what_was_found_by_then(prices: PresetPrices) -> None:
+    assert incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True) is None
+    best = incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False)
+    asked = counting()
+    some = incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: next(asked) > len(COUNTS))
+    assert best is not None
+    assert some is None or some.priced.step_seconds >= best.priced.step_seconds
+
+
+def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrices) -> None:
+    found = incumbent(prices, COUNTS, remat="none", margin=1.0, late=lambda: False)
+    assert found is not None
+    assert not any(stage.rematerialised for stage in found.plan.stages)
+
+
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every program be planned as large ones are: for several stages at once, the first plan written out early."""
+    monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_no_plan_is_slower_than_the_best_preset(
+    target: Any, prices: PresetPrices, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    large(monkeypatch)
+    best = incumbent(prices, [1, 2, 4, 8, 16, 32], remat=None, margin=1.04, late=lambda: False)
+    assert best is not None
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None,
+        time_limit_seconds=seconds,
+    )  # fmt: skip
+    # Without time no preset is looked at: but there is a plan.
+    assert seconds == 0.0 or planning.step_seconds <= best.priced.step_seconds * (1 + 1e-9)
+    noted = any("found under the preset" in note for note in planning.plan.notes)
+    assert noted == (planning.step_seconds == best.priced.step_seconds)
+
+
+def test_a_preset_that_nothing_beats_is_the_plan_with_its_gap(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    large(monkeypatch)
+
+    def nothing(self: Any, *args: Any, **options: Any) -> Any:
+        raise stage_planning.NothingFaster(0.0, ())
+
+    monkeypatch.setattr(stage_planning.StageSearch, "run", nothing)
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None, microbatches=4
+    )
+    assert planning.plan.predicted is not None
+    assert planning.plan.predicted.optimality_gap == 1.0
+    assert "the search found nothing faster" in planning.plan.notes[-1]
+    assert planning.plan.microbatches == 4
+
+
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
+def test_writing_a_first_plan_out_early_makes_no_plan_worse(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """GPT with layers of its own for each block: once as a small program, once as a large one, with little memory."""
+    target = zoo.build("gpt-tiny", global_batch=16)
+    args = (target.example_state, target.example_batch)
+    options: dict[str, Any] = {"cluster": "p3.16xlarge:2", "schedule": "one_f_one_b"}
+    first = plan_for(target.step, args, stages=2, **options)
+    most = max(stage.memory.total for stage in first.plan.stages)
+    options["memory_per_device"] = 1.04 * share * most
+    small = plan_for(target.step, args, stages=2, **options)
+    large(monkeypatch)
+    found = plan_for(target.step, args, stages=2, **options)
+    assert found.step_seconds <= small.step_seconds * 1.01
+    assert all(stage.memory.total <= options["memory_per_device"] for stage in found.plan.stages)
