@@ -17,6 +17,9 @@ from .planned import PlannedPreset, planned_preset
 from .preset import Preset
 from .prices import PresetPrices
 
+# What is known of a preset in a number of microbatches; of equal seconds the most certain comes first.
+_PLANNED, _PRICED, _BOUND = range(3)
+
 
 def incumbent(
     prices: PresetPrices,
@@ -40,33 +43,38 @@ def incumbent(
     tell("the best preset")
     # PipeDream's gradients are of older weights.
     presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
-    queue: list[tuple[float, int, int, bool]] = []
+    queue: list[tuple[float, int, int, int]] = []
     for number, preset in enumerate(presets):
         if late():
             break
-        if preset.remat not in (None, remat) and remat is not None:
-            continue
-        queue += [(least, -count, number, False) for count, least in _least(prices, preset, counts, remat).items()]
+        if remat is None or preset.remat in (None, remat):
+            least_of = _least(prices, preset, counts, remat)
+            queue += [(least, _BOUND, -count, number) for count, least in least_of.items()]
     heapq.heapify(queue)
+    planned: dict[tuple[int, int], PlannedPreset] = {}
     too_few: dict[int, int] = {}
-    below = inf
     while queue:
-        least, minus, number, priced = heapq.heappop(queue)
+        _, known, minus, number = heapq.heappop(queue)
         count, preset = -minus, presets[number]
+        if known == _PLANNED:
+            return planned[count, number]
         if count < too_few.get(number, 0):
             continue  # fewer microbatches keep more
         wanted = preset.remat or remat
         try:
-            if priced:
-                return planned_preset(prices, preset, [count], remat=wanted, margin=margin, tell=tell)
-            if least < below and not late():
-                found = prices.priced(preset, count, remat=wanted, below_seconds=below)
-                if found is not None:
-                    below = found.step_seconds
-                    heapq.heappush(queue, (found.step_seconds, minus, number, True))
+            if known == _PRICED:
+                found = planned_preset(prices, preset, [count], remat=wanted, margin=margin, tell=tell)
+                assert found.plan.predicted is not None  # presets are priced
+                planned[count, number] = found
+                heapq.heappush(queue, (found.plan.predicted.step_seconds, _PLANNED, minus, number))
+            elif not late():
+                below = min((seconds for seconds, known, *_ in queue if known != _BOUND), default=inf)
+                priced = prices.priced(preset, count, remat=wanted, below_seconds=below)
+                # What is slower than another price may yet be faster than what that one's programs leave room for.
+                new = (below, _BOUND) if priced is None else (priced.step_seconds, _PRICED)
+                heapq.heappush(queue, (*new, minus, number))
         except MemoryExceeded:
             too_few[number] = max(count, too_few.get(number, 0))
-            below = min((seconds for seconds, *_, priced in queue if priced), default=inf)
         except PlanError:
             continue  # some steps cannot be cut so
     return None
