@@ -106,9 +106,9 @@ def test_a_preset_that_nothing_beats_is_the_plan_with_its_gap(target: Any, monke
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
 def test_writing_a_first_plan_out_early_makes_no_plan_worse(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """GPT with layers of its own for each block: once as a small program, once as a large one, with little memory."""
-    target = zoo.build("gpt-tiny", global_batch=16)
+    target = zoo.build("gpt-tiny", global_batch=4)
     args = (target.example_state, target.example_batch)
-    options: dict[str, Any] = {"cluster": "p3.16xlarge:2", "schedule": "one_f_one_b"}
+    options: dict[str, Any] = {"cluster": CLUSTER, "schedule": "one_f_one_b"}
     first = plan_for(target.step, args, stages=2, **options)
     most = max(stage.memory.total for stage in first.plan.stages)
     options["memory_per_device"] = 1.04 * share * most

@@ -102,7 +102,8 @@ def published(source: str) -> list[Row]:
         return [row for row in csv.DictReader(file) if row["source"].startswith(source)]
 
 
-@pytest.mark.parametrize("source", [pytest.param("Megatron-LM SC21", marks=pytest.mark.slow), pytest.param("fms-fsdp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["Megatron-LM SC21", "fms-fsdp"])
 def test_steps_are_predicted_as_they_were_measured(source: str) -> None:
     """What is claimed of all published rows, of a few of them, with the profiles that are kept."""
     found = summary(evaluate_rows(published(source), read_profiles()))
