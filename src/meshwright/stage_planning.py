@@ -141,10 +141,14 @@ def _plan_in_order(
     nothing: MemoryExceeded | None = None
     known: dict[Hashable, StageMemory] = {}
     kept: Planning | None = None
-    for attempt in range(_ATTEMPTS):
+    # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
+    free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
+    probes = _PROBES if free and len(programs) > 1 and is_large(source) else 0
+    for _ in range(_ATTEMPTS):
         if kept is not None and asked.left_seconds < 0:
             break
-        probing = kept is None and attempt < _PROBES and len(programs) > 1 and is_large(source)
+        probing = kept is None and probes > 0
+        probes -= 1
         asked.tell("searching stages")
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
@@ -153,6 +157,9 @@ def _plan_in_order(
         except MemoryExceeded as error:
             if kept is not None:
                 break
+            if probing:
+                probes = 0  # other numbers may fit
+                continue
             finer, nothing = _finer(asked, max(programs)), nothing or error
             if not finer:
                 break

@@ -117,3 +117,15 @@ def test_writing_a_first_plan_out_early_makes_no_plan_worse(monkeypatch: pytest.
     found = plan_for(target.step, args, stages=2, **options)
     assert found.step_seconds <= small.step_seconds * 1.01
     assert all(stage.memory.total <= options["memory_per_device"] for stage in found.plan.stages)
+
+
+def test_interleaved_stages_of_a_large_program_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan in one number of microbatches is written out first: nothing but interleaved stages is asked for."""
+    large(monkeypatch)
+    target = zoo.build("gpt-tiny", global_batch=8)
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=4,
+        schedule="interleaved_one_f_one_b",
+    )  # fmt: skip
+    assert planning.plan.schedule == "interleaved_one_f_one_b"
+    assert len(planning.plan.stages) == 4

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import inf
+from math import inf, isfinite
 
 from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
@@ -94,7 +94,9 @@ class Interleaving:
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
             return []
         asked = self._asked
-        suggested = range(2, devices + 1) if asked else _ranks_of(finished)
+        # Where nothing else is as fast as a plan that is known, that one may be interleaved.
+        powers = [1 << n for n in range(1, devices.bit_length())] if isfinite(below_seconds) else []
+        suggested = range(2, devices + 1) if asked else _ranks_of(finished) or powers
         found = []
         for count in [c.program.microbatches for c in known] if asked else list(request.by_microbatches):
             for ranks in suggested:

@@ -41,6 +41,7 @@ class MicrobatchBounds:
     Attributes:
       searched: numbers of microbatches of which ranges have been looked at.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
+      given_up: seconds that numbers take at least of which nothing more is known.
     """
 
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float], InterOpProblem]) -> None:
@@ -53,6 +54,7 @@ class MicrobatchBounds:
         """Forget all bounds: they are of the memory that there was."""
         # What 1F1B takes at least.
         self._whole: dict[int, float] = {}
+        self.given_up = inf
         # Numbers that only a split backward may make fast, with what that is told from.
         self._doubtful: dict[int, StageCosts] = {}
 
@@ -73,8 +75,9 @@ class MicrobatchBounds:
         return near[(len(near) - 1) // 2]
 
     def of_all(self, best_seconds: float) -> dict[int, float]:
-        """Seconds that each number of microbatches takes at least, infinite where nothing fits: as the most that have
-        been searched and are no more say, or else the fewest there are.
+        """Seconds that each number of microbatches takes at least, infinite where nothing fits or is as fast.
+
+        The most that have been searched and are no more say so, or else the fewest there are.
 
         Args:
           best_seconds: of the best plan that is known.
@@ -108,8 +111,11 @@ class MicrobatchBounds:
             whole = self._least(costs, count, bound)
             fastest = min(fastest, whole)
             self._whole[count] = max(whole, self._whole.get(count, 0.0))
-            if whole == inf and filled < 1 and isfinite(bound):
-                self._doubtful[count], whole = costs, bound
+            if whole == inf and isfinite(bound):
+                if filled < 1:
+                    self._doubtful[count], whole = costs, bound
+                else:
+                    self.given_up = min(self.given_up, bound)
             found[count] = filled * whole
         costs.forget_estimates()
         return found

@@ -190,6 +190,7 @@ class StageSearch:
         if bounded:
             self._bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
             expected = self._bounds.of_all(self.best_objective)
+            self.unsearched = min(self.unsearched, self._bounds.given_up)
         left, tried = sorted(self.counts, reverse=True), 0
         refused: PlanError | None = None
         if bounded:
@@ -233,6 +234,7 @@ class StageSearch:
             if bounded and finer and not self.over and not self._probing:
                 # What these take says more of finer ones than the fewest microbatches do.
                 known = self._bounds.told_by(costs, finer, self.best_objective)
+                self.unsearched = min(self.unsearched, self._bounds.given_up)
                 expected |= {other: max(expected[other], known[other]) for other in finer}
         if refused is not None and not self.costs.all:
             raise refused
@@ -382,7 +384,7 @@ class StageSearch:
                 best = candidate
         again = suggesting is not None
         suggesting = self.finished if suggesting is None else suggesting
-        if self._probing or (again and not self._taken_interleaved):
+        if (self._probing and best is not None) or (again and not self._taken_interleaved):
             return best
         for candidate in self._interleaved(suggesting, best.seconds if best is not None else inf, again=again):
             if best is None or candidate.weight < best.weight * (1 - 1e-9):
