@@ -14,6 +14,7 @@ from .presets.prices import PresetPrices
 from .program.batch import batch_extents
 from .program.equal_stages import main_scan
 from .search.pins import Pins
+from .search.stage_result import NothingFaster
 
 # Presets may be looked at for this share of the time.
 _SHARE = 1 / 3
@@ -55,18 +56,18 @@ def best_under_presets(asked: PlanRequest) -> Planning | None:
     )  # fmt: skip
 
 
-def proven(planning: Planning, least_seconds: float) -> Planning:
-    """The same plan with its gap, now that a search has found nothing faster.
+def proven(planning: Planning, nothing: NothingFaster) -> Planning:
+    """The same plan with its gap and what else was considered, now that a search has found nothing faster.
 
     Args:
       planning: of a preset.
-      least_seconds: what other plans take at least; infinite where all are slower.
+      nothing: what the search said.
     """
     predicted = planning.plan.predicted
     assert predicted is not None  # presets are priced
-    gap = max(1 - least_seconds / predicted.step_seconds, 0.0)
+    gap = max(1 - nothing.least_seconds / predicted.step_seconds, 0.0)
     plan: Plan = replace(planning.plan, predicted=replace(predicted, optimality_gap=gap))
-    return replace(planning, plan=plan)
+    return replace(planning, plan=plan, considered=(*planning.considered, *nothing.considered))
 
 
 def _divisors(asked: PlanRequest) -> list[int]:

@@ -76,9 +76,9 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     known = best = best_under_presets(asked) if stages is None and not isfinite(faster_than_seconds) else None
     refused: Exception | None = None
     solve_seconds = best.solve_seconds if best is not None else 0.0
-    least_others: float | None = None
+    nothing: NothingFaster | None = None
     for order in orders:
-        least = min(faster_than_seconds, best.step_seconds if best is not None else inf)
+        least, begun = min(faster_than_seconds, best.step_seconds if best is not None else inf), time.perf_counter()
         try:
             found = _plan_in_order(
                 replace(asked, cluster=order.cluster), stages, faster_than_seconds=least,
@@ -87,7 +87,8 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         except (NothingFaster, MemoryExceeded) as error:
             refused = refused or error
             if isinstance(error, NothingFaster):
-                least_others = min(error.least_seconds, inf if least_others is None else least_others)
+                nothing = error
+            solve_seconds += time.perf_counter() - begun
             continue
         found = replace(found, cluster=asked.cluster, plan=_in_cluster(found.plan, order, asked.cluster))
         solve_seconds += found.solve_seconds
@@ -98,8 +99,8 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
             best = found.preferred_to(best) if faster else best.preferred_to(found)
         if asked.left_seconds < 0:
             break
-    if best is not None and best is known and least_others is not None:
-        best = proven(best, least_others)
+    if best is not None and best is known and nothing is not None:
+        best = proven(best, nothing)
     if best is not None:
         return replace(best, solve_seconds=solve_seconds)
     assert refused is not None, "there is an order"

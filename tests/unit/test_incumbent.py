@@ -91,7 +91,7 @@ def test_a_preset_that_nothing_beats_is_the_plan_with_its_gap(target: Any, monke
     large(monkeypatch)
 
     def nothing(self: Any, *args: Any, **options: Any) -> Any:
-        raise stage_planning.NothingFaster(0.0, ())
+        raise stage_planning.NothingFaster(0.0, ("4 microbatches, gpipe: slower",))
 
     monkeypatch.setattr(stage_planning.StageSearch, "run", nothing)
     planning = plan_for(
@@ -101,6 +101,7 @@ def test_a_preset_that_nothing_beats_is_the_plan_with_its_gap(target: Any, monke
     assert planning.plan.predicted.optimality_gap == 1.0
     assert "the search found nothing faster" in planning.plan.notes[-1]
     assert planning.plan.microbatches == 4
+    assert planning.considered[-1] == "4 microbatches, gpipe: slower"
 
 
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])

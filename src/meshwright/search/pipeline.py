@@ -207,7 +207,8 @@ class StageSearch:
                 self.considered.append(f"{count} microbatches: {reason}")
                 continue
             if self.over or (self._probing and tried and self.finished):
-                self.considered.append(f"{count} microbatches: not searched, out of time")
+                reason = "out of time" if self.over else "a first plan was enough"
+                self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
             if bounded and self._bounds.is_slower(count, self.best_objective):
