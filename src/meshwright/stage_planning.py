@@ -35,14 +35,17 @@ from .simulate import simulate_plan
 _MOST_MICROBATCHES = 1024
 
 # How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
-_ATTEMPTS = 8
+_ATTEMPTS = 12
 
 # One stage of a program that runs up to this many operators is planned first: it is soon done, and bounds the search
 # for more. A larger program is one for several stages.
 _SMALL_PROGRAM = 1200
 
 # So many plans of the first number of microbatches are written out before all numbers are searched.
-_PROBES = 4
+_PROBES = 8
+
+# So many of these may begin when the time is over and a plan is known: they look at the plans of the one before alone.
+_LATE_ATTEMPTS = 3
 
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
 # there is, are a beginning and seldom the best.
@@ -145,19 +148,26 @@ def _plan_in_order(
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
     probes = _PROBES if free and len(programs) > 1 and is_large(source) else 0
+    late = 0
     for _ in range(_ATTEMPTS):
-        if kept is not None and asked.left_seconds < 0:
+        late += asked.left_seconds < 0
+        if kept is not None and late > _LATE_ATTEMPTS:
             break
         probing = kept is None and probes > 0
         probes -= 1
         asked.tell("searching stages")
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
-            seconds = max(asked.left_seconds, least_seconds)
-            result = search.run(missed, time_limit_seconds=seconds, probing=probing)
+            result = search.run(
+                missed, time_limit_seconds=max(asked.left_seconds, least_seconds), probing=probing,
+                faster_than_seconds=kept.step_seconds if kept is not None else inf,
+            )  # fmt: skip
+        except NothingFaster as error:
+            if kept is None:
+                raise
+            kept = proven(kept, error)
+            break
         except MemoryExceeded as error:
-            if kept is not None:
-                break
             if probing:
                 probes = 0  # other numbers may fit
                 continue
@@ -182,7 +192,7 @@ def _plan_in_order(
         if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)
             if not probing:
-                return found if kept is None or found.step_seconds <= kept.step_seconds else kept
+                return found
             kept = found
             continue
         missed.learn(plan.microbatches, counted, peaks, usable)

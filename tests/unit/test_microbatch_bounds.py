@@ -77,8 +77,22 @@ def test_the_search_begins_where_a_pipeline_is_full(fills_ends: bool) -> None:
     bounds, _ = bounds_of(fills_ends=fills_ends)
     expected = bounds.of_all(inf)
     # (B + 7) / B is within a quarter of (128 + 7) / 128 from 32 on; 64 is the one in the middle.
-    assert bounds.promising(COUNTS, expected, first=True) == 64
-    assert bounds.promising(COUNTS, expected, first=False) == 128
+    assert bounds.promising(COUNTS, expected, inf, None, first=True) == 64
+    assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
+
+
+def test_the_search_goes_on_around_the_best_plan() -> None:
+    """Bounds do not see what finer microbatches lose, so that the finest always seem the fastest."""
+    bounds, base = bounds_of(fills_ends=True)
+    best = takes(32, "one_f_one_b")
+    expected = bounds.told_by(base, COUNTS, best)
+
+    def promising(left: list[int]) -> int:
+        return bounds.promising(left, expected, best, 32, first=False)
+
+    assert promising(COUNTS) == 32
+    assert promising([1, 2, 4, 64, 128]) == 64
+    assert promising([1, 2, 16, 128]) == 128, "16 are slower but for a split backward"
 
 
 def test_what_only_a_split_backward_makes_fast_is_looked_at_once_more() -> None:
@@ -86,8 +100,8 @@ def test_what_only_a_split_backward_makes_fast_is_looked_at_once_more() -> None:
     best = takes(64, "one_f_one_b")
     expected = bounds.told_by(base, COUNTS, best)
     assert expected[1] < best, "a bound as loose as this rules nothing out"
-    assert bounds.promising(COUNTS, expected, first=False) == 128
-    assert bounds.promising([1, 2, 32], expected, first=False) == 32
+    assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
+    assert bounds.promising([1, 2, 32], expected, inf, None, first=False) == 32
     # Filled to the last, one microbatch is as fast as many, by its bound.
     assert not bounds.is_slower(1, best)
     assert not bounds.is_slower(1, 0.5), "of which there is nothing left to say"
@@ -101,4 +115,4 @@ def test_bounds_are_of_the_memory_that_there_was() -> None:
     bounds.told_by(base, COUNTS, 0.5)
     bounds.reset()
     assert not bounds.is_slower(1, 0.05)
-    assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), first=False) == 128
+    assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), inf, None, first=False) == 128

@@ -58,21 +58,30 @@ class MicrobatchBounds:
         # Numbers that only a split backward may make fast, with what that is told from.
         self._doubtful: dict[int, StageCosts] = {}
 
-    def promising(self, left: Sequence[int], expected: Mapping[int, float], *, first: bool) -> int:
-        """Which number of microbatches to look at: at first one in the middle of those that may be the best, then that
-        with the least seconds; of equals the most microbatches.
+    def promising(
+        self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None, *, first: bool
+    ) -> int:
+        """Which number of microbatches to look at.
+
+        What finer ones lose is in no bound: the nearest to the number that has the best plan comes first, but for those
+        that only a split backward may make fast. Where there is no plan it is one in the middle of those that may be
+        the best, then that with the least seconds; of equals the most microbatches.
 
         Args:
           left: to choose from.
           expected: bounds.
+          best_seconds: of the best plan that is known.
+          near: its number of microbatches; None where there is none.
           first: whether none has been looked at.
         """
         guesses = {count: max(expected[count], self._whole.get(count, 0.0)) for count in left}
+        if near is not None:
+            return min(left, key=lambda n: (guesses[n] > best_seconds, max(n / near, near / n), guesses[n], -n))
         best = min(left, key=lambda count: (guesses[count], -count))
-        if not first or not guesses[best]:
+        if not first:
             return best
-        near = sorted(count for count in left if guesses[count] <= _MAY_BE_BEST * guesses[best])
-        return near[(len(near) - 1) // 2]
+        middle = sorted(count for count in left if guesses[count] <= _MAY_BE_BEST * guesses[best])
+        return middle[(len(middle) - 1) // 2]
 
     def of_all(self, best_seconds: float) -> dict[int, float]:
         """Seconds that each number of microbatches takes at least, infinite where nothing fits or is as fast.

@@ -86,6 +86,7 @@ class StageSearch:
         self.counts = self.costs.counts
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
+        self._known = request.faster_than_seconds
         self._taken = request.begin_with  # then microbatches of the last run's plan
         self._taken_interleaved = False
         self._probing = False
@@ -97,7 +98,7 @@ class StageSearch:
 
     def _reset(self) -> None:
         self.start = time.perf_counter()
-        self.best_objective = self.request.faster_than_seconds
+        self.best_objective = self._known
         self.finished = {}
         self.considered: list[str] = []
         self.simulated: dict[str, float] = {}
@@ -113,13 +114,14 @@ class StageSearch:
     @property
     def over(self) -> bool:
         """Whether the time is over and there is a plan: until then the search goes on."""
-        return self.late and (bool(self.finished) or isfinite(self.request.faster_than_seconds))
+        return self.late and (bool(self.finished) or isfinite(self._known))
 
     def run(
         self,
         reserve: Callable[[int], MemoryReserve] | None = None,
         *,
         time_limit_seconds: float | None = None,
+        faster_than_seconds: float = inf,
         probing: bool = False,
     ) -> StageSearchResult:
         """The fastest plan that fits.
@@ -127,19 +129,20 @@ class StageSearch:
         Args:
           reserve: what the search may not count on a device in so many microbatches; None for nothing.
           time_limit_seconds: for this run; None for the request's.
+          faster_than_seconds: of a plan that has been found since the request; others are not wanted.
           probing: whether a plan in the first number of microbatches that has one is enough.
 
         Raises:
           MemoryExceeded: if no plan fits.
-          NothingFaster: if none is faster than `request.faster_than_seconds`.
+          NothingFaster: if none is faster than what is known.
         """
         last, self._probing = self.finished, probing
+        known = self._known = min(self.request.faster_than_seconds, faster_than_seconds)
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
-        known = self.request.faster_than_seconds
         best = self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
@@ -189,7 +192,8 @@ class StageSearch:
         expected = dict.fromkeys(self.counts, 0.0)
         if bounded:
             self._bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
-            expected = self._bounds.of_all(self.best_objective)
+            if not self._probing:
+                expected = self._bounds.of_all(self.best_objective)
             self.unsearched = min(self.unsearched, self._bounds.given_up)
         left, tried = sorted(self.counts, reverse=True), 0
         refused: PlanError | None = None
@@ -198,8 +202,8 @@ class StageSearch:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
         while left:
-            begin = self._taken if not tried and self._taken in left else None
-            count = begin if begin is not None else self._bounds.promising(left, expected, first=not tried)
+            near = min(self.finished, key=self.finished.__getitem__)[0] if self.finished else self._taken
+            count = self._bounds.promising(left, expected, self.best_objective, near, first=not tried)
             left.remove(count)
             if expected[count] > self.best_objective:
                 least = expected[count]
