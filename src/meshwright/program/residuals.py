@@ -116,7 +116,12 @@ def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
 
 def is_fusible(operator: Operator) -> bool:
     """Whether a compiler makes the result again in its readers instead of storing it."""
-    return operator.name not in _NOT_FUSED
+    return is_cheap(operator.name)
+
+
+def is_cheap(name: str) -> bool:
+    """Whether what an operator of this name makes is made again where it is read, and not stored."""
+    return name not in _NOT_FUSED
 
 
 def kept_values(graph: Graph) -> set[int]:
