@@ -20,7 +20,7 @@ from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator
 from ..program.origins import dim_origins
-from ..program.residuals import kept_values, needed_again
+from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
 from ..sharding import Spec, convert
 from ..solve import Problem, Solution, solve
 from .choices import (
@@ -114,8 +114,9 @@ class IntraOpProblem:
         self.gradient_exchange = pins.gradient_exchange
         self._pins = pins
         self._again, self._read_again = needed_again(graph)
-        self._kept = kept_values(graph)
         self.of_parameters = values_of_parameters(graph)
+        # Parameters are at hand anyway, and so is what is made of them alone.
+        self._kept = kept_values(graph) - self.of_parameters
         # Node tables: choices, seconds, bytes; and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []
         self._seconds: list[np.ndarray] = []
@@ -350,6 +351,8 @@ class IntraOpProblem:
 
     def _add_operands(self) -> None:
         graph, m = self.graph, self.microbatches
+        gathered: set[int] = set()
+        devices = prod(self.sizes.values())
         for operator in graph.operators:
             node = self.operator_node.get(operator.index)
             if node is None:
@@ -364,6 +367,19 @@ class IntraOpProblem:
                 self._connect(source, node, m * operator.operand_repeats[position] * table)
                 if index in self._kept and index not in self.shared_node and index not in self.input_node:
                     self._bytes[node] += self._kept_bytes(index, targets)
+                elif index not in gathered and self._keeps_gathered(operator, index):
+                    gathered.add(index)
+                    whole = np.array([spec.shards(self.sizes) < devices for spec in targets])
+                    self._bytes[node] += np.where(whole, self._kept_bytes(index, targets), 0.0)
+
+    def _keeps_gathered(self, operator: Operator, value: int) -> bool:
+        """Whether an operand of a product is kept as it was gathered for it: collectives run once, so the backward pass
+        has no other. What is split over all devices was not gathered."""
+        made_by = self.graph.producer.get(value)
+        return (
+            not is_cheap(operator.name) and operator.region is None and made_by is not None
+            and value not in self.of_parameters and value in read_by_backward(self.graph, operator)
+        )  # fmt: skip
 
     def _add_outputs(self) -> None:
         """An output may leave in any layout, but a partial one has to be summed for whoever reads it, and one that is
