@@ -107,6 +107,13 @@ def test_weight_versions() -> None:
     assert inference(2, 4).weight_versions == (1, 1)
 
 
+def test_weight_gradients_that_are_put_off() -> None:
+    """Those of stage i start i microbatches late: by then one more has its input gradient."""
+    assert zero_bubble(4, 8).delayed == (1, 2, 3, 4)
+    assert zero_bubble(4, 2).delayed == (1, 2, 2, 2)
+    assert one_f_one_b(4, 8).delayed == (0, 0, 0, 0)
+
+
 def test_an_adaptive_stage_runs_as_far_ahead_as_its_neediest_edge_asks() -> None:
     edges = [Edge(0, 1), Edge(1, 2), Edge(2, 3), Edge(0, 3)]
     assert adaptive(4, 16, edges=edges, warm_up=[1, 1, 1, 2]).in_flight == (4, 3, 2, 1)

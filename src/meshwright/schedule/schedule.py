@@ -102,6 +102,15 @@ class Schedule:
         return tuple(most)
 
     @cached_property
+    def delayed(self) -> tuple[int, ...]:
+        """For each stage the most microbatches whose input gradient is there and whose weight gradient is not."""
+        now, most = [0] * self.stages, [0] * self.stages
+        for one in (one for program in self.ranks for one in program):
+            now[one.stage] += (one.kind is Kind.BACKWARD_INPUT) - (one.kind is Kind.BACKWARD_WEIGHT)
+            most[one.stage] = max(most[one.stage], now[one.stage])
+        return tuple(most)
+
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are instructions of their own."""
         return any(one.kind is Kind.BACKWARD_WEIGHT for program in self.ranks for one in program)

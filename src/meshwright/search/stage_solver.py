@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
 from ..cluster import Cluster, Device, LogicalMesh
 from ..program.cut import Cut
-from ..program.residuals import kept_values
+from ..program.residuals import is_cheap, kept_values
 from ..program.segments import Segments, rematerialise
 from ..program.staged import StagedProgram
+from ..sharding import Spec
 from ..solve import Infeasible, Unsolved
 from .intra_op import IntraOpSolution, ParameterInfo, trips_of
 from .pins import Pins
@@ -35,7 +37,7 @@ _SAME_WEIGHT = frozenset(
 _SECONDS_PER_SOLVE = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SolvedStage:
     """A solved range: what the plan is assembled from.
 
@@ -59,6 +61,25 @@ class SolvedStage:
     def boundary(self) -> tuple[float, float]:
         """What it saves as a part of a longer range (`StageProblem.boundary_seconds`)."""
         return self.problem.boundary_seconds(self.chosen)
+
+    @cached_property
+    def delayed_bytes(self) -> float:
+        """On one device, what a microbatch keeps between its input gradient and its weight gradient: operands of the
+        products with weights, and the cotangents of their results; rematerialised ones too, which are made by then."""
+        graph, sizes, of_parameters = self.problem.graph, self.problem.sizes, self.problem.of_parameters
+        held: dict[tuple[int, Spec], float] = {}
+        for operator in graph.operators:
+            choice = self.chosen.operators[operator.index]
+            weights = [v for v in operator.operands if v in of_parameters and graph.values[v].differentiated]
+            if choice is None or is_cheap(operator.name) or not weights:
+                continue
+            pairs = (*zip(operator.operands, choice.algorithm.operands, strict=True),
+                     *zip(operator.results, choice.algorithm.results, strict=True))  # fmt: skip
+            for value, spec in pairs:
+                if value is not None and value not in of_parameters:
+                    trips = trips_of(operator, value)
+                    held[value, spec] = trips * graph.values[value].bytes / spec.shards(sizes)
+        return sum(held.values())
 
     def held_bytes(self, in_flight: int) -> float:
         """On one device, with so many microbatches in flight."""

@@ -27,6 +27,7 @@ class StagedTiming:
       timing: of its stages and edges.
       sent: what crosses edges, by source, target and value.
       bytes_in_flight: of each stage, on one device, for each microbatch in flight.
+      bytes_delayed: the same between its input gradient and its weight gradient.
       bytes_throughout: of each stage, on one device.
       limit_bytes: of each stage, what may be counted on one device.
     """
@@ -34,6 +35,7 @@ class StagedTiming:
     timing: Timing
     sent: tuple[Sent, ...]
     bytes_in_flight: tuple[float, ...]
+    bytes_delayed: tuple[float, ...]
     bytes_throughout: tuple[float, ...]
     limit_bytes: tuple[float, ...]
 
@@ -41,11 +43,13 @@ class StagedTiming:
         """Whether every rank can hold what the schedule keeps in flight on its stages."""
         held, limits = [0.0] * len(schedule.ranks), [inf] * len(schedule.ranks)
         numbers = zip(
-            schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, self.limit_bytes,
-            strict=True,
+            schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, schedule.delayed,
+            self.bytes_delayed, self.limit_bytes, strict=True,
         )  # fmt: skip
-        for rank, fixed, count, size, limit in numbers:
-            held[rank] += fixed + count * size
+        for rank, fixed, count, size, delayed, later, limit in numbers:
+            # Those whose weight gradient is to come keep something else: as many as can be where that is more.
+            waiting = delayed if later > size else max(delayed - 1, 0)
+            held[rank] += fixed + (count - waiting) * size + waiting * later
             limits[rank] = min(limits[rank], limit)
         return all(size <= limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True))
 
@@ -121,6 +125,7 @@ def staged_timing(
         timing=Timing(stages=tuple(timings), edges=tuple(edges)),
         sent=sent,
         bytes_in_flight=tuple(stage.option.in_flight_bytes for stage in stages),
+        bytes_delayed=tuple(stage.option.tag.delayed_bytes for stage in stages),
         bytes_throughout=tuple(stage.option.constant_bytes for stage in stages),
         limit_bytes=tuple(limit_bytes),
     )

@@ -1,0 +1,91 @@
+"""What stages keep for their backward pass: counted by the search, and traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright import presets, zoo
+from meshwright.cluster import load_cluster
+from meshwright.planning import plan_for
+from meshwright.presets.written import written_out
+from meshwright.program.staged import staged_program
+from meshwright.program.traces import traces_of
+from meshwright.schedule import make_schedule
+from meshwright.search.parameters import parameter_infos
+from meshwright.search.pipeline import StageRequest, search_stages
+from meshwright.search.staged_timing import StagedTiming
+from meshwright.simulate import StageTiming, Timing
+from meshwright.zoo import Target, gpt, llama
+
+SMALL = replace(gpt.CONFIGS["gpt-tiny"], sequence=128, global_batch=16)
+
+
+def activations(target: Target) -> list[float]:
+    """Bytes of each of two stages, traced."""
+    plan = plan_for(
+        traces_of(target.step), (target.example_state, target.example_batch), cluster=load_cluster("dgx-a100-80"),
+        preset=presets.megatron(tp=2, pp=2, dp=2), microbatches=4, remat="none",
+    ).plan  # fmt: skip
+    return [stage.memory.activations for stage in plan.stages]
+
+
+CASES = {
+    "gpt": lambda: gpt.build(replace(SMALL, hidden=512, heads=8, layers=6)),
+    "gpt, one scan": lambda: gpt.build(replace(SMALL, hidden=512, heads=8, layers=6, scan=True)),
+    "llama, one scan": lambda: llama.build(
+        replace(llama.CONFIGS["llama-tiny"], hidden=512, intermediate=1408, layers=6, sequence=512)
+    ),
+    "moe": lambda: zoo.build("moe-380m", global_batch=32),
+    "wide resnet": lambda: zoo.build("wresnet-250m"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_the_search_counts_what_stages_keep(case: str, mesh: tuple[int, ...]) -> None:
+    target = CASES[case]()
+    program = traces_of(target.step).program((target.example_state, target.example_batch), microbatches=2)
+    staged = staged_program(program, layers=2)
+    cluster = load_cluster("dgx-a100-80")
+    request = StageRequest(
+        programs=[staged], parameters=parameter_infos(program), cluster=cluster, stages=2, remat="none",
+        mesh=[("xy"[: len(mesh)], mesh)], submeshes=(4, 4), schedules=("one_f_one_b",),
+    )  # fmt: skip
+    plan = search_stages(request).plan
+    traced = written_out(plan, staged, "gpu")
+    for counted, stage in zip(plan.stages, traced.stages, strict=True):
+        assert 0.8 * stage.memory.activations < counted.memory.activations < 1.25 * stage.memory.activations
+
+
+def test_a_scan_keeps_no_more_than_its_layers_unrolled() -> None:
+    """JAX's own derivative of the scan keeps 2.9 times as much: softmax and GELU above all."""
+    config = replace(SMALL, hidden=64, heads=4, layers=4)
+    unrolled, scanned = (activations(gpt.build(replace(config, scan=scan))) for scan in (False, True))
+    for kept, expected in zip(scanned, unrolled, strict=True):
+        assert 0.5 * expected < kept < 1.1 * expected
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_what_a_user_rematerialises_in_a_scan_is_not_kept(family: str) -> None:
+    """The loop's own rule would keep products; inside of `jax.checkpoint` the user has said otherwise."""
+
+    def target(*, remat: bool) -> Target:
+        if family == "gpt":
+            return gpt.build(replace(SMALL, layers=4, scan=True), remat=remat)
+        return llama.build(replace(llama.CONFIGS["llama-tiny"], layers=4, sequence=128, global_batch=16), remat=remat)
+
+    for kept, less in zip(activations(target(remat=False)), activations(target(remat=True)), strict=True):
+        assert less < 0.5 * kept
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(19.9, False), (20.0, True)])
+def test_a_split_backward_keeps_something_else_until_its_weight_gradient(limit: float, *, fits: bool) -> None:
+    """ZB-H1 on two stages: the second delays both of its microbatches, the first one of two: 10 + 2 * 5, 10 + 1 + 5."""
+    staged = StagedTiming(
+        timing=Timing(stages=(StageTiming(forward_seconds=1.0),) * 2, edges=()), sent=(), bytes_in_flight=(1.0, 1.0),
+        bytes_delayed=(5.0, 5.0), bytes_throughout=(10.0, 10.0), limit_bytes=(16.0, limit),
+    )  # fmt: skip
+    assert staged.fits(make_schedule("zero_bubble", 2, 4)) == fits
+    assert staged.fits(make_schedule("one_f_one_b", 2, 4))
