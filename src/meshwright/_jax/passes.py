@@ -5,8 +5,8 @@ first part computes some of the outputs, the second the others, from the inputs 
 hands on. Which values become residuals is a minimum cut over bytes (found by a maximum flow; PyTorch's AOTAutograd cuts
 its joint graphs so too): what is cheap to compute (arithmetic, broadcasts, casts) may be computed again in the second
 part, what is not (products, collectives, loops) runs once; inputs that are at hand anyway, parameters above all, cost
-nothing. Of equally good cuts the one with the least computed again is taken, which is unique, so that every process
-cuts alike.
+nothing, and collectives on them run again: a weight that is gathered for its use is not kept for every microbatch. Of
+equally good cuts the one with the least computed again is taken, which is unique, so that every process cuts alike.
 
 Cost: one maximum flow over the values that the second part wants of the first, a few thousand nodes at most.
 """
@@ -147,8 +147,10 @@ def split_program(
         v for v in reads if v not in constants and inputs.get(v) not in set(late) and maker.get(v) not in tainted
     ]
 
+    fetched = _fetches(jaxpr, {var for var, i in inputs.items() if not input_bytes[i] and i not in set(late)})
+
     def again(position: int) -> bool:
-        return position not in mine or is_cheap(jaxpr.eqns[position])
+        return position not in mine or position in fetched or is_cheap(jaxpr.eqns[position])
 
     def cost(var: Any) -> int:
         return input_bytes[inputs[var]] if var in inputs else max(1, size_bytes(var.aval))
@@ -179,6 +181,19 @@ def split_program(
         second_inputs=second_inputs,
         residuals=len(residuals),
     )  # fmt: skip
+
+
+def _fetches(jaxpr: Jaxpr, at_hand: set[Any]) -> set[int]:
+    """Collectives on what is at hand: a weight that is gathered for its use."""
+    known = at_hand | set(jaxpr.constvars)
+    found = set()
+    for position, equation in enumerate(jaxpr.eqns):
+        collective = equation.primitive.name in COLLECTIVES
+        if (collective or is_cheap(equation)) and all(is_literal(a) or a in known for a in equation.invars):
+            known.update(equation.outvars)
+            if collective:
+                found.add(position)
+    return found
 
 
 def is_cheap(equation: Equation) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.cut import Cut
-from ..program.graph import Graph
+from ..program.graph import Graph, Operator
 from ..sharding import Spec, convert
 from ..solve import Problem, Solution
 from .choices import ParameterChoice
@@ -100,6 +100,12 @@ class StageProblem(IntraOpProblem):
             # The whole program's inputs are there for all microbatches; what is received, for those in flight.
             kept[self.input_node[value]] = kept[self.input_node[value]] / microbatches
         self._kept_by_node = kept
+
+    def forward_runs_of(self, value: int, operator: Operator) -> int:
+        """As in any problem; and what is made of parameters alone is gathered again in the backward pass and not kept,
+        but for loops, which keep it."""
+        of_parameters = value in self.of_parameters and len(operator.path) == 1
+        return 2 if of_parameters else super().forward_runs_of(value, operator)
 
     def problem(self, memory_limit_bytes: float) -> Problem:
         """The problem as numbers, with `in_flight` microbatches kept."""
