@@ -60,14 +60,20 @@ def proven(planning: Planning, nothing: NothingFaster) -> Planning:
     """The same plan with its gap and what else was considered, now that a search has found nothing faster.
 
     Args:
-      planning: of a preset.
+      planning: of a plan that was known.
       nothing: what the search said.
     """
+    found = bounded(planning, nothing.least_seconds)
+    return replace(found, considered=(*planning.considered, *nothing.considered))
+
+
+def bounded(planning: Planning, least_seconds: float) -> Planning:
+    """The same plan with its gap, where all others are known to take so long at least."""
     predicted = planning.plan.predicted
-    assert predicted is not None  # presets are priced
-    gap = max(1 - nothing.least_seconds / predicted.step_seconds, 0.0)
+    assert predicted is not None  # plans that are found are priced
+    gap = max(1 - least_seconds / predicted.step_seconds, 0.0)
     plan: Plan = replace(planning.plan, predicted=replace(predicted, optimality_gap=gap))
-    return replace(planning, plan=plan, considered=(*planning.considered, *nothing.considered))
+    return replace(planning, plan=plan)
 
 
 def _divisors(asked: PlanRequest) -> list[int]:

@@ -14,7 +14,7 @@ from .errors import MemoryExceeded, PlanError, size_words
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
 from .plan_request import Planning, PlanRequest
-from .preset_planning import best_under_presets, proven
+from .preset_planning import best_under_presets, bounded, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
@@ -42,9 +42,10 @@ _ATTEMPTS = 12
 _SMALL_PROGRAM = 1200
 
 # So many plans of the first number of microbatches are written out before all numbers are searched.
-_PROBES = 8
+_PROBES = 4
 
-# So many of these may begin when the time is over and a plan is known: they look at the plans of the one before alone.
+# So many of these may begin when the time is over and a plan is known: they look at little but the plans of the one
+# before.
 _LATE_ATTEMPTS = 3
 
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
@@ -148,26 +149,32 @@ def _plan_in_order(
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
     probes = _PROBES if free and len(programs) > 1 and is_large(source) else 0
-    late = 0
+    # Their plans take something else than what the search says.
+    retimed = asked.schedule in _SEARCHED
+    late, least = 0, 0.0
     for _ in range(_ATTEMPTS):
-        late += asked.left_seconds < 0
-        if kept is not None and late > _LATE_ATTEMPTS:
+        late += kept is not None and asked.left_seconds < 0
+        if late > _LATE_ATTEMPTS:
             break
         probing = kept is None and probes > 0
         probes -= 1
         asked.tell("searching stages")
+        begun = time.perf_counter()
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(
                 missed, time_limit_seconds=max(asked.left_seconds, least_seconds), probing=probing,
-                faster_than_seconds=kept.step_seconds if kept is not None else inf,
+                faster_than_seconds=kept.step_seconds if kept is not None and not retimed else inf,
             )  # fmt: skip
         except NothingFaster as error:
             if kept is None:
                 raise
+            solve_seconds += time.perf_counter() - begun
             kept = proven(kept, error)
             break
         except MemoryExceeded as error:
+            if kept is not None:
+                break
             if probing:
                 probes = 0  # other numbers may fit
                 continue
@@ -192,11 +199,17 @@ def _plan_in_order(
         if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)
             if not probing:
-                return found
+                return found if kept is None or found.step_seconds <= kept.step_seconds else kept
             kept = found
             continue
         missed.learn(plan.microbatches, counted, peaks, usable)
+        predicted = result.plan.predicted
+        assert predicted is not None  # the search prices what it finds
+        if not probing:
+            # What plans take at least they take in less memory too.
+            least = max(least, (1 - predicted.optimality_gap) * predicted.step_seconds)
     if kept is not None:
+        kept = bounded(kept, least) if least and not retimed else kept
         return replace(kept, trace_seconds=programs.seconds, solve_seconds=solve_seconds)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
 

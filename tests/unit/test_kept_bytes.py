@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from meshwright import presets, zoo
+from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.presets.written import written_out
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import traces_of
+from meshwright.runtime.loop_residuals import chooses
 from meshwright.schedule import make_schedule
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pipeline import StageRequest, search_stages
@@ -78,6 +83,37 @@ def test_what_a_user_rematerialises_in_a_scan_is_not_kept(family: str) -> None:
 
     for kept, less in zip(activations(target(remat=False)), activations(target(remat=True)), strict=True):
         assert less < 0.5 * kept
+
+
+def scaled(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+    return jax.nn.silu(x @ w), None
+
+
+@jax.custom_vjp
+def own(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+own.defvjp(lambda x: (own(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
+
+BODIES = {
+    "a layer": (scaled, True),
+    "a derivative of its own": (lambda x, w: (own(x @ w), None), False),
+    "a loop": (lambda x, w: (lax.fori_loop(0, 3, lambda _, y: y @ w, x), None), False),
+    "a branch": (lambda x, w: (lax.cond(x[0, 0] > 0, lambda y: y @ w, lambda y: y, x), None), False),
+    "dropout": (lambda x, w: (jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0), None), False),
+    "a convolution": (lambda x, w: (lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0], None), False),
+    "a callback": (lambda x, w: (jax.pure_callback(lambda y: y, x, x @ w), None), False),
+    "a checkpoint": (lambda x, w: jax.checkpoint(scaled)(x, w), False),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_loops_are_left_to_jax_where_a_policy_does_not_reach(body: str) -> None:
+    """A policy stores what inner loops compute, and runs again what has a derivative of its own."""
+    run, expected = BODIES[body]
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert chooses(open_jaxpr(inline(jax.make_jaxpr(run)(x, x)))) == expected
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(19.9, False), (20.0, True)])

@@ -218,11 +218,6 @@ def is_remat(equation: Equation) -> bool:
     return equation.primitive.name in ("remat2", "checkpoint", "remat")
 
 
-def has_remat(jaxpr: Jaxpr) -> bool:
-    """Whether a program has rematerialised regions, at any depth."""
-    return any(is_remat(e) or any(map(has_remat, jex_core.jaxprs_in_params(e.params))) for e in jaxpr.eqns)
-
-
 def bind(equation: Equation, *operands: Any) -> Sequence[Any]:
     """Run one equation on `operands`; always a sequence of results."""
     with source_info_util.user_context(equation.source_info.traceback):

@@ -14,7 +14,6 @@ from .._jax.jaxpr import (
     Equation,
     Jaxpr,
     consts_of,
-    has_remat,
     is_dropped,
     is_literal,
     is_remat,
@@ -22,24 +21,16 @@ from .._jax.jaxpr import (
     scan_parts,
     user_context,
 )
-from .._jax.liveness_collectives import NAMES as COLLECTIVES
 from ..program.graph import Graph, Path
 from ..program.local import COMBINE, Split, evaluate_local
-from ..program.residuals import is_cheap
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
 from .follow import Follower
 from .local_value import LocalValue
+from .loop_residuals import chooses, is_stored
 from .matmul import matmul, turns
 
 Env = dict[Any, LocalValue]
-
-
-def _is_stored(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """What a loop hands from its forward to its backward trips. JAX would store all that derivatives read: of a
-    transformer twice the bytes, and no compiler moves work from one loop to another."""
-    del operands, params
-    return primitive.name in COLLECTIVES or not is_cheap(primitive.name)
 
 
 class ShardedProgram:
@@ -231,10 +222,6 @@ class ShardedProgram:
 
         return LocalValue(None, Spec.replicated(len(rule.results[position])), self._sizes, make=make)
 
-    def _is_rematerialised(self, body: Jaxpr, path: Path) -> bool:
-        """Whether something in a loop is, at any depth: there it is said what is stored."""
-        return has_remat(body) or any(runs and at[: len(path)] == path for at, runs in self._segments.items())
-
     def _remat(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
         body = open_jaxpr(equation.params["jaxpr"])
         operands = {var: self._read(env, atom) for var, atom in zip(body.invars, equation.invars, strict=True)}
@@ -286,8 +273,8 @@ class ShardedProgram:
             return kept, out
 
         moving = [self._graph.values[link.results[0]].differentiated for link in links if link.results[0] is not None]
-        if any(moving) and not self._is_rematerialised(body, path):
-            trip = jax.checkpoint(trip, policy=_is_stored, prevent_cse=False)
+        if any(moving) and chooses(body) and not any(runs and at == path for at, runs in self._segments.items()):
+            trip = jax.checkpoint(trip, policy=is_stored, prevent_cse=False)
         final, stacked = lax.scan(trip, carry, xs, length=parts.length, reverse=parts.reverse, unroll=parts.unroll)
         results: list[LocalValue] = []
         made = dict(zip(stacks, stacked, strict=True))

@@ -196,15 +196,17 @@ class StageSearch:
                 expected = self._bounds.of_all(self.best_objective)
             self.unsearched = min(self.unsearched, self._bounds.given_up)
         left, tried = sorted(self.counts, reverse=True), 0
+        begun_with: int | None = None  # where nothing is known the next finer number is the next best guess
         refused: PlanError | None = None
         if bounded:
             for count in [count for count in left if not isfinite(expected[count])]:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
         while left:
-            near = min(self.finished, key=self.finished.__getitem__)[0] if self.finished else self._taken
+            near = min(self.finished, key=self.finished.__getitem__)[0] if self.finished else self._taken or begun_with
             count = self._bounds.promising(left, expected, self.best_objective, near, first=not tried)
             left.remove(count)
+            begun_with = count if self._probing else None
             if expected[count] > self.best_objective:
                 least = expected[count]
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING

@@ -81,9 +81,28 @@ class SolvedStage:
                     held[value, spec] = trips * graph.values[value].bytes / spec.shards(sizes)
         return sum(held.values())
 
-    def held_bytes(self, in_flight: int) -> float:
-        """On one device, with so many microbatches in flight."""
-        return self.seconds.constant_bytes + in_flight * self.seconds.in_flight_bytes
+    def held_bytes(self, in_flight: int, delayed: int = 0) -> float:
+        """On one device, with so many microbatches in flight, so many of which wait for their weight gradient."""
+        kept = self.seconds.in_flight_bytes
+        later = self.delayed_bytes if delayed else kept
+        return self.seconds.constant_bytes + kept_bytes(kept, later, in_flight, delayed)
+
+
+def kept_bytes(kept: float, later: float, in_flight: int, delayed: int) -> float:
+    """The most that microbatches of a stage keep on a device: those whose weight gradient is to come keep something
+    else, and are as many as can be where that is more.
+
+    >>> kept_bytes(1.0, 5.0, in_flight=3, delayed=2), kept_bytes(5.0, 1.0, in_flight=3, delayed=2)
+    (11.0, 11.0)
+
+    Args:
+      kept: bytes from the forward to the input gradient of a microbatch.
+      later: from there to its weight gradient.
+      in_flight: the most that have either.
+      delayed: the most that have the second.
+    """
+    waiting = delayed if later > kept else max(delayed - 1, 0)
+    return (in_flight - waiting) * kept + waiting * later
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,12 @@ def assemble(
     """
     program = costs.program
     parts = [
-        _stage(costs, stage, scheduled.schedule.in_flight[number], staged.timing.stages[number].synchronise_seconds)
+        _stage(
+            costs, stage, scheduled.schedule.in_flight[number], scheduled.schedule.delayed[number],
+            staged.timing.stages[number].synchronise_seconds,
+        )
         for number, stage in enumerate(stages)
-    ]
+    ]  # fmt: skip
     single = len(parts) == 1
     if single:
         parts = [replace(parts[0], layers=(0, 1), equations=None)]
@@ -86,7 +89,7 @@ def _solved(stage: PlacedStage) -> SolvedStage:
     return stage.option.tag
 
 
-def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_seconds: float) -> Stage:
+def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, synchronise_seconds: float) -> Stage:
     """A stage at its place; the solution may be that of an equal range elsewhere, so names and paths are its own."""
     solved, program = _solved(placed), costs.program
     cut = costs.solver.cut(placed.first, placed.last)
@@ -107,7 +110,7 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, synchronise_s
         rematerialised=tuple(
             sorted(moved_segments(solved.segments, cut.equations[0] - solved.cut.equations[0]).items())
         ),
-        memory=counted_memory(graph, chosen, infos, solved.problem, solved.held_bytes(in_flight)),
+        memory=counted_memory(graph, chosen, infos, solved.problem, solved.held_bytes(in_flight, delayed)),
         memory_limit_bytes=part.device.usable_memory_bytes,
         device_kind=part.device_kinds,
         communication=totals.collectives,

@@ -10,7 +10,7 @@ from ..schedule import Edge, Schedule, adaptive_warm_up, make_schedule
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
 from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchanged_bytes, stage_crossings
 from .inter_op_problem import PlacedStage
-from .stage_solver import StageSolver
+from .stage_solver import StageSolver, kept_bytes
 from .submeshes import Submesh
 
 # Relative gain below which the backward is left whole.
@@ -47,9 +47,7 @@ class StagedTiming:
             self.bytes_delayed, self.limit_bytes, strict=True,
         )  # fmt: skip
         for rank, fixed, count, size, delayed, later, limit in numbers:
-            # Those whose weight gradient is to come keep something else: as many as can be where that is more.
-            waiting = delayed if later > size else max(delayed - 1, 0)
-            held[rank] += fixed + (count - waiting) * size + waiting * later
+            held[rank] += fixed + kept_bytes(size, later, count, delayed)
             limits[rank] = min(limits[rank], limit)
         return all(size <= limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True))
 
