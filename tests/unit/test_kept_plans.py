@@ -1,0 +1,88 @@
+"""A plan that is known before all numbers of microbatches are searched is kept, with what is known of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshwright import stage_planning, zoo
+from meshwright.cluster import load_cluster
+from meshwright.errors import MemoryExceeded
+from meshwright.plan_request import Planning
+from meshwright.planning import plan_for
+from meshwright.program.traces import traces_of
+from meshwright.search.pipeline import NothingFaster, StageSearch, StageSearchResult
+
+Run = Callable[..., StageSearchResult]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Run], StageSearchResult]], Planning]:
+    """Plans two stages of a program that counts as large; what the search says after its first plan is given."""
+    monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
+    target = zoo.build("mlp-tiny")
+    real = StageSearch.run
+
+    def plan(then: Callable[[Run], StageSearchResult]) -> Planning:
+        known: list[float] = []
+
+        def run(self: StageSearch, *args: Any, **options: Any) -> StageSearchResult:
+            assert options["probing"] == (not known)
+            if not known:
+                result = real(self, *args, **options)
+                assert result.plan.predicted is not None
+                known.append(result.plan.predicted.step_seconds)
+                return result
+            assert options["faster_than_seconds"] == known[0]
+            return then(lambda: real(self, *args, **{**options, "faster_than_seconds": float("inf")}))
+
+        monkeypatch.setattr(StageSearch, "run", run)
+        return plan_for(
+            traces_of(target.step), (target.example_state, target.example_batch), cluster=load_cluster("dgx-a100-80"),
+            stages=2,
+        )  # fmt: skip
+
+    return plan
+
+
+def step_seconds(planning: Planning) -> float:
+    assert planning.plan.predicted is not None
+    return planning.plan.predicted.step_seconds
+
+
+def test_nothing_faster_says_how_much_faster_others_can_be(planned: Callable[..., Planning]) -> None:
+    def then(search: Run) -> StageSearchResult:
+        del search
+        raise NothingFaster(1e-4, ("8 microbatches: nothing",))
+
+    found = planned(then)
+    assert found.plan.predicted is not None
+    assert found.plan.predicted.optimality_gap == pytest.approx(1 - 1e-4 / step_seconds(found))
+    assert "8 microbatches: nothing" in found.considered
+
+
+def test_it_is_returned_where_a_later_one_is_slower(planned: Callable[..., Planning]) -> None:
+    slower: list[float] = []
+
+    def then(search: Run) -> StageSearchResult:
+        result = search()
+        assert result.plan.predicted is not None
+        slower.append(10 * result.plan.predicted.step_seconds)
+        return replace(
+            result, plan=replace(result.plan, predicted=replace(result.plan.predicted, step_seconds=slower[0]))
+        )
+
+    assert step_seconds(planned(then)) < slower[0]
+
+
+def test_it_is_returned_as_it_is_where_a_search_ends_without_a_plan(planned: Callable[..., Planning]) -> None:
+    def then(search: Run) -> StageSearchResult:
+        del search
+        raise MemoryExceeded(refused="a plan", got="little", needed="more", where="a test", try_="again")
+
+    found = planned(then)
+    assert found.plan.predicted is not None
+    assert found.plan.predicted.optimality_gap > 0.5, "nothing is known of other numbers"
