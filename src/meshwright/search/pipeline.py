@@ -234,7 +234,9 @@ class StageSearch:
             for order in ORDERS:
                 if _is_asked(order, self._schedules):
                     for problem in self._problems(count, costs, order, crossings):
-                        if not self.over:
+                        if self.over:
+                            self.unsearched = min(self.unsearched, expected[count])
+                        else:
                             self._refine(count, costs, problem, bounded=bounded)
             self._bounds.searched.add(count)
             finer = [other for other in left if other > count]
