@@ -23,8 +23,9 @@ from meshwright.cluster import Cluster, Device, Host, Link
 from meshwright.cost.collective import collective_seconds
 from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
-from meshwright.program.residuals import is_fusible, kept_values, needed_again
+from meshwright.program.residuals import is_fusible, kept_values, needed_again, read_by_backward
 from meshwright.program.trace import trace_program
+from meshwright.search.choices import values_of_parameters
 from meshwright.search.hierarchical import HierarchicalSearch, SearchRequest
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
 from meshwright.search.pins import Pins
@@ -109,7 +110,9 @@ class Case:
 
 
 CASES = {
-    "two matmuls": Case(step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4))),
+    "two matmuls, slow network": Case(
+        step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4)), bandwidth_bytes_per_second=3e5
+    ),
     "two matmuls, fast network": Case(
         step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4)), bandwidth_bytes_per_second=1e8
     ),
@@ -163,7 +166,7 @@ class Priced:
             graph, self.mesh, self.cluster.device, parameters=self.parameters, microbatches=case.microbatches,
             pins=Pins(layouts=case.pins), carried=self.carried,
         )  # fmt: skip
-        self.kept = kept_values(graph)
+        self.kept = kept_values(graph) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
         self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
@@ -288,6 +291,7 @@ class Priced:
             have[value] = picked[node]
             if value in self.kept:
                 size += maker.repeats * self.shard_bytes(value, picked[node])
+        gathered: set[int] = set()
         for index, node in problem.operator_node.items():
             operator, algorithm = graph.operators[index], picked[node].algorithm
             seconds += m * operator.repeats * self.work_seconds(index, picked[node])
@@ -299,12 +303,24 @@ class Priced:
                 seconds += m * operator.operand_repeats[position] * self.move_seconds(value, have[value], target, runs)
                 if value in self.kept and value in graph.producer and value not in problem.shared_node:
                     size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
+                elif value not in gathered and self.is_kept_gathered(operator, value):
+                    gathered.add(value)
+                    if target.shards(self.sizes) < math.prod(self.sizes.values()):
+                        size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
         for position, value in enumerate(graph.outputs):
             if value is not None and value in have:
                 carried = position < self.carried
                 target = have[graph.inputs[position]] if carried else Spec(have[value].dims)
                 seconds += m * self.move_seconds(value, have[value], target, 1)
         return seconds, size
+
+    def is_kept_gathered(self, operator: Operator, value: int) -> bool:
+        """Of what a product's gradients read and the program makes of data, the copy that was gathered for it."""
+        products = ("dot_general", "conv_general_dilated")
+        return (
+            operator.name in products and operator.region is None and value in self.graph.producer
+            and value not in values_of_parameters(self.graph) and value in read_by_backward(self.graph, operator)
+        )  # fmt: skip
 
 
 @pytest.fixture(params=CASES)

@@ -265,7 +265,10 @@ class StageSearch:
         if not self._only_splits:
             # Smaller bubbles allow more stages than the best plan with a whole backward has.
             worth = self.best_objective * _WORTH_SIMULATING
-            known = {len(stages) for (n, stages), s in self.finished.items() if n == microbatches and s <= worth}
+            known = {
+                len(stages) for (n, stages), s in self.finished.items()
+                if n == microbatches and s * _least_share_split(len(stages), n) <= worth
+            }  # fmt: skip
             counts = {times * count for count in known for times in (1, 2)}
         return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
 
@@ -450,6 +453,11 @@ class StageSearch:
         usable = self.request.cluster.device.usable_memory_bytes
         left = max(self.costs.reserve(count).limit(usable, last=False) for count in self.counts)
         return nothing_fits(self.request, left, min(costs.least_bytes() for costs in self.costs.all))
+
+
+def _least_share_split(stages: int, microbatches: int) -> float:
+    """What a step takes with a split backward, of what it takes with a whole one: a third of the bubble of 1F1B."""
+    return (microbatches + (stages - 1) / 3) / (microbatches + stages - 1)
 
 
 def _is_asked(order: Order, schedules: Sequence[str]) -> bool:
