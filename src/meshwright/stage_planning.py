@@ -170,7 +170,7 @@ def _plan_in_order(
             if kept is None:
                 raise
             solve_seconds += time.perf_counter() - begun
-            kept = proven(kept, error)
+            kept, least = proven(kept, error), max(least, error.least_seconds)
             break
         except MemoryExceeded as error:
             if kept is not None:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh
 
 from meshwright._jax.jaxpr import evaluate, open_jaxpr
-from meshwright._jax.passes import Halves, size_bytes, split_program
+from meshwright._jax.passes import Halves, size_bytes, split_program, trace_local
 
 
 def halves_of(function: Callable[..., Any], *args: Any, free: Sequence[int] = ()) -> tuple[Halves, list[Any]]:
@@ -116,3 +117,24 @@ def test_a_first_half_that_needs_the_second_is_refused() -> None:
     closed = jax.make_jaxpr(lambda a, b: [a + b, a])(1.0, 2.0)
     with pytest.raises(ValueError, match="the first part needs"):
         split_program(closed, first=[0], late=[1], input_bytes=[4, 4])
+
+
+@pytest.mark.parametrize(("gathered", "kept"), [("the weight", []), ("data", [(8, 8)])])
+def test_a_weight_is_gathered_again_and_data_is_not(gathered: str, kept: list[tuple[int, ...]]) -> None:
+    """Kept for every microbatch in flight, gathered weights would take what splitting them saves."""
+    mesh = AbstractMesh((2,), ("x",))
+
+    def both(block: jax.Array, whole: jax.Array, cotangent: jax.Array) -> list[jax.Array]:
+        def run(x: jax.Array) -> jax.Array:
+            return x @ lax.all_gather(block, "x", tiled=True)
+
+        out, pull = jax.vjp(run, whole)
+        return [out, *pull(cotangent)]
+
+    closed = trace_local(both, [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 8), (8, 8), (8, 8))], mesh)
+    at_hand = [0, 256, 256] if gathered == "the weight" else [128, 256, 256]
+    halves = split_program(closed, first=[0], late=[2], input_bytes=at_hand)
+    residuals = open_jaxpr(halves.first).outvars[1:]
+    assert [var.aval.shape for var in residuals] == kept
+    names = [e.primitive.name for half in (halves.first, halves.second) for e in open_jaxpr(half).eqns]
+    assert names.count("all_gather") == (2 if gathered == "the weight" else 1)

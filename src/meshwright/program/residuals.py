@@ -44,7 +44,7 @@ _INDEXED = frozenset(["select_n", "gather", "scatter-add", "dynamic_slice", "dyn
 _BY_RESULT = frozenset(["exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv"])
 # Each operand's derivative reads the other ones.
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
-# Elementwise, or as cheap: a fusing compiler makes them again where they are read.
+# Neither elementwise nor as cheap: all others a fusing compiler makes again where they are read.
 _NOT_FUSED = frozenset(
     [
         "dot_general",

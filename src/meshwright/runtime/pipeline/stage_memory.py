@@ -1,8 +1,8 @@
 """What a stage holds on one device, counted from its traced programs before any is compiled.
 
 The search counts bytes by the specs it chooses and guesses what a backward pass keeps; the cut of the traced stage says
-it (`stage_program`), loops included, which keep what is not cheap (`evaluate`). Temporaries of each program come from
-the model of buffer lifetimes (`cost.liveness`). The simulator turns both into a curve (`simulate.memory`).
+it (`stage_program`), loops included, which keep what is not cheap (`loop_residuals`). Temporaries of each program come
+from the model of buffer lifetimes (`cost.liveness`). The simulator turns both into a curve (`simulate.memory`).
 
 Cost: tracing each stage, as running it would, and no compiling.
 """
