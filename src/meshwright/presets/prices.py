@@ -31,8 +31,8 @@ from ..program.traces import Traces
 from ..search.inter_op_problem import PlacedStage
 from ..search.parameters import parameter_infos
 from ..search.pins import Layout, Pins
-from ..search.stage_costs import StageCosts
-from ..search.stage_solver import Kinds, SolvedStage, StageSolver
+from ..search.stage_costs import StageCosts, option_of
+from ..search.stage_solver import Kinds, SolvedStage, StageSolver, in_turn
 from ..search.staged_plan import assemble
 from ..search.staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
 from ..search.submeshes import Submesh, Submeshes
@@ -42,9 +42,7 @@ from .solved import (
     CutProgram,
     PresetStages,
     held_by_rank,
-    least_held_bytes,
     least_of,
-    option_of,
     way_of,
 )
 
@@ -202,7 +200,7 @@ class PresetPrices:
         placed = self._placed(stages, remat, limits)
         of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
         timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
-        held = held_by_rank(stages, placed)
+        held = held_by_rank(stages, [stage.option.tag for stage in placed])
         if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
             raise self._exceeded(stages, max(held), max(limits))
         scheduled = best_schedule(timing, microbatches, [searched_schedule(preset)], chunks=preset.chunks)
@@ -299,8 +297,8 @@ class PresetPrices:
           MemoryExceeded: if a rank's do not.
         """
         chosen = [stages.solved(stage, remat or "none") for stage in range(len(stages.places))]
-        for rank, limit in zip(stages.ranks(), limits, strict=True):
-            if sum(chosen[stage].held_bytes(stages.in_flight[stage]) for stage in rank) > limit:
+        for rank, limit, held in zip(stages.ranks(), limits, held_by_rank(stages, chosen), strict=True):
+            if held > limit:
                 for stage in rank:
                     chosen[stage] = self._in_share(stages, stage, remat, limit)
         return tuple(
@@ -310,12 +308,17 @@ class PresetPrices:
 
     def _in_share(self, stages: PresetStages, stage: int, remat: str | None, limit: float) -> SolvedStage:
         """A stage in its share of a device's memory, the fastest way."""
-        share = limit / stages.preset.chunks
+        chunks, in_flight = stages.preset.chunks, stages.in_flight[stage]
         wishes = ("none", "layer") if remat is None else (remat,)
-        ways = [way for wish in wishes if (way := stages.within(stage, wish, share)) is not None]
+        found = (
+            in_turn(lambda share, wish=wish: stages.within(stage, wish, share), in_flight, chunks, limit)
+            for wish in wishes
+        )
+        ways = [way for way in found if way is not None]
         if not ways:
-            least = min(least_held_bytes(stages.solved(stage, wish), stages.in_flight[stage]) for wish in wishes)
-            raise self._exceeded(stages, stages.preset.chunks * least, limit)
+            least = [stages.solved(stage, wish).problem.least_bytes for wish in wishes]
+            held = min(chunks * one.held(in_flight) - (chunks - 1) * one.workspace for one in least)
+            raise self._exceeded(stages, held, limit)
         return min(ways, key=stages.weight)
 
     def _check_least(
@@ -326,9 +329,10 @@ class PresetPrices:
         Raises:
           MemoryExceeded: if a rank that has some of them cannot hold even these.
         """
-        ranks = stages.preset.stages
+        ranks, least = stages.preset.stages, solved.problem.least_bytes
         for rank in sorted({stage % ranks for stage in mine}):
-            held = sum(least_held_bytes(solved, stages.in_flight[stage]) for stage in mine if stage % ranks == rank)
+            each = [least.held(stages.in_flight[stage]) for stage in mine if stage % ranks == rank]
+            held = sum(each) - (len(each) - 1) * least.workspace
             if held > limits[rank]:
                 raise self._exceeded(stages, held, limits[rank])
 

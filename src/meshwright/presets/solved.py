@@ -9,10 +9,10 @@ from functools import cached_property
 
 from ..errors import PlanError
 from ..program.staged import StagedProgram
-from ..search.inter_op_problem import Option, PlacedStage
 from ..search.pins import Pins
 from ..search.stage_solver import Place, SolvedStage, StageSolver
 from ..search.submeshes import Submesh
+from ..search.workspace import held_together
 from .least import StageLeast, Way, microbatches_in_flight
 from .preset import Preset
 
@@ -114,30 +114,11 @@ def least_of(solved: SolvedStage) -> StageLeast:
 
 def way_of(solved: SolvedStage) -> Way:
     """A stage at its least in everything: the seconds of its fastest layouts, the bytes of its leanest."""
-    constant, kept, _ = solved.problem.least_bytes
-    return Way(seconds=least_of(solved), constant_bytes=constant, kept_bytes=kept)
+    least = solved.problem.least_bytes
+    return Way(seconds=least_of(solved), constant_bytes=least.constant, kept_bytes=least.kept)
 
 
-def least_held_bytes(solved: SolvedStage, in_flight: int) -> float:
-    """Bytes on a device that no layout of a stage is below."""
-    constant, kept, _ = solved.problem.least_bytes
-    return solved.problem.workspace_bytes + constant + in_flight * kept
-
-
-def held_by_rank(stages: PresetStages, placed: Sequence[PlacedStage]) -> tuple[float, ...]:
+def held_by_rank(stages: PresetStages, chosen: Sequence[SolvedStage]) -> tuple[float, ...]:
     """Bytes on a device of each rank."""
-    held = [
-        stage.option.constant_bytes + count * stage.option.in_flight_bytes
-        for stage, count in zip(placed, stages.in_flight, strict=True)
-    ]
-    return tuple(sum(held[stage] for stage in rank) for rank in stages.ranks())
-
-
-def option_of(solved: SolvedStage) -> Option:
-    """A solved stage as the stage search has it."""
-    seconds = solved.seconds
-    return Option(
-        forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds,
-        weight_seconds=seconds.weight_seconds, once_seconds=seconds.synchronise_seconds + seconds.update_seconds,
-        constant_bytes=seconds.constant_bytes, in_flight_bytes=seconds.in_flight_bytes, tag=solved,
-    )  # fmt: skip
+    held = [(one.own_bytes(n), one.seconds.workspace_bytes) for one, n in zip(chosen, stages.in_flight, strict=True)]
+    return tuple(held_together(held[stage] for stage in rank) for rank in stages.ranks())

@@ -23,7 +23,8 @@ class Option:
       backward_seconds: of one microbatch.
       weight_seconds: of that, the gradients of parameters, which a split backward puts off.
       once_seconds: gradient synchronisation and update.
-      constant_bytes: on one device throughout.
+      constant_bytes: on one device, however many microbatches are in flight.
+      workspace_bytes: of that, what is there only while the backward pass runs.
       in_flight_bytes: on one device for each microbatch in flight.
       tag: whose it is; the search looks not at it.
     """
@@ -32,6 +33,7 @@ class Option:
     backward_seconds: float
     once_seconds: float = 0.0
     constant_bytes: float = 0.0
+    workspace_bytes: float = 0.0
     in_flight_bytes: float = 0.0
     weight_seconds: float = 0.0
     tag: Any = None

@@ -22,9 +22,10 @@ from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from ..schedule import interleaved_one_f_one_b
 from .candidate import Candidate
-from .inter_op_problem import PlacedStage
-from .stage_costs import StageCosts
+from .inter_op_problem import Option, PlacedStage
+from .stage_costs import StageCosts, option_of
 from .stage_request import INTERLEAVED, StageRequest
+from .stage_solver import SolvedStage, in_turn
 from .submeshes import Submesh
 
 # Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
@@ -120,7 +121,7 @@ class Interleaving:
         share, layers = costs.program.microbatches / count, len(costs.program.layers)
         # Of the first rank, all its stages together.
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
-        both, _ = costs.fastest(place[0], [in_flight], share, chunks)
+        both, _ = costs.fastest(place[0], [in_flight], share)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
         mean = sum(float(both[0, first, last]) for first, last in pairwise(cuts) if first < last) / ranks
         return (count + (ranks - 1) / chunks) * mean
@@ -154,7 +155,7 @@ class Interleaving:
                 if candidate is None and self._asked:
                     continue
                 if candidate is None:
-                    break  # more stages a rank have a workspace each: they seldom fit where fewer do not
+                    break  # more stages a rank have more in flight: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
                 yield candidate
 
@@ -199,8 +200,8 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
     for in_flight in ([min(pair) for pair in zip(own, mean, strict=True)], mean, own):
         stages: list[PlacedStage] = []
         for number, (first, last) in enumerate(ranges):
-            place, share = places[number % ranks], limits[number % ranks] / chunks
-            option = costs.solve_within(first, last, place, in_flight[number], share)
+            place, limit = places[number % ranks], limits[number % ranks]
+            option = solved_in_turn(costs, first, last, place, in_flight[number], chunks, limit)
             if option is None:
                 break
             stages.append(PlacedStage(first, last, place, option))
@@ -210,14 +211,28 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
             yield tuple(stages)
 
 
+def solved_in_turn(
+    costs: StageCosts, first: int, last: int, place: Submesh, in_flight: int, chunks: int, limit_bytes: float
+) -> Option | None:
+    """The fastest way to run a range as one of so many stages of its devices, in its share of their memory."""
+
+    def solve(limit: float) -> SolvedStage | None:
+        option = costs.solve_within(first, last, place, in_flight, limit)
+        return option.tag if option is not None else None
+
+    if chunks == 1:
+        return costs.solve_within(first, last, place, in_flight, limit_bytes)
+    solved = in_turn(solve, in_flight, chunks, limit_bytes)
+    return option_of(solved) if solved is not None else None
+
+
 def give_what_is_left(
     costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
 ) -> None:
     """Solve the slowest stage of a rank again, in all that the others leave."""
     slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
     stage = stages[slowest]
-    held = {n: stages[n].option.constant_bytes + in_flight[n] * stages[n].option.in_flight_bytes for n in rank}
-    others = sum(size for number, size in held.items() if number != slowest)
+    others = sum(stages[n].option.tag.own_bytes(in_flight[n]) for n in rank if n != slowest)
     option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
     if option is not None and option.seconds < stage.option.seconds:
         stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)

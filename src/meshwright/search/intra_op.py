@@ -331,9 +331,13 @@ class IntraOpProblem:
         return trips_of(operator, value)
 
     def _kept_bytes(self, index: int, specs: Sequence[Spec]) -> np.ndarray:
-        value = self.graph.values[index]
         trips = self.trips(self.graph.operators[self.graph.producer[index][0]], index)
-        return np.array([trips * value.bytes / spec.shards(self.sizes) for spec in specs])
+        return trips * self.local_bytes(index, specs)
+
+    def local_bytes(self, index: int, specs: Sequence[Spec]) -> np.ndarray:
+        """Bytes of a value on one device, by how it is split."""
+        size = self.graph.values[index].bytes
+        return np.array([size / spec.shards(self.sizes) for spec in specs])
 
     def _conversions(self, index: int, sources: Sequence[Spec], targets: Sequence[Spec], runs: int) -> np.ndarray:
         value = self.graph.values[index]
@@ -352,7 +356,6 @@ class IntraOpProblem:
     def _add_operands(self) -> None:
         graph, m = self.graph, self.microbatches
         gathered: set[int] = set()
-        devices = prod(self.sizes.values())
         for operator in graph.operators:
             node = self.operator_node.get(operator.index)
             if node is None:
@@ -369,17 +372,24 @@ class IntraOpProblem:
                     self._bytes[node] += self._kept_bytes(index, targets)
                 elif index not in gathered and self._keeps_gathered(operator, index):
                     gathered.add(index)
-                    whole = np.array([spec.shards(self.sizes) < devices for spec in targets])
-                    self._bytes[node] += np.where(whole, self._kept_bytes(index, targets), 0.0)
+                    self._bytes[node] += self.was_gathered(targets) * self._kept_bytes(index, targets)
 
     def _keeps_gathered(self, operator: Operator, value: int) -> bool:
         """Whether an operand of a product is kept as it was gathered for it: collectives run once, so the backward pass
-        has no other. What is split over all devices was not gathered."""
-        made_by = self.graph.producer.get(value)
+        has no other."""
+        return operator.region is None and self.reads_gathered(operator, value)
+
+    def reads_gathered(self, operator: Operator, value: int) -> bool:
+        """Whether the derivative of an operator reads an operand as it was gathered for it."""
         return (
-            not is_cheap(operator.name) and operator.region is None and made_by is not None
+            not is_cheap(operator.name) and value in self.graph.producer
             and value not in self.of_parameters and value in read_by_backward(self.graph, operator)
         )  # fmt: skip
+
+    def was_gathered(self, specs: Sequence[Spec]) -> np.ndarray:
+        """Of an operand, by how it is split: what is split over all devices was not gathered."""
+        devices = prod(self.sizes.values())
+        return np.array([spec.shards(self.sizes) < devices for spec in specs])
 
     def _add_outputs(self) -> None:
         """An output may leave in any layout, but a partial one has to be summed for whoever reads it, and one that is

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 class MemoryReserve:
     """Bytes of a device that are left for what a search does not see.
 
-    >>> MemoryReserve(1e9, 2e9).limit(8e9, last=True)
+    >>> MemoryReserve(1e9, 2e9, margin=1.25).limit(10e9, last=True)
     6000000000.0
 
     Args:
       inner: of any stage but the last.
       final: of the stage with the last layer.
+      margin: a device has to hold so many times what is predicted.
     """
 
     inner: float = 0.0
     final: float = 0.0
+    margin: float = 1.0
 
     def limit(self, usable_bytes: float, *, last: bool) -> float:
         """Bytes that may be counted on a device.
@@ -32,7 +34,7 @@ class MemoryReserve:
           usable_bytes: of the device.
           last: whether the stage on it has the last layer.
         """
-        return max(usable_bytes - (self.final if last else self.inner), 1.0)
+        return max(usable_bytes / self.margin - (self.final if last else self.inner), 1.0)
 
 
 def nothing_reserved(microbatches: int) -> MemoryReserve:
@@ -77,10 +79,10 @@ class MissedMemory:
 
     def __call__(self, microbatches: int) -> MemoryReserve:
         """What may not be counted."""
-        return MemoryReserve(self._of(microbatches, last=False), self._of(microbatches, last=True))
+        return MemoryReserve(self._of(microbatches, last=False), self._of(microbatches, last=True), self._margin)
 
     def _of(self, microbatches: int, *, last: bool) -> float:
-        reserve = max((one.usable * (1 - 1 / self._margin) for one in self._missed), default=0.0)
+        reserve = 0.0
         for one in self._missed:
             if one.last == last:
                 # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
@@ -89,7 +91,7 @@ class MissedMemory:
                 limit = max(most - unseen, most * (1 - min(share, 1.0)))
                 if microbatches == one.microbatches:
                     limit = min(limit, 0.98 * one.counted)
-                reserve = max(reserve, one.usable - limit)
+                reserve = max(reserve, most - limit)
         return reserve
 
     def learn(

@@ -25,7 +25,7 @@ from .given_stages import of_layers, restricted, stages_of_like_work
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
-from .interleaving import Interleaving
+from .interleaving import Interleaving, solved_in_turn
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
@@ -442,8 +442,8 @@ class StageSearch:
             first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
             option = costs.adopted(stage.option, first, last)
             if option is None:
-                limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers)) / chunks
-                option = costs.solve_within(first, last, stage.submesh, in_flight, limit)
+                limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers))
+                option = solved_in_turn(costs, first, last, stage.submesh, in_flight, chunks, limit)
             if option is None:
                 return None
             stages.append(PlacedStage(first, last, stage.submesh, option))

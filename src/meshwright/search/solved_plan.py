@@ -58,15 +58,16 @@ def input_plans(graph: Graph, chosen: IntraOpSolution) -> tuple[InputPlan, ...]:
 
 
 def counted_memory(
-    graph: Graph, chosen: IntraOpSolution, infos: Sequence[ParameterInfo], problem: IntraOpProblem, total_bytes: float
-) -> Memory:
-    """Bytes on a device by the solver's count, `total_bytes` in all: what is no parameter, gradient or optimizer state
-    is activations."""
+    graph: Graph, chosen: IntraOpSolution, infos: Sequence[ParameterInfo], problem: IntraOpProblem, own_bytes: float,
+    workspace_bytes: float = 0.0,
+) -> Memory:  # fmt: skip
+    """Bytes on a device by the solver's count, `own_bytes` beside a workspace: what is no parameter, gradient or
+    optimizer state is activations."""
     held = optimizer = 0.0
     for info, position, choice in zip(infos, graph.parameters, chosen.parameters, strict=True):
         held += graph.values[graph.inputs[position]].bytes / choice.use.shards(problem.sizes)
         optimizer += info.optimizer_bytes / choice.storage.shards(problem.sizes)
     return Memory(
-        parameters=held, gradients=held, optimizer=optimizer, workspace=0.0,
-        activations=max(total_bytes - 2 * held - optimizer, 0.0),
+        parameters=held, gradients=held, optimizer=optimizer, workspace=workspace_bytes,
+        activations=max(own_bytes - 2 * held - optimizer, 0.0),
     )  # fmt: skip

@@ -116,12 +116,10 @@ class StageCosts:
         both, forward = self.estimates.least(self.solver.kind_of[submesh])
         return share * both, share * forward
 
-    def fastest(
-        self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0, chunks: int = 1
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As `least`, of what fits memory with so many microbatches in flight, cut into so many stages that have a
-        workspace each: `[in flight, layers + 1, layers + 1]`."""
-        return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share, chunks)
+    def fastest(self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers +
+        1]`."""
+        return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
@@ -247,7 +245,7 @@ class StageCosts:
             place = Place(first, last, kind, number)
             stage = self.solver.within(place, remat, in_flight, self._limit_of(submesh, last))
             if stage is not None:
-                found.append(_option_of(stage))
+                found.append(option_of(stage))
                 best = min(best, self.estimates.weight(found[-1]))
         known[in_flight] = best_of(found)
         return known[in_flight]
@@ -264,7 +262,7 @@ class StageCosts:
                 if best is not None and weight >= self.estimates.weight(best):
                     break
                 stage = self.solver.within(Place(first, last, kind, number), remat, in_flight, limit_bytes)
-                option = _option_of(stage) if stage is not None else None
+                option = option_of(stage) if stage is not None else None
                 if option and (best is None or self.estimates.weight(option) < self.estimates.weight(best)):
                     best = option
             self._within[key] = best
@@ -276,18 +274,20 @@ class StageCosts:
         solved, cut = option.tag, self.solver.cut(first, last)
         if not isinstance(solved, SolvedStage) or cut.fingerprint != solved.cut.fingerprint:
             return None
-        segments = stage_segments(cut, self.program.layers[first:last])[0] if solved.segments else {}
+        segments = stage_segments(cut, self.program.layers[first:last]) if solved.segments else {}
         return replace(option, tag=replace(solved, cut=cut, segments=segments))
 
 
-def _option_of(stage: SolvedStage) -> Option:
+def option_of(stage: SolvedStage) -> Option:
+    """A solved range as the stage search has it."""
     seconds = stage.seconds
     return Option(
         forward_seconds=seconds.forward_seconds,
         backward_seconds=seconds.backward_seconds,
         weight_seconds=seconds.weight_seconds,
         once_seconds=seconds.synchronise_seconds + seconds.update_seconds,
-        constant_bytes=seconds.constant_bytes,
+        constant_bytes=seconds.constant_bytes + seconds.workspace_bytes,
+        workspace_bytes=seconds.workspace_bytes,
         in_flight_bytes=seconds.in_flight_bytes,
         tag=stage,
     )

@@ -55,7 +55,7 @@ class _Column:
       sums: `[parts + 1, 9]`: seconds forward, backward, of weight gradients, of receiving, once, shared once; bytes
         throughout and in flight; parts that have no layout.
       fixed: what each part spends on the one collective that a range shares, seconds.
-      workspace: bytes that each part takes while it is computed again.
+      workspace: bytes that each part takes while its backward pass runs.
     """
 
     sums: np.ndarray
@@ -120,7 +120,7 @@ class StageEstimates:
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._tables: dict[tuple[int, tuple[int, ...], float, int, bool], _Table] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
         self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
 
     def reserve(self, reserve: MemoryReserve) -> None:
@@ -160,12 +160,10 @@ class StageEstimates:
             self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
         return self._fastest[kind]
 
-    def fastest(
-        self, kind: int, in_flight: Sequence[int], share: float = 1.0, chunks: int = 1
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
-        layers + 1]`, for microbatches of this share of the program's, and with workspace for so many stages."""
-        table = self._table(kind, tuple(in_flight), share, chunks)
+        layers + 1]`, for microbatches of this share of the program's."""
+        table = self._table(kind, tuple(in_flight), share)
         return table.fastest, table.fastest_forward
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
@@ -213,15 +211,15 @@ class StageEstimates:
             self._table(kind, (in_flight,), share)
         return self._places[key]
 
-    def _table(self, kind: int, in_flight: tuple[int, ...], share: float, chunks: int = 1) -> _Table:
-        key = kind, in_flight, share, chunks, self.only_easy
+    def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+        key = kind, in_flight, share, self.only_easy
         if key not in self._tables:
-            self._tables[key] = table = self._made(kind, in_flight, share, chunks)
-            for place, number in enumerate(in_flight if chunks == 1 else ()):
+            self._tables[key] = table = self._made(kind, in_flight, share)
+            for place, number in enumerate(in_flight):
                 self._places[kind, number, share, self.only_easy] = table, place
         return self._tables[key]
 
-    def _made(self, kind: int, in_flight: tuple[int, ...], share: float, chunks: int) -> _Table:
+    def _made(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
         times = np.array(in_flight, dtype=float)[:, None, None]
         layers = len(self._starts)
         steps = self.program.microbatches / share
@@ -236,10 +234,10 @@ class StageEstimates:
             looked_at = False
             for remat in self._wishes:
                 constant, kept, workspace = self._least(kind, number, remat)
-                wanted = open_ & (constant + share * (times * kept + chunks * workspace) <= limits)
+                wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
                 if not wanted.any():
                     continue
-                found = self._priced(kind, number, remat, in_flight, share, chunks, wanted, most)
+                found = self._priced(kind, number, remat, in_flight, share, wanted, most)
                 looked_at = True
                 ways.append((number, remat))
                 fields.append(found)
@@ -271,7 +269,7 @@ class StageEstimates:
         return sorted(found, key=lambda one: one[:2])
 
     def _priced(
-        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float, chunks: int,
+        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float,
         wanted: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, first, last]`,
@@ -283,12 +281,12 @@ class StageEstimates:
             rows = np.array([one == level for one in about])
             times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
             fits[:, rows] = self._least_price(
-                kind, number, remat, level, times[:, None, None], share, chunks, wanted[rows], most
+                kind, number, remat, level, times[:, None, None], share, wanted[rows], most
             )
         return fits
 
     def _least_price(
-        self, kind: int, number: int, remat: str, about: float, times: np.ndarray, share: float, chunks: int,
+        self, kind: int, number: int, remat: str, about: float, times: np.ndarray, share: float,
         wanted: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         found = np.full((_WORKSPACE, *wanted.shape), np.inf)
@@ -296,7 +294,7 @@ class StageEstimates:
         over: np.ndarray | None = None
         limits = self._limits(kind)
         for price in range(len(_PRICES) + 1):
-            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share, chunks)
+            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share)
             held = now[_CONSTANT] + times * now[_KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[_FORWARD])
@@ -318,7 +316,7 @@ class StageEstimates:
             before, over = here, held
         return found
 
-    def _shared(self, sums: np.ndarray, share: float, chunks: int) -> np.ndarray:
+    def _shared(self, sums: np.ndarray, share: float) -> np.ndarray:
         """The fields of microbatches of this share, workspace among what is there throughout."""
         forward, backward, weight, once, constant, kept, workspace = sums
         return np.array(
@@ -327,7 +325,7 @@ class StageEstimates:
                 share * backward,
                 share * weight,
                 once,
-                constant + chunks * share * workspace,
+                constant + share * workspace,
                 share * kept,
             ]
         )
@@ -347,17 +345,16 @@ class StageEstimates:
                 place = Place(part, part + 1, kind, number)
                 built = self.solver.problem(place, "none")
                 assert built is not None
-                constant, kept, received = built[0].least_bytes
-                # At best all of it is split over all devices: no problem need be built to know that.
-                devices = self.solver.meshes[kind][number].num_devices
-                workspace = self.solver.gradient_bytes(part, part + 1) / devices
-                if remat == "layer":
-                    segments, whole, kept_whole = self.solver.segments(part, part + 1)
-                    if segments:
-                        workspace, kept = workspace + whole / devices, received + kept_whole / devices
-                rows.append((constant, kept, received))
+                least = built[0].least_bytes
+                kept, workspace = least.kept, least.workspace
+                if remat == "layer" and self.solver.segments(part, part + 1):
+                    # At best all of it is split over all devices: no problem need be built to know that.
+                    devices = self.solver.meshes[kind][number].num_devices
+                    kept = least.received + self.solver.kept_bytes(part, part + 1) / devices
+                    workspace = self.solver.graph(part, part + 1, remat)[1].bytes / devices
+                rows.append((least.constant, kept, least.received))
                 again.append(workspace)
-            constant, kept, received = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)
+            constant, kept, _ = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)
             # Inside a range what a part receives another one keeps, or nobody.
             kept = kept - self._after_first(np.cumsum(rows, axis=0)[:, 2])
             self._leasts[key] = np.array([constant, kept, self._largest(again)])
@@ -432,12 +429,12 @@ class StageEstimates:
         if stage is None:
             return (*(0.0,) * 8, 1.0), 0.0
         boundary, fixed = stage.boundary
-        one, again = stage.seconds, stage.problem.workspace_bytes
+        one = stage.seconds
         row = (
             one.forward_seconds, one.backward_seconds, one.weight_seconds, boundary,
-            one.synchronise_seconds + one.update_seconds, fixed, one.constant_bytes - again, one.in_flight_bytes, 0.0,
+            one.synchronise_seconds + one.update_seconds, fixed, one.constant_bytes, one.in_flight_bytes, 0.0,
         )  # fmt: skip
-        return row, again
+        return row, one.workspace_bytes
 
     def _ladder(self, place: Place, remat: str, in_flight: float) -> list[SolvedStage | None]:
         """A part by itself at all prices of memory."""

@@ -25,6 +25,7 @@ from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
 from .priced import PricedProblem
+from .workspace import Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
@@ -42,6 +43,7 @@ class StageSeconds:
       synchronise_seconds: of the gradients, once a step.
       update_seconds: of the optimizer, once a step.
       constant_bytes: on one device throughout.
+      workspace_bytes: on one device while its backward pass runs.
       in_flight_bytes: on one device for each microbatch in flight.
     """
 
@@ -51,7 +53,29 @@ class StageSeconds:
     synchronise_seconds: float
     update_seconds: float
     constant_bytes: float
+    workspace_bytes: float
     in_flight_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastBytes:
+    """What no layout of a stage is below, on one device.
+
+    Args:
+      constant: throughout.
+      workspace: while its backward pass runs.
+      kept: for each microbatch in flight.
+      received: of that, what is sent to it.
+    """
+
+    constant: float
+    workspace: float
+    kept: float
+    received: float
+
+    def held(self, in_flight: int) -> float:
+        """With so many microbatches in flight."""
+        return self.constant + self.workspace + in_flight * self.kept
 
 
 class StageProblem(IntraOpProblem):
@@ -66,7 +90,7 @@ class StageProblem(IntraOpProblem):
       microbatches: in a step.
       pins: what the user has fixed.
       split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
-      workspace_bytes: on one device, while the backward pass computes a rematerialised part again and its gradients.
+      workspace: what its backward pass makes beside what is kept; None for nothing.
     """
 
     def __init__(
@@ -80,7 +104,7 @@ class StageProblem(IntraOpProblem):
         microbatches: int,
         pins: Pins,
         split_dims: Sequence[int | None],
-        workspace_bytes: float = 0.0,
+        workspace: Workspace | None = None,
     ) -> None:
         dims = [None] * len(cut.parameters) + [
             split_dims[i] if microbatches > 1 and i < len(split_dims) else None for i in cut.program_inputs
@@ -90,13 +114,13 @@ class StageProblem(IntraOpProblem):
             split_dims=dims,
         )  # fmt: skip
         self.in_flight = 1
-        self.workspace_bytes = workspace_bytes
-        received = set(graph.inputs[len(cut.parameters) + len(cut.program_inputs) :])
-        constant = {node for value, node in self.input_node.items() if value not in received}
-        self._constant_bytes = [size if n in constant else np.zeros_like(size) for n, size in enumerate(self._bytes)]
-        self._received = sorted(self.input_node[value] for value in received)
+        self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
+        constant = {node for value, node in self.input_node.items() if value not in self._received}
+        self._workspace = self._workspace_by_node(workspace)
+        self._throughout = [size if n in constant else np.zeros_like(size) for n, size in enumerate(self._bytes)]
+        self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
         kept = [np.zeros_like(size) if n in constant else size for n, size in enumerate(self._bytes)]
-        for value in received:
+        for value in self._received:
             # The whole program's inputs are there for all microbatches; what is received, for those in flight.
             kept[self.input_node[value]] = kept[self.input_node[value]] / microbatches
         self._kept_by_node = kept
@@ -107,10 +131,47 @@ class StageProblem(IntraOpProblem):
         of_parameters = value in self.of_parameters and len(operator.path) == 1
         return 2 if of_parameters else super().forward_runs_of(value, operator)
 
+    def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
+        """Bytes on one device, by the choice of each node."""
+        rows = [np.zeros_like(row) for row in self._bytes]
+        if workspace is None:
+            return rows
+        graph = self.graph
+        for value, share in workspace.again.items():
+            if value not in self._defines:
+                continue
+            node, specs = self._defines[value]
+            readers = [(self.operator_node[o], o, at) for o, at in graph.consumers[value] if o in self.operator_node]
+            if shared := (value in self.shared_node or not readers):
+                rows[node] += share * self.local_bytes(value, specs)
+                readers = [one for one in readers if self.reads_gathered(graph.operators[one[1]], value)]
+            for reader, _, at in readers[:1]:
+                wanted = [choice.algorithm.operands[at] for choice in self.choices[reader]]
+                held = share * self.local_bytes(value, wanted)
+                rows[reader] += self.was_gathered(wanted) * held if shared else held
+        for index, values in workspace.around.items():
+            if index not in self.operator_node:
+                continue
+            operator, node = graph.operators[index], self.operator_node[index]
+            algorithms = [choice.algorithm for choice in self.choices[node]]
+            for value, times in values.items():
+                made = value in operator.results
+                at = (operator.results if made else operator.operands).index(value)
+                specs = [(one.results if made else one.operands)[at] for one in algorithms]
+                rows[node] += times * self.local_bytes(value, specs)
+        for value in self._received:
+            # The cotangent of what it was sent, on its way back.
+            rows[self.input_node[value]] += self.local_bytes(value, self.choices[self.input_node[value]])
+        if workspace.weight is not None:
+            node = self.input_node[workspace.weight]
+            shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])
+            rows[node] += workspace.gradient_bytes / shards
+        return rows
+
     def problem(self, memory_limit_bytes: float) -> Problem:
         """The problem as numbers, with `in_flight` microbatches kept."""
         memory = tuple(c + self.in_flight * k for c, k in zip(self._constant_bytes, self._kept_by_node, strict=True))
-        return replace(super().problem(memory_limit_bytes - self.workspace_bytes), memory=memory)
+        return replace(super().problem(memory_limit_bytes), memory=memory)
 
     @cached_property
     def _free(self) -> tuple[Problem, PricedProblem]:
@@ -149,12 +210,11 @@ class StageProblem(IntraOpProblem):
           solve.Infeasible: if there is no choice of layouts at all.
         """
         plain, ready = self._free
-        limit = limit_bytes - self.workspace_bytes
-        if not ready.is_exact or limit <= 0:
+        if not ready.is_exact or limit_bytes <= 0:
             return None
         (free,) = self.priced([(0.0, in_flight)], gap=0.0, time_limit_seconds=inf)
         assert free is not None
-        unit = max(plain.objective(free), 1e-12) / limit
+        unit = max(plain.objective(free), 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
         bound = -inf
@@ -167,8 +227,8 @@ class StageProblem(IntraOpProblem):
             ):
                 assert choices is not None
                 seconds, held = plain.objective(choices), self._held(choices, in_flight)
-                bound = max(bound, seconds + price * (held - limit))
-                if held > limit:
+                bound = max(bound, seconds + price * (held - limit_bytes))
+                if held > limit_bytes:
                     cheap = max(cheap, price)
                 else:
                     dear = min(dear, price)
@@ -205,27 +265,33 @@ class StageProblem(IntraOpProblem):
         )
 
     @cached_property
-    def least_bytes(self) -> tuple[float, float, float]:
-        """No choice needs less on a device, workspace apart: throughout, kept for each microbatch, and of that what is
-        received."""
-        constant = sum(float(row.min()) for row in self._constant_bytes)
-        kept = sum(float(row.min()) for row in self._kept_by_node)
-        received = sum(float(self._kept_by_node[node].min()) for node in self._received)
-        return constant, kept, received
+    def least_bytes(self) -> LeastBytes:
+        """No choice needs less on a device."""
+
+        def least(rows: Sequence[np.ndarray]) -> float:
+            return sum(float(row.min()) for row in rows)
+
+        return LeastBytes(
+            constant=least(self._throughout), workspace=least(self._workspace), kept=least(self._kept_by_node),
+            received=least([self._kept_by_node[self.input_node[value]] for value in self._received]),
+        )  # fmt: skip
 
     def seconds(self, chosen: IntraOpSolution) -> StageSeconds:
         """What a solution of this problem takes."""
         passes = pass_seconds(self, chosen)
         picked = chosen.solution.choices
-        constant = float(sum(row[c] for row, c in zip(self._constant_bytes, picked, strict=True)))
-        kept = float(sum(row[c] for row, c in zip(self._kept_by_node, picked, strict=True)))
+        constant, workspace, kept = (
+            float(sum(row[c] for row, c in zip(rows, picked, strict=True)))
+            for rows in (self._throughout, self._workspace, self._kept_by_node)
+        )
         return StageSeconds(
             forward_seconds=passes.forward,
             backward_seconds=passes.backward,
             weight_seconds=passes.weight,
             synchronise_seconds=passes.synchronise,
             update_seconds=passes.update,
-            constant_bytes=constant + self.workspace_bytes,
+            constant_bytes=constant,
+            workspace_bytes=workspace,
             in_flight_bytes=kept,
         )
 
@@ -234,10 +300,9 @@ class StageProblem(IntraOpProblem):
         it receives, a microbatch, and the fixed cost of the one collective that sums its gradients, a step."""
         graph = self.graph
         spec_of = dict(zip(graph.inputs, chosen.inputs, strict=True))
-        node_of = {node: value for value, node in self.input_node.items()}
         received = sum(
             elementwise_seconds(graph.values[v].bytes / spec_of[v].shards(self.sizes), self.prices.device)
-            for v in (node_of[node] for node in self._received)
+            for v in self._received
         )
         fixed = 0.0
         for choice in chosen.parameters:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..program.cut import Cut
+from ..program.graph import Graph
 from ..program.residuals import kept_values
 from ..program.segments import Segments, layer_segments, rematerialise
+from .workspace import computed_again
 
 
-def stage_segments(cut: Cut, layers: Sequence[tuple[int, int]]) -> tuple[Segments, float]:
-    """What a stage rematerialises, and the bytes of the largest part that is computed again at one time.
+def stage_segments(cut: Cut, layers: Sequence[tuple[int, int]]) -> Segments:
+    """What a stage rematerialises.
 
     Either each of its layers, or the segments that suit its graph best, whichever keeps less with two microbatches in
     flight; scans compute the body of each trip again.
@@ -24,14 +26,7 @@ def stage_segments(cut: Cut, layers: Sequence[tuple[int, int]]) -> tuple[Segment
     for runs in (fitted, [piece for layer in layers for piece in _between_scans(layer, scans)]):
         long = tuple((a, b) for a, b in runs if b - a > 1)
         tries.append({**inside, (): long} if long else inside)
-    kept_all = kept_values(cut.graph)
-    priced = []
-    for segments in tries:
-        kept = kept_values(rematerialise(cut.graph, segments))
-        again = _largest(cut, segments, kept_all - kept)
-        priced.append((2 * sum(cut.graph.values[v].bytes for v in kept) + again, again))
-    least = min(range(len(tries)), key=lambda n: priced[n])
-    return tries[least], priced[least][1]
+    return min(tries, key=lambda segments: _held_bytes(rematerialise(cut.graph, segments)))
 
 
 def _between_scans(layer: tuple[int, int], scans: Sequence[int]) -> list[tuple[int, int]]:
@@ -44,14 +39,10 @@ def _between_scans(layer: tuple[int, int], scans: Sequence[int]) -> list[tuple[i
     return [*found, (start, layer[1])]
 
 
-def _largest(cut: Cut, segments: Segments, again: set[int]) -> float:
-    """Bytes, of one trip of a scan's body, that the largest segment holds while it is computed again."""
-    graph = cut.graph
-    starts = {(*path, a): 0.0 for path, runs in segments.items() for a, _ in runs}
-    for operator in rematerialise(graph, segments).operators:
-        if operator.region in starts:
-            starts[operator.region] += sum(graph.values[v].bytes for v in operator.results if v in again)
-    return max(starts.values(), default=0.0)
+def _held_bytes(graph: Graph) -> float:
+    """Of two microbatches in flight, with what one of them computes again."""
+    again = sum(share * graph.values[value].bytes for value, share in computed_again(graph).items())
+    return again + 2 * sum(graph.values[value].bytes for value in kept_values(graph))
 
 
 def moved_segments(segments: Segments, by: int) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:

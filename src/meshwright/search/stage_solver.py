@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -10,6 +10,7 @@ from typing import Any
 
 from ..cluster import Cluster, Device, LogicalMesh
 from ..program.cut import Cut
+from ..program.graph import Graph
 from ..program.residuals import is_cheap, kept_values
 from ..program.segments import Segments, rematerialise
 from ..program.staged import StagedProgram
@@ -20,6 +21,7 @@ from .pins import Pins
 from .stage_problem import StageProblem, StageSeconds
 from .stage_segments import stage_segments
 from .submeshes import Submesh, Submeshes
+from .workspace import Workspace, workspace_of
 
 # A logical mesh that is asked for: names and sizes of its axes.
 WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
@@ -30,11 +32,10 @@ _NEAR = 8
 # Ranges are solved to this relative gap: more than the cost model knows.
 _GAP = 1e-2
 
-# What a weight passes through on its way to a matrix product.
-_SAME_WEIGHT = frozenset(
-    {"convert_element_type", "copy", "reshape", "scan_const", "scan_slice", "squeeze", "transpose"}
-)  # fmt: skip
 _SECONDS_PER_SOLVE = 20.0
+
+# Guesses at the workspace of stages that share a device.
+_TRIED_WORKSPACES = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,11 +82,39 @@ class SolvedStage:
                     held[value, spec] = trips * graph.values[value].bytes / spec.shards(sizes)
         return sum(held.values())
 
-    def held_bytes(self, in_flight: int, delayed: int = 0) -> float:
-        """On one device, with so many microbatches in flight, so many of which wait for their weight gradient."""
+    def own_bytes(self, in_flight: int, delayed: int = 0) -> float:
+        """On one device, with so many microbatches in flight, so many of which wait for their weight gradient; without
+        its workspace, which stages of one device share."""
         kept = self.seconds.in_flight_bytes
         later = self.delayed_bytes if delayed else kept
         return self.seconds.constant_bytes + kept_bytes(kept, later, in_flight, delayed)
+
+    def held_bytes(self, in_flight: int, delayed: int = 0) -> float:
+        """The same of a stage that has a device to itself."""
+        return self.own_bytes(in_flight, delayed) + self.seconds.workspace_bytes
+
+
+def in_turn(
+    solve: Callable[[float], SolvedStage | None], in_flight: int, stages: int, limit_bytes: float
+) -> SolvedStage | None:
+    """One of several stages of a device, in its share of the memory: they run in turn and share a workspace.
+
+    Args:
+      solve: the fastest way to run it in so many bytes; None if there is none.
+      in_flight: microbatches that it holds.
+      stages: of the device.
+      limit_bytes: of the device.
+    """
+    alone = solve(limit_bytes)
+    workspace = alone.seconds.workspace_bytes if alone is not None else 0.0
+    for _ in range(_TRIED_WORKSPACES):
+        found = solve((limit_bytes - workspace) / stages + workspace)
+        if found is None:
+            break
+        if stages * found.own_bytes(in_flight) + found.seconds.workspace_bytes <= limit_bytes:
+            return found
+        workspace = found.seconds.workspace_bytes
+    return solve(limit_bytes / stages)
 
 
 def kept_bytes(kept: float, later: float, in_flight: int, delayed: int) -> float:
@@ -183,8 +212,9 @@ class StageSolver:
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
-        self._segments: dict[int, tuple[Segments, float, float]] = {}
-        self._largest_gradients: dict[int, float] = {}
+        self._segments: dict[int, Segments] = {}
+        self._graphs: dict[tuple[int, str], tuple[Graph, Workspace]] = {}
+        self._kept: dict[int, float] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
@@ -223,39 +253,30 @@ class StageSolver:
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
         return self._identity[first, last]
 
-    def segments(self, first: int, last: int) -> tuple[Segments, float, float]:
-        """What a range rematerialises, the bytes of what is computed again at one time, and those that are kept for
-        each microbatch; all of the whole range, on however many devices."""
+    def segments(self, first: int, last: int) -> Segments:
+        """What a range rematerialises."""
         number = self.number(first, last)
         if number not in self._segments:
-            cut = self.cut(first, last)
-            segments, again = stage_segments(cut, self.program.layers[first:last])
-            graph = rematerialise(cut.graph, segments)
-            makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
-            kept = sum(graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items())
-            self._segments[number] = segments, again, kept
+            self._segments[number] = stage_segments(self.cut(first, last), self.program.layers[first:last])
         return self._segments[number]
 
-    def gradient_bytes(self, first: int, last: int) -> float:
-        """Of the largest gradient that a range makes in a microbatch before it is added to those of others, on however
-        many devices: of what a matrix product reads, be it a slice or a cast of a parameter. Rows that are looked up
-        are added where they belong."""
-        if self.program.microbatches == 1:
-            return 0.0  # nothing has to be added to it
-        number = self.number(first, last)
-        if number not in self._largest_gradients:
+    def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
+        """A range with what it rematerialises marked, and its workspace."""
+        key = self.number(first, last), remat
+        if key not in self._graphs:
             graph = self.cut(first, last).graph
-            weights = {graph.inputs[position] for position in graph.parameters}
-            weights = {value for value in weights if graph.values[value].differentiated}
-            largest = 0.0
-            for operator in graph.operators:
-                read = weights.intersection(operator.operands)
-                if operator.matmul:
-                    largest = max([largest, *(float(graph.values[value].bytes) for value in read)])
-                elif read and operator.name in _SAME_WEIGHT:
-                    weights.update(value for value in operator.results if value is not None)
-            self._largest_gradients[number] = largest
-        return self._largest_gradients[number]
+            graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
+            self._graphs[key] = graph, workspace_of(graph, microbatches=self.program.microbatches)
+        return self._graphs[key]
+
+    def kept_bytes(self, first: int, last: int) -> float:
+        """What a rematerialised range keeps for each microbatch, all devices together."""
+        number = self.number(first, last)
+        if number not in self._kept:
+            graph, _ = self.graph(first, last, "layer")
+            makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
+            self._kept[number] = sum(graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items())
+        return self._kept[number]
 
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:
         """The problem of a range, built once for all ranges that are the same program, with the cut it was built of;
@@ -263,22 +284,21 @@ class StageSolver:
         key = self._key(place, remat)
         if key not in self._problems:
             cut = self.cut(place.first, place.last)
-            mesh = self.meshes[place.kind][place.mesh]
-            segments, again = self.segments(place.first, place.last)[:2] if remat == "layer" else ({}, 0.0)
+            segments = self.segments(place.first, place.last) if remat == "layer" else {}
             if remat == "layer" and not segments:
                 self._problems[key] = None
                 return None
+            graph, workspace = self.graph(place.first, place.last, remat)
             problem = StageProblem(
                 cut,
-                rematerialise(cut.graph, segments) if segments else cut.graph,
-                mesh,
+                graph,
+                self.meshes[place.kind][place.mesh],
                 self.kind_of.devices[place.kind],
                 parameters=self.parameters_of(cut),
                 microbatches=self.program.microbatches,
                 pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,
                 split_dims=self.program.split_dims,
-                # At best it is split over all devices.
-                workspace_bytes=(again + self.gradient_bytes(place.first, place.last)) / mesh.num_devices,
+                workspace=workspace,
             )
             self._problems[key] = problem, segments, cut
         return self._problems[key]
@@ -332,8 +352,7 @@ class StageSolver:
         free = self.free(place, remat)
         if free is None or free.held_bytes(in_flight) <= limit:
             return free
-        constant, kept, _ = free.problem.least_bytes
-        if free.problem.workspace_bytes + constant + in_flight * kept > limit:
+        if free.problem.least_bytes.held(in_flight) > limit:
             return None
         return self._limited(place, remat, in_flight, limit)
 

@@ -45,10 +45,17 @@ def assemble(
       gap: how much less any other stages can take, relative; infinite where nobody has looked for any.
     """
     program = costs.program
+    ranks = scheduled.schedule.stage_ranks
+    # Stages of a rank share the largest.
+    workspaces = [
+        max(_solved(other).seconds.workspace_bytes for other, at in zip(stages, ranks, strict=True) if at == rank)
+        / ranks.count(rank)
+        for rank in ranks
+    ]
     parts = [
         _stage(
             costs, stage, scheduled.schedule.in_flight[number], scheduled.schedule.delayed[number],
-            staged.timing.stages[number].synchronise_seconds,
+            staged.timing.stages[number].synchronise_seconds, workspaces[number],
         )
         for number, stage in enumerate(stages)
     ]  # fmt: skip
@@ -89,7 +96,10 @@ def _solved(stage: PlacedStage) -> SolvedStage:
     return stage.option.tag
 
 
-def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, synchronise_seconds: float) -> Stage:
+def _stage(
+    costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, synchronise_seconds: float,
+    workspace_bytes: float,
+) -> Stage:  # fmt: skip
     """A stage at its place; the solution may be that of an equal range elsewhere, so names and paths are its own."""
     solved, program = _solved(placed), costs.program
     cut = costs.solver.cut(placed.first, placed.last)
@@ -110,7 +120,9 @@ def _stage(costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int,
         rematerialised=tuple(
             sorted(moved_segments(solved.segments, cut.equations[0] - solved.cut.equations[0]).items())
         ),
-        memory=counted_memory(graph, chosen, infos, solved.problem, solved.held_bytes(in_flight, delayed)),
+        memory=counted_memory(
+            graph, chosen, infos, solved.problem, solved.own_bytes(in_flight, delayed), workspace_bytes
+        ),
         memory_limit_bytes=part.device.usable_memory_bytes,
         device_kind=part.device_kinds,
         communication=totals.collectives,

@@ -12,6 +12,7 @@ from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchang
 from .inter_op_problem import PlacedStage
 from .stage_solver import StageSolver, kept_bytes
 from .submeshes import Submesh
+from .workspace import held_together
 
 # Relative gain below which the backward is left whole.
 WORTH_SPLITTING = 0.02
@@ -41,15 +42,16 @@ class StagedTiming:
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether every rank can hold what the schedule keeps in flight on its stages."""
-        held, limits = [0.0] * len(schedule.ranks), [inf] * len(schedule.ranks)
+        held: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
+        limits = [inf] * len(schedule.ranks)
         numbers = zip(
             schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, schedule.delayed,
-            self.bytes_delayed, self.limit_bytes, strict=True,
+            self.bytes_delayed, self.limit_bytes, self.timing.stages, strict=True,
         )  # fmt: skip
-        for rank, fixed, count, size, delayed, later, limit in numbers:
-            held[rank] += fixed + kept_bytes(size, later, count, delayed)
+        for rank, fixed, count, size, delayed, later, limit, stage in numbers:
+            held[rank].append((fixed + kept_bytes(size, later, count, delayed), stage.workspace_bytes))
             limits[rank] = min(limits[rank], limit)
-        return all(size <= limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True))
+        return all(held_together(each) <= limit * (1 + 1e-12) for each, limit in zip(held, limits, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,7 @@ def staged_timing(
                 synchronise_seconds=seconds.synchronise_seconds + more,
                 update_seconds=seconds.update_seconds,
                 constant_bytes=seconds.constant_bytes,
+                workspace_bytes=seconds.workspace_bytes,
                 in_flight_bytes=seconds.in_flight_bytes,
             )
         )
@@ -124,7 +127,7 @@ def staged_timing(
         sent=sent,
         bytes_in_flight=tuple(stage.option.in_flight_bytes for stage in stages),
         bytes_delayed=tuple(stage.option.tag.delayed_bytes for stage in stages),
-        bytes_throughout=tuple(stage.option.constant_bytes for stage in stages),
+        bytes_throughout=tuple(one.constant_bytes for one in timings),
         limit_bytes=tuple(limit_bytes),
     )
 
