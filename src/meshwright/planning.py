@@ -11,6 +11,7 @@ from .calibrate.origin import check_origin
 from .calibrate.refine import check_refine, measured_best
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
+from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
 from .plan_request import Planning as Planning, PlanRequest, check_batch_axis, check_time_limit, checked_submeshes
 from .presets import Preset, check_free, parse_preset
@@ -24,6 +25,7 @@ from .stage_planning import check_stages, is_large, plan_stages
 _WORTH_STAGES = 0.02
 
 
+@seldom_collected()
 def plan_for(
     step: Callable[..., Any],
     args: Sequence[Any],

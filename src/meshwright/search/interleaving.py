@@ -112,7 +112,8 @@ class Interleaving:
         return found if asked else found[:_MOST_INTERLEAVED]
 
     def _expected(self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int) -> float:
-        """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other."""
+        """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other and what
+        they do once."""
         fewer = [costs for costs in known if costs.program.microbatches <= count]
         costs = max(fewer, key=lambda one: one.program.microbatches, default=None)
         place = _places(costs, ranks) if costs is not None else None
@@ -121,10 +122,10 @@ class Interleaving:
         share, layers = costs.program.microbatches / count, len(costs.program.layers)
         # Of the first rank, all its stages together.
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
-        both, _ = costs.fastest(place[0], [in_flight], share)
+        both = costs.expected(place[0], in_flight, share)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
-        mean = sum(float(both[0, first, last]) for first, last in pairwise(cuts) if first < last) / ranks
-        return (count + (ranks - 1) / chunks) * mean
+        slowest = max(float(both[first, last]) for first, last in pairwise(cuts) if first < last)
+        return (count + (ranks - 1) / chunks) * slowest
 
     def candidates(
         self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts], *,

@@ -100,6 +100,7 @@ class StageSearch:
         self.start = time.perf_counter()
         self.best_objective = self._known
         self.finished = {}
+        self._simulations: dict[tuple[int, tuple[PlacedStage, ...]], Candidate | None] = {}
         self.considered: list[str] = []
         self.simulated: dict[str, float] = {}
         # What plans take at least that were not looked at to the end.
@@ -238,6 +239,8 @@ class StageSearch:
                             self.unsearched = min(self.unsearched, expected[count])
                         else:
                             self._refine(count, costs, problem, bounded=bounded)
+            for _ in self._worth_simulating(count):
+                pass  # what it takes bounds other numbers
             self._bounds.searched.add(count)
             finer = [other for other in left if other > count]
             if bounded and finer and not self.over and not self._probing:
@@ -388,11 +391,8 @@ class StageSearch:
           best: what is known; None for nothing.
           suggesting: plans that suggest numbers of ranks to interleave; None for the finished ones.
         """
-        for (number, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
-            if seconds > self.best_objective * _WORTH_SIMULATING:
-                break
-            candidate = self._scheduled(self.costs(number), stages)
-            if candidate is not None and (best is None or candidate.weight < best.weight * (1 - 1e-9)):
+        for candidate in self._worth_simulating():
+            if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate
         again = suggesting is not None
         suggesting = self.finished if suggesting is None else suggesting
@@ -402,6 +402,20 @@ class StageSearch:
             if best is None or candidate.weight < best.weight * (1 - 1e-9):
                 best = candidate
         return best
+
+    def _worth_simulating(self, number: int | None = None) -> Iterator[Candidate]:
+        """The best finished plans, of so many microbatches or of any; what they take bounds all others."""
+        for (count, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
+            if seconds > self.best_objective * _WORTH_SIMULATING:
+                break
+            if number is not None and count != number:
+                continue
+            if (count, stages) not in self._simulations:
+                self._simulations[count, stages] = self._scheduled(self.costs(count), stages)
+            candidate = self._simulations[count, stages]
+            if candidate is not None:
+                self.best_objective = min(self.best_objective, candidate.weight)
+                yield candidate
 
     def _interleaved(
         self, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float], below_seconds: float, *, again: bool

@@ -121,6 +121,11 @@ class StageCosts:
         1]`."""
         return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
 
+    def expected(self, submesh: Submesh, in_flight: int, share: float = 1.0) -> np.ndarray:
+        """Estimated seconds of a microbatch of this share, both passes, the fastest way that fits memory: `[layers + 1,
+        layers + 1]`."""
+        return self.estimates.expected(self.solver.kind_of[submesh], in_flight, share)
+
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
         `inter_op.most_seconds`."""

@@ -166,6 +166,10 @@ class StageEstimates:
         table = self._table(kind, tuple(in_flight), share)
         return table.fastest, table.fastest_forward
 
+    def expected(self, kind: int, in_flight: int, share: float = 1.0) -> np.ndarray:
+        """Seconds of a microbatch of this share, the fastest estimate that fits memory: `[layers + 1, layers + 1]`."""
+        return self._table(kind, (in_flight,), share).fastest[0] / _PARTS_ALONE
+
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
         the program's: as if these took and kept that share of what its own do."""
