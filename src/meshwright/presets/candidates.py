@@ -18,8 +18,11 @@ from .families import (
 )
 from .preset import Preset
 
-# More stages are not tried.
-_MOST_STAGES = 8
+# More stages are not tried; or more than so many times those that a model needs to fit.
+_MOST_STAGES, _TIMES_NEEDED = 8, 4
+
+# Stages of each group of devices that are tried.
+_CHUNKS = (1, 2)
 
 
 def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
@@ -53,6 +56,31 @@ def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
         ranked.append((ranks[preset.family], preset.on(devices)))
         ranks[preset.family] += 1
     return tuple(preset for _, preset in sorted(ranked, key=lambda one: one[0]))
+
+
+def settings_for(cluster: Cluster, needed: int) -> tuple[Preset, ...]:
+    """Settings of Megatron-LM for models that need many stages, with all that it has for them: sequence parallelism, a
+    distributed optimizer, interleaved stages.
+
+    >>> from meshwright import load_cluster
+    >>> [str(preset) for preset in settings_for(load_cluster("p3.16xlarge:2"), 2)][:2]
+    ['megatron(tp=1, pp=2, dp=8, zero=1)', 'megatron(tp=1, pp=2, dp=8, zero=1, chunks=2)']
+
+    Args:
+      cluster: where the plans are to run.
+      needed: stages, that a device can hold its share of one.
+    """
+    devices, host = cluster.num_devices, min(host.devices for host in cluster.hosts)
+    most = min(devices, max(_MOST_STAGES, _TIMES_NEEDED * needed))
+    found = []
+    for stages in [n for n in range(2, most + 1) if devices % n == 0]:
+        for tensor in [n for n in _powers(host) if devices % (stages * n) == 0]:
+            zero = int(stages * tensor < devices)
+            found += [
+                megatron(tp=tensor, pp=stages, zero=zero, chunks=chunks, sequence_parallel=tensor > 1)
+                for chunks in _CHUNKS
+            ]
+    return tuple(preset.on(devices) for preset in found)
 
 
 def _powers(most: int) -> list[int]:

@@ -44,21 +44,24 @@ def parameter_server() -> Preset:
 
 
 def megatron(
-    *, tp: int | None = 1, pp: int = 1, dp: int | None = None, chunks: int = 1, sequence_parallel: bool = False
-) -> Preset:
+    *, tp: int | None = 1, pp: int = 1, dp: int | None = None, zero: int = 0, chunks: int = 1,
+    sequence_parallel: bool = False,
+) -> Preset:  # fmt: skip
     """Tensor, pipeline and data parallelism (Narayanan et al. 2021).
 
     Args:
       tp: devices that share every product.
       pp: stages, or groups of devices that share the stages.
       dp: devices among which the batch is split.
+      zero: 1 for optimizer state split over the data axis (its distributed optimizer), else 0.
       chunks: stages of each such group, interleaved.
       sequence_parallel: between products the sequence is split over the tensor devices.
 
     >>> str(megatron(tp=4, sequence_parallel=True))
     'megatron(tp=4, sequence_parallel=True)'
     """
-    return three_dimensional("megatron", tp, pp, dp, stage=0, chunks=chunks, sequence_parallel=sequence_parallel)
+    _check_one_of("zero", zero, (0, 1))
+    return three_dimensional("megatron", tp, pp, dp, stage=zero, chunks=chunks, sequence_parallel=sequence_parallel)
 
 
 def deepspeed_3d(*, tp: int | None = 1, pp: int = 1, dp: int | None = None, zero: int = 1) -> Preset:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 from ..errors import MemoryExceeded, PlanError
-from .candidates import candidates_for
+from .candidates import candidates_for, settings_for
+from .least import Floor
 from .planned import PlannedPreset, planned_preset
 from .preset import Preset
 from .prices import PresetPrices
@@ -43,12 +45,14 @@ def incumbent(
     tell("the best preset")
     # PipeDream's gradients are of older weights.
     presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
+    presets += [preset for preset in settings_for(prices.cluster, prices.needed_stages()) if preset not in presets]
     queue: list[tuple[float, int, int, int]] = []
+    floors: dict[Preset, Floor] = {}
     for number, preset in enumerate(presets):
         if late():
             break
         if remat is None or preset.remat in (None, remat):
-            least_of = _least(prices, preset, counts, remat)
+            least_of = _least(prices, preset, counts, remat, floors)
             queue += [(least, _BOUND, -count, number) for count, least in least_of.items()]
     heapq.heapify(queue)
     planned: dict[tuple[int, int], PlannedPreset] = {}
@@ -80,7 +84,9 @@ def incumbent(
     return None
 
 
-def _least(prices: PresetPrices, preset: Preset, counts: Sequence[int], remat: str | None) -> dict[int, float]:
+def _least(
+    prices: PresetPrices, preset: Preset, counts: Sequence[int], remat: str | None, floors: dict[Preset, Floor]
+) -> dict[int, float]:
     """Seconds that a preset takes at least, by the numbers of microbatches in which it may fit."""
     try:
         prices.check(preset)
@@ -89,10 +95,20 @@ def _least(prices: PresetPrices, preset: Preset, counts: Sequence[int], remat: s
     mine = [count for count in sorted(counts) if prices.allows(preset, count)]
     for fewest in mine:
         try:
-            floor = prices.floor(preset, fewest, remat=preset.remat or remat)
+            floor = _floor(prices, preset, fewest, preset.remat or remat, floors)
         except PlanError:
             continue  # some steps cannot be cut so
         limits = prices.limits(preset)
         found = {count: floor.step_seconds(count, limits) for count in mine if count >= fewest}
         return {count: least for count, least in found.items() if least < inf}
     return {}
+
+
+def _floor(prices: PresetPrices, preset: Preset, fewest: int, remat: str | None, floors: dict[Preset, Floor]) -> Floor:
+    """What a preset takes at least in so many microbatches or more; interleaved stages by what they are parts of."""
+    if preset.chunks == 1:
+        return prices.floor(preset, fewest, remat=remat)
+    whole = replace(preset, chunks=1, shown=())
+    if whole not in floors:
+        floors[whole] = prices.floor(whole, fewest, remat=remat)
+    return floors[whole].interleaved(preset)

@@ -81,6 +81,15 @@ class Way:
     constant_bytes: float
     kept_bytes: float
 
+    def part(self, share: float) -> Way:
+        """Of a part of the stage that is this share of it."""
+        one = self.seconds
+        seconds = StageLeast(
+            forward_seconds=share * one.forward_seconds, backward_seconds=share * one.backward_seconds,
+            once_seconds=share * one.once_seconds,
+        )  # fmt: skip
+        return Way(seconds=seconds, constant_bytes=share * self.constant_bytes, kept_bytes=share * self.kept_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
@@ -121,6 +130,15 @@ class Floor:
                 replace(one, forward_seconds=share * one.forward_seconds, backward_seconds=share * one.backward_seconds)
             )
         return least_step_seconds(found, ranks, microbatches)
+
+    def interleaved(self, preset: Preset) -> Floor:
+        """The same with each stage in several, which together take and keep no less.
+
+        Args:
+          preset: with more stages for each group of devices, and else the same.
+        """
+        parts = tuple(tuple(way.part(1 / preset.chunks) for way in ways) for ways in self.stages)
+        return Floor(preset=preset, microbatches=self.microbatches, stages=parts * preset.chunks)
 
 
 def microbatches_in_flight(preset: Preset, microbatches: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from ..cluster import Cluster
@@ -250,8 +250,16 @@ class PresetPrices:
             self.submeshes.check(place)
         return places
 
-    def least_bytes(self, preset: Preset) -> float:
-        """Bytes of parameters, gradients and optimizer state on the device that holds most, at least: its share."""
+    def needed_stages(self) -> int:
+        """How many stages there have to be for a device to hold its share of the state, where products are split over
+        the devices of a host and optimizer state over all."""
+        weights, optimizer = self._state()
+        usable = self.cluster.device.usable_memory_bytes - optimizer / self.cluster.num_devices
+        host = min(host.devices for host in self.cluster.hosts)
+        return ceil(weights / host / usable) if usable > 0 else self.cluster.num_devices
+
+    def _state(self) -> tuple[float, ...]:
+        """Bytes of parameters and their gradients, and of optimizer state."""
         if not self._state_bytes:
             program = self.any_program([1, 2])
             graph = program.graph
@@ -259,7 +267,11 @@ class PresetPrices:
                 sum(2 * graph.values[graph.inputs[p]].bytes for p in graph.parameters),
                 sum(info.optimizer_bytes for info in parameter_infos(program)),
             )
-        weights, optimizer = self._state_bytes
+        return self._state_bytes
+
+    def least_bytes(self, preset: Preset) -> float:
+        """Bytes of parameters, gradients and optimizer state on the device that holds most, at least: its share."""
+        weights, optimizer = self._state()
         split = preset.stages * preset.size("tensor") * preset.size("expert")
         storing = split * preset.size("batch")
         return weights / (storing if preset.zero == 3 else split) + optimizer / (storing if preset.zero else split)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -193,7 +194,7 @@ class _Builder:
         parameters: tuple[int, ...],
         losses: Sequence[int],
     ) -> tuple[Graph, Rules]:
-        smooth = [not is_key(a) and jax.numpy.issubdtype(a.dtype, jax.numpy.inexact) for a in self.avals]
+        smooth = [not is_key(a) and _is_inexact(a.dtype) for a in self.avals]
         sinks = [value for value in (outputs[i] for i in losses) if value is not None]
         differentiated = cotangents(
             [
@@ -212,7 +213,8 @@ class _Builder:
             )
 
         rules = Rules()
-        rules.prepare([(raw.equation, is_differentiated(raw)) for raw in self.raw if raw.equation is not None])
+        passed = [is_differentiated(raw) for raw in self.raw]
+        rules.prepare([(raw.equation, p) for raw, p in zip(self.raw, passed, strict=True) if raw.equation is not None])
         operators = []
         for index, raw in enumerate(self.raw):
             flops, matmul = equation_flops(raw.equation) if raw.equation is not None else (0.0, False)
@@ -225,7 +227,7 @@ class _Builder:
                     results=tuple(raw.results),
                     rule=self._link_rule(raw)
                     if raw.equation is None
-                    else rules.rule(raw.equation, differentiated=is_differentiated(raw)),
+                    else rules.rule(raw.equation, differentiated=passed[index]),
                     combine=None if raw.equation is None or is_call(raw.equation) else COMBINE.get(raw.name),
                     repeats=raw.repeats,
                     outer_repeats=raw.outer_repeats,
@@ -233,7 +235,7 @@ class _Builder:
                     region=raw.region,
                     flops=flops,
                     matmul=matmul,
-                    differentiated=is_differentiated(raw),
+                    differentiated=passed[index],
                     source=raw.source,
                 )
             )
@@ -241,7 +243,7 @@ class _Builder:
             Value(
                 index=index,
                 shape=tuple(aval.shape),
-                dtype=str(aval.dtype),
+                dtype=_name(aval.dtype),
                 itemsize=8.0 if is_key(aval) else _itemsize(aval.dtype),
                 differentiated=differentiated[index],
                 constant=not depends[index],
@@ -299,6 +301,18 @@ class _Builder:
                 return composer.rule([same] * len(raw.operands), [same] * len(raw.results))
 
 
+# A program has tens of thousands of values of a handful of dtypes, whose names NumPy makes anew each time.
+@lru_cache(maxsize=256)
+def _name(dtype: Any) -> str:
+    return str(dtype)
+
+
+@lru_cache(maxsize=256)
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+@lru_cache(maxsize=256)
 def _itemsize(dtype: Any) -> float:
     bits = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn": 4}.get(str(dtype))
     return bits / 8 if bits else float(dtype.itemsize)

@@ -124,15 +124,20 @@ def is_cheap(name: str) -> bool:
     return name not in _NOT_FUSED
 
 
-def kept_values(graph: Graph) -> set[int]:
+def kept_values(graph: Graph, *, rematerialised: bool = True) -> set[int]:
     """Values stored from the forward to the backward pass: the heads of the chains that derivatives read.
 
     A rematerialised region keeps what enters it, and nothing made inside.
+
+    Args:
+      graph: of the program.
+      rematerialised: whether regions are; if not, as if there were none.
     """
     kept: set[int] = set()
     seen: set[int] = set()
-    stack = [v for operator in graph.operators if operator.region is None for v in read_by_backward(graph, operator)]
-    for region in regions(graph).values():
+    plain = [operator for operator in graph.operators if operator.region is None or not rematerialised]
+    stack = [v for operator in plain for v in read_by_backward(graph, operator)]
+    for region in regions(graph).values() if rematerialised else ():
         made = {v for operator in region for v in operator.results}
         entering = {v for operator in region for v in operator.operands if v is not None and v not in made}
         stack += [source for v in sorted(entering) for source in _outside_scan(graph, v)]
@@ -146,7 +151,7 @@ def kept_values(graph: Graph) -> set[int]:
         if made_by is None:
             continue
         operator = graph.operators[made_by[0]]
-        if is_fusible(operator) and operator.region is None:
+        if is_fusible(operator) and (operator.region is None or not rematerialised):
             stack.extend(v for v in operator.operands if v is not None)
         else:
             kept.add(value)

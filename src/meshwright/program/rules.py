@@ -68,13 +68,15 @@ class Rules:
     def __init__(self) -> None:
         self._plain: dict[tuple[Any, ...], Rule] = {}
         self._rules: dict[tuple[Any, ...], Rule] = {}
+        # By identity: the pieces of a scan have the same equations. Who is in here lives as long.
+        self._signatures: dict[int, tuple[Equation, tuple[Any, ...]]] = {}
 
     def prepare(self, equations: Iterable[tuple[Equation, bool]]) -> None:
         """Analyse equations; the flag says whether a cotangent passes through."""
         wanted: dict[tuple[Any, ...], Equation] = {}
         for equation, differentiated in equations:
             for plain in self._plain_equations(equation, differentiated):
-                key = _signature(plain)
+                key = self._signature(plain)
                 if key in _SHARDY:
                     self._plain[key] = _SHARDY[key]
                 elif key not in self._plain:
@@ -118,7 +120,7 @@ class Rules:
 
     def rule(self, equation: Equation, *, differentiated: bool) -> Rule:
         """The rule of one equation, restricted to what can be executed on shards."""
-        key = (_signature(equation), differentiated)
+        key = (self._signature(equation), differentiated)
         if key not in self._rules:
             if is_call(equation) or equation.primitive.name == "scan" or is_remat(equation):
                 rule = self._call_rule(equation, differentiated)
@@ -134,6 +136,11 @@ class Rules:
                     rule = _top_k_rule(equation)
             self._rules[key] = rule
         return self._rules[key]
+
+    def _signature(self, equation: Equation) -> tuple[Any, ...]:
+        if id(equation) not in self._signatures:
+            self._signatures[id(equation)] = equation, _signature(equation)
+        return self._signatures[id(equation)][1]
 
     def _call_rule(self, equation: Equation, differentiated: bool) -> Rule:
         composer = Composer()

@@ -233,7 +233,10 @@ def give_what_is_left(
     """Solve the slowest stage of a rank again, in all that the others leave."""
     slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
     stage = stages[slowest]
-    others = sum(stages[n].option.tag.own_bytes(in_flight[n]) for n in rank if n != slowest)
+    options = {n: stages[n].option for n in rank if n != slowest}
+    others = sum(
+        o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes for n, o in options.items()
+    )
     option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
     if option is not None and option.seconds < stage.option.seconds:
         stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)

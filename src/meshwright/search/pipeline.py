@@ -406,11 +406,11 @@ class StageSearch:
     def _worth_simulating(self, number: int | None = None) -> Iterator[Candidate]:
         """The best finished plans, of so many microbatches or of any; what they take bounds all others."""
         for (count, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
-            if seconds > self.best_objective * _WORTH_SIMULATING:
-                break
             if number is not None and count != number:
                 continue
             if (count, stages) not in self._simulations:
+                if seconds > self.best_objective * _WORTH_SIMULATING:
+                    continue
                 self._simulations[count, stages] = self._scheduled(self.costs(count), stages)
             candidate = self._simulations[count, stages]
             if candidate is not None:

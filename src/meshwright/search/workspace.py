@@ -12,7 +12,7 @@ between two segments, and what collectives need, is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..program.graph import Graph
 from ..program.residuals import kept_values, regions
@@ -77,14 +77,17 @@ def computed_again(graph: Graph) -> dict[int, float]:
     inside = regions(graph)
     if not inside:
         return {}
-    kept = _kept_by_all(graph) - kept_values(graph)
+    kept = kept_values(graph, rematerialised=False) - kept_values(graph)
     segments = [{v: 1.0 for operator in region for v in operator.results if v in kept} for region in inside.values()]
     return {v: share for _, values in _largest(graph, enumerate(segments)) for v, share in values.items()}
 
 
 def _around(graph: Graph) -> dict[int, dict[int, float]]:
     """The operators around which the most bytes are there, and how much of each value."""
-    kept, parameters = _kept_by_all(graph), {graph.inputs[position] for position in graph.parameters}
+    kept, parameters = (
+        kept_values(graph, rematerialised=False),
+        {graph.inputs[position] for position in graph.parameters},
+    )
     found = []
     for operator in graph.operators:
         if operator.differentiated and not operator.is_link:
@@ -104,11 +107,6 @@ def _largest(graph: Graph, found: Iterable[tuple[int, dict[int, float]]]) -> lis
 
 def _size(graph: Graph, values: Mapping[int, float]) -> float:
     return sum(times * graph.values[value].bytes for value, times in values.items())
-
-
-def _kept_by_all(graph: Graph) -> set[int]:
-    """What would be kept were nothing computed again."""
-    return kept_values(replace(graph, operators=tuple(replace(one, region=None) for one in graph.operators)))
 
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:
