@@ -21,8 +21,8 @@ from .preset import Preset
 # More stages are not tried; or more than so many times those that a model needs to fit.
 _MOST_STAGES, _TIMES_NEEDED = 8, 4
 
-# Stages of each group of devices that are tried.
-_CHUNKS = (1, 2)
+# Stages of each group of devices that are tried, beside one for each layer.
+_CHUNKS = (1, 2, 4)
 
 
 def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
@@ -58,27 +58,29 @@ def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
     return tuple(preset for _, preset in sorted(ranked, key=lambda one: one[0]))
 
 
-def settings_for(cluster: Cluster, needed: int) -> tuple[Preset, ...]:
+def settings_for(cluster: Cluster, needed: int, layers: int) -> tuple[Preset, ...]:
     """Settings of Megatron-LM for models that need many stages, with all that it has for them: sequence parallelism, a
     distributed optimizer, interleaved stages.
 
     >>> from meshwright import load_cluster
-    >>> [str(preset) for preset in settings_for(load_cluster("p3.16xlarge:2"), 2)][:2]
+    >>> [str(preset) for preset in settings_for(load_cluster("p3.16xlarge:2"), 2, 8)][:2]
     ['megatron(tp=1, pp=2, dp=8, zero=1)', 'megatron(tp=1, pp=2, dp=8, zero=1, chunks=2)']
 
     Args:
       cluster: where the plans are to run.
       needed: stages, that a device can hold its share of one.
+      layers: of the model.
     """
     devices, host = cluster.num_devices, min(host.devices for host in cluster.hosts)
     most = min(devices, max(_MOST_STAGES, _TIMES_NEEDED * needed))
     found = []
-    for stages in [n for n in range(2, most + 1) if devices % n == 0]:
+    for stages in [n for n in range(2, min(most, layers) + 1) if devices % n == 0]:
+        each = sorted({chunks for chunks in (*_CHUNKS, layers // stages) if chunks * stages <= layers})
         for tensor in [n for n in _powers(host) if devices % (stages * n) == 0]:
             zero = int(stages * tensor < devices)
             found += [
                 megatron(tp=tensor, pp=stages, zero=zero, chunks=chunks, sequence_parallel=tensor > 1)
-                for chunks in _CHUNKS
+                for chunks in each
             ]
     return tuple(preset.on(devices) for preset in found)
 

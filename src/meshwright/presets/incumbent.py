@@ -13,11 +13,15 @@ from dataclasses import replace
 from math import inf
 
 from ..errors import MemoryExceeded, PlanError
+from ..program.equal_stages import main_scan
 from .candidates import candidates_for, settings_for
 from .least import Floor
 from .planned import PlannedPreset, planned_preset
 from .preset import Preset
 from .prices import PresetPrices
+
+# A bubble, as a share of the step, for which more stages are worth a look.
+_WORTH_CUTTING = 0.05
 
 # What is known of a preset in a number of microbatches; of equal seconds the most certain comes first.
 _PLANNED, _PRICED, _BOUND = range(3)
@@ -45,7 +49,8 @@ def incumbent(
     tell("the best preset")
     # PipeDream's gradients are of older weights.
     presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
-    presets += [preset for preset in settings_for(prices.cluster, prices.needed_stages()) if preset not in presets]
+    settings = settings_for(prices.cluster, prices.needed_stages(), _layers(prices, counts))
+    presets += [preset for preset in settings if preset not in presets]
     queue: list[tuple[float, int, int, int]] = []
     floors: dict[Preset, Floor] = {}
     for number, preset in enumerate(presets):
@@ -92,7 +97,7 @@ def _least(
         prices.check(preset)
     except PlanError:
         return {}
-    mine = [count for count in sorted(counts) if prices.allows(preset, count)]
+    mine = [count for count in sorted(counts) if prices.allows(preset, count) and _is_worth_cutting(preset, count)]
     for fewest in mine:
         try:
             floor = _floor(prices, preset, fewest, preset.remat or remat, floors)
@@ -102,6 +107,18 @@ def _least(
         found = {count: floor.step_seconds(count, limits) for count in mine if count >= fewest}
         return {count: least for count, least in found.items() if least < inf}
     return {}
+
+
+def _layers(prices: PresetPrices, counts: Sequence[int]) -> int:
+    """Trips of the scan that the program is; 1 for any other program."""
+    scan = main_scan(prices.any_program(counts))
+    return scan[1] if scan is not None else 1
+
+
+def _is_worth_cutting(preset: Preset, microbatches: int) -> bool:
+    """Whether half as many stages of each group of devices would leave a pipeline idle for more than this: many are
+    slow to look at."""
+    return preset.chunks <= 2 or (preset.stages - 1) * 2 / preset.chunks > _WORTH_CUTTING * microbatches
 
 
 def _floor(prices: PresetPrices, preset: Preset, fewest: int, remat: str | None, floors: dict[Preset, Floor]) -> Floor:

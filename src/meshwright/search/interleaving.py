@@ -32,6 +32,9 @@ from .submeshes import Submesh
 _CHUNKS = (2, 4)
 _MOST_CHUNKS = 8
 
+# Ranks with so many times the layers of the mean are about even.
+_ABOUT_EVEN = 1.05
+
 # Numbers of microbatches and of ranks that are tried.
 _MOST_INTERLEAVED = 8
 
@@ -41,7 +44,7 @@ _SUGGESTING = 3
 
 def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: int) -> tuple[int, ...]:
     """How many stages each rank may have, ascending: of a program that is one scan over its layers as many as can all
-    be of the same length.
+    be of the same length, or else as leave ranks about the same number of layers.
 
     Args:
       program: to be cut.
@@ -54,7 +57,12 @@ def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: in
     scan = main_scan(program.source)
     if scan is None:
         return _CHUNKS
-    return tuple(chunks for chunks in range(2, _MOST_CHUNKS + 1) if scan[1] % (ranks * chunks) == 0)
+    trips = scan[1]
+    equal = tuple(chunks for chunks in range(2, _MOST_CHUNKS + 1) if trips % (ranks * chunks) == 0)
+    if equal or -(-trips // ranks) * ranks > _ABOUT_EVEN * trips:
+        return equal
+    tries = sorted({*_CHUNKS, trips // ranks})
+    return tuple(chunks for chunks in tries if 1 < chunks <= _MOST_CHUNKS and chunks * ranks <= trips)
 
 
 class Interleaving:
@@ -234,9 +242,7 @@ def give_what_is_left(
     slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
     stage = stages[slowest]
     options = {n: stages[n].option for n in rank if n != slowest}
-    others = sum(
-        o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes for n, o in options.items()
-    )
+    others = sum(o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes for n, o in options.items())
     option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
     if option is not None and option.seconds < stage.option.seconds:
         stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)
