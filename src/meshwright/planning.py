@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +77,7 @@ def plan_for(
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
-    start = time.perf_counter()
+    start, tell = time.perf_counter(), _only_here(tell)
     check_refine(refine)
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     _check_types(where, pins, preset)
@@ -123,6 +124,12 @@ def plan_for(
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     return replace(found, plan=replace(found.plan, notes=notes), seconds=time.perf_counter() - start)
+
+
+def _only_here(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Told by this process alone: a copy of it has not the threads that show what is told."""
+    here = os.getpid()
+    return lambda text: tell(text) if os.getpid() == here else None
 
 
 def _any_stages(asked: PlanRequest) -> Planning:

@@ -1,6 +1,6 @@
 """`jax.distributed` under what `launch` needs of it: whether it is too late, what was detected, and whom it waits for.
 
-Connecting itself is public. Used of `jax._src`, the same in JAX 0.10 to 0.12: whether a backend exists, whether a
+Connecting itself is public. Used of `jax._src`, the same in JAX 0.10 to 0.12: which backends exist, whether a
 cluster environment (SLURM, Kubernetes, Open MPI, Cloud TPU) is detected, the coordinator's address that came of it, and
 the coordinator's key-value store.
 """
@@ -19,6 +19,11 @@ def is_connected() -> bool:
 def devices_are_in_use() -> bool:
     """Whether JAX has looked at its devices; after that it is too late to connect."""
     return xla_bridge.backends_are_initialized()
+
+
+def accelerators_are_in_use() -> bool:
+    """Whether JAX has opened devices other than the host's own."""
+    return xla_bridge.backends_are_initialized() and not set(xla_bridge.backends()) <= {"cpu", "interpreter"}
 
 
 def detected_cluster() -> str | None:

@@ -19,6 +19,7 @@ from math import inf, isfinite
 
 from ..errors import MemoryExceeded, PlanError
 from ..program.staged import merge_scans
+from .ahead import Ahead
 from .alternative import nearest
 from .candidate import Candidate, scheduled
 from .given_stages import of_layers, restricted, stages_of_like_work
@@ -30,6 +31,7 @@ from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .stage_costs import StageCosts
+from .stage_estimates import KnownParts
 from .stage_request import (
     INTERLEAVED,
     SIMULATED as SIMULATED,
@@ -59,6 +61,9 @@ _MOST_LABELS, _MANY_PLACES = 256, 400
 
 # Plans of the last run that are looked at again in a repeated search.
 _AGAIN = 3
+
+# Bounds that take this long to find are those of a search that pays to be shared.
+_LONG_SECONDS = 1.0
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
@@ -196,16 +201,27 @@ class StageSearch:
             if not self._probing:
                 expected = self._bounds.of_all(self.best_objective)
             self.unsearched = min(self.unsearched, self._bounds.given_up)
-        left, tried = sorted(self.counts, reverse=True), 0
-        begun_with: int | None = None  # where nothing is known the next finer number is the next best guess
-        refused: PlanError | None = None
+        left = sorted(self.counts, reverse=True)
         if bounded:
             for count in [count for count in left if not isfinite(expected[count])]:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
+        ahead = self._every_second(left, expected) if bounded and not self._probing and self._is_long else []
+        with Ahead(ahead, self._estimated) as others:
+            refused = self._search_each(left, expected, others, bounded=bounded)
+        if refused is not None and not self.costs.all:
+            raise refused
+
+    def _search_each(
+        self, left: list[int], expected: dict[int, float], others: Ahead, *, bounded: bool
+    ) -> PlanError | None:
+        """Look at these numbers of microbatches, in the order of what they promise; what was wrong with the first of
+        those into which the step cannot be cut."""
+        tried = 0
+        begun_with: int | None = None  # where nothing is known the next finer number is the next best guess
+        refused: PlanError | None = None
         while left:
-            near = min(self.finished, key=self.finished.__getitem__)[0] if self.finished else self._taken or begun_with
-            count = self._bounds.promising(left, expected, self.best_objective, near, first=not tried)
+            count = self._bounds.promising(left, expected, self.best_objective, self._near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
             if expected[count] > self.best_objective:
@@ -221,6 +237,7 @@ class StageSearch:
             if bounded and self._bounds.is_slower(count, self.best_objective):
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
                 continue
+            known = others.take(count)
             try:
                 costs = self.costs(count)
             except PlanError as error:
@@ -228,28 +245,70 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
+            costs.estimates.learn(known or {})
             tried += 1
-            crossings = costs.crossings()
             if not bounded:
                 costs.forget_estimates()
-            for order in ORDERS:
-                if _is_asked(order, self._schedules):
-                    for problem in self._problems(count, costs, order, crossings):
-                        if self.over:
-                            self.unsearched = min(self.unsearched, expected[count])
-                        else:
-                            self._refine(count, costs, problem, bounded=bounded)
+            for problem in self._problems_of(count, costs):
+                if self.over:
+                    self.unsearched = min(self.unsearched, expected[count])
+                else:
+                    self._refine(count, costs, problem, bounded=bounded)
             for _ in self._worth_simulating(count):
                 pass  # what it takes bounds other numbers
             self._bounds.searched.add(count)
             finer = [other for other in left if other > count]
             if bounded and finer and not self.over and not self._probing:
                 # What these take says more of finer ones than the fewest microbatches do.
-                known = self._bounds.told_by(costs, finer, self.best_objective)
+                told = self._bounds.told_by(costs, finer, self.best_objective)
                 self.unsearched = min(self.unsearched, self._bounds.given_up)
-                expected |= {other: max(expected[other], known[other]) for other in finer}
-        if refused is not None and not self.costs.all:
-            raise refused
+                expected |= {other: max(expected[other], told[other]) for other in finer}
+        return refused
+
+    def _near(self, otherwise: int | None = None) -> int | None:
+        """The number of microbatches around which to look: that of the best plan."""
+        if self.finished:
+            return min(self.finished, key=self.finished.__getitem__)[0]
+        return self._taken or otherwise
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether a search takes long enough to share it; what comes of it is the same."""
+        return time.perf_counter() - self.start > _LONG_SECONDS
+
+    def _every_second(self, left: Sequence[int], expected: Mapping[int, float]) -> list[int]:
+        """Of the numbers of microbatches that may be looked at, in their order, every second; they are traced."""
+        order: list[int] = []
+        rest = [count for count in left if expected[count] <= self.best_objective]
+        while rest:
+            order.append(
+                self._bounds.promising(rest, expected, self.best_objective, self._near(), first=not order)
+            )  # fmt: skip
+            rest.remove(order[-1])
+        found = []
+        for count in order[1::2]:
+            try:
+                self.request.by_microbatches[count]
+                found.append(count)
+            except PlanError:
+                continue  # who needs it finds that out again
+        return found
+
+    def _estimated(self, count: int) -> KnownParts:
+        """What is found out of parts where a number of microbatches is looked at for the first time."""
+        costs = self.costs(count)
+        for problem in self._problems_of(count, costs):
+            self._bound(costs, problem)
+            solve_inter_op(problem, beam=self.beam, upper_bound=self.best_objective * _WORTH_SIMULATING)
+        self._bounds.told_by(costs, [other for other in self.counts if other > count], self.best_objective)
+        return costs.estimates.known()
+
+    def _problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
+        """What to solve for a number of microbatches; for a split backward by what the others have found."""
+        crossings = costs.crossings()
+        for order in ORDERS:
+            if _is_asked(order, self._schedules):
+                yield from self._problems(count, costs, order, crossings)
 
     @property
     def beam(self) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,11 @@ _SAME = 1.01
 
 # What is summed up for a range, in this order. In a table the last is part of what is there throughout.
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
+
+
+# Of a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight: a row of a column
+# and its workspace.
+KnownParts = dict[tuple[Any, ...], tuple[tuple[float, ...], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +120,7 @@ class StageEstimates:
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
-        self._parts: dict[tuple[int, int, int, str, int, float], tuple[tuple[float, ...], float]] = {}
-        self._ladders: dict[tuple[int, int, int, str, float], list[SolvedStage | None]] = {}
+        self._parts: KnownParts = {}
         self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
@@ -140,6 +145,23 @@ class StageEstimates:
         """Estimate every range again, whatever it takes."""
         self._most = {}
         self._clear()
+
+    def known(self) -> KnownParts:
+        """What has been found out of parts, for estimates of the same program elsewhere; by the first part that is the
+        same."""
+        first: dict[int, int] = {}
+        for part in range(self._starts[-1]):
+            first.setdefault(self.solver.number(part, part + 1), part)
+        return {(first[number], *rest): found for (number, *rest), found in self._parts.items()}
+
+    def learn(self, known: KnownParts) -> None:
+        """Take over what estimates of the same program have found out, on kinds of submeshes that are numbered alike.
+
+        Args:
+          known: what they know.
+        """
+        for (part, *rest), found in known.items():
+            self._parts.setdefault((self.solver.number(part, part + 1), *rest), found)
 
     def _clear(self) -> None:
         self._tables.clear()
@@ -418,18 +440,19 @@ class StageEstimates:
 
     def _part(self, place: Place, remat: str, price: int, in_flight: float) -> tuple[tuple[float, ...], float]:
         """A part by itself at one price of memory (0 for none): a row of a column, and its workspace."""
-        key = (self.solver.number(place.first, place.last), place.kind, place.mesh, remat, price, in_flight)
-        if key not in self._parts:
-            self._parts[key] = self._solve_part(place, remat, price, in_flight)
-        return self._parts[key]
+        about = self.solver.number(place.first, place.last), place.kind, place.mesh, remat
+        if (*about, price, in_flight) not in self._parts:
+            # It may have nothing to compute again.
+            wish = remat if remat == "none" or self.solver.segments(place.first, place.last) else "none"
+            if price == 0:
+                solved = {0: self.solver.free(place, wish)}
+            else:
+                solved = dict(enumerate(self._ladder(place, wish, in_flight), start=1))
+            for rung, stage in solved.items():
+                self._parts[*about, rung, in_flight] = self._part_of(stage)
+        return self._parts[*about, price, in_flight]
 
-    def _solve_part(self, place: Place, remat: str, price: int, in_flight: float) -> tuple[tuple[float, ...], float]:
-        if remat == "layer" and self.solver.problem(place, remat) is None:
-            remat = "none"  # it has nothing to compute again
-        if price == 0:
-            stage = self.solver.free(place, remat)
-        else:
-            stage = self._ladder(place, remat, in_flight)[price - 1]
+    def _part_of(self, stage: SolvedStage | None) -> tuple[tuple[float, ...], float]:
         if stage is None:
             return (*(0.0,) * 8, 1.0), 0.0
         boundary, fixed = stage.boundary
@@ -442,12 +465,8 @@ class StageEstimates:
 
     def _ladder(self, place: Place, remat: str, in_flight: float) -> list[SolvedStage | None]:
         """A part by itself at all prices of memory."""
-        key = (self.solver.number(place.first, place.last), place.kind, place.mesh, remat, in_flight)
-        if key not in self._ladders:
-            unit = self._free_weight(place.kind, place.mesh) / self._usable(place.kind)
-            prices = [(price * unit, in_flight) for price in _PRICES]
-            self._ladders[key] = self.solver.priced(place, remat, prices)
-        return self._ladders[key]
+        unit = self._free_weight(place.kind, place.mesh) / self._usable(place.kind)
+        return self.solver.priced(place, remat, [(price * unit, in_flight) for price in _PRICES])
 
     def _free_weight(self, kind: int, number: int) -> float:
         """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""

@@ -1,0 +1,112 @@
+"""Work that a second process does ahead of time.
+
+A search looks at one number of microbatches after the other, and most of its time goes into what the parts of a program
+cost in each: numbers that follow from the program alone. A copy of this process finds out those of every second number
+while this one is at the one before. It sends what this process would have found out itself, so that plans are the same
+with it and without; where it cannot be, or comes to nothing, nothing is lost but time.
+
+Threads of a runtime do not survive in a copy: its work must not call JAX, and none is made beside accelerators that are
+open, in runs of several processes, or where there is but one core.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .._jax.distributed import accelerators_are_in_use, is_connected
+
+# Nobody waits longer for one piece of work.
+_MOST_SECONDS = 60.0
+
+
+def can_copy() -> bool:
+    """Whether a second process is of use, and safe."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return hasattr(os, "fork") and cores > 1 and not is_connected() and not accelerators_are_in_use()
+
+
+class Ahead:
+    """A copy of this process, at work. Use as a context: at its end the copy is gone.
+
+    Args:
+      keys: of the pieces of work, in the order in which they are done.
+      work: one of them, without JAX; what it returns is pickled.
+    """
+
+    def __init__(self, keys: Sequence[Hashable], work: Callable[[Any], Any]) -> None:
+        self._keys = list(keys) if can_copy() else []
+        self._found: dict[Hashable, Any] = {}
+        self._begun: set[Hashable] = set()
+        self._process = 0
+        if not self._keys:
+            return
+        # A byte for each: whether this process does it after all.
+        self._mine = mmap.mmap(-1, len(self._keys))
+        self._messages, sender = Pipe(duplex=False)
+        with warnings.catch_warnings():
+            # Of threads of this process, which the copy does not have and does not wait for.
+            warnings.simplefilter("ignore")
+            self._process = os.fork()
+        if not self._process:
+            self._work(work, sender)
+        sender.close()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._process:
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+            self._messages.close()
+            self._process = 0
+
+    def take(self, key: Hashable) -> Any:
+        """What came of a piece of work, if the copy has begun it; None if not, and then it never will.
+
+        Args:
+          key: of the work.
+        """
+        self._listen(0.0)
+        if key in self._begun and key not in self._found:
+            self._listen(_MOST_SECONDS, until=key)
+        if self._process and key in self._keys and key not in self._begun:
+            self._mine[self._keys.index(key)] = 1
+        return self._found.pop(key, None)
+
+    def _listen(self, seconds: float, until: Hashable = None) -> None:
+        """Hear what the copy has to say, for so long or until it has said this."""
+        while self._process and (until is None or until not in self._found):
+            try:
+                if not self._messages.poll(seconds):
+                    break
+                key, found = self._messages.recv()
+            except (EOFError, OSError, pickle.UnpicklingError):
+                self.__exit__()
+                break
+            if found is None:
+                self._begun.add(key)
+            else:
+                self._found[key] = found
+        if until is not None and until not in self._found:
+            self.__exit__()  # it hangs, or is gone
+
+    def _work(self, work: Callable[[Any], Any], sender: Connection) -> None:
+        """What the copy does; it never returns."""
+        gc.disable()  # what it would look at lies in pages that the two share
+        try:
+            for number, key in enumerate(self._keys):
+                if not self._mine[number]:
+                    sender.send((key, None))
+                    sender.send((key, work(key)))
+        finally:
+            os._exit(0)
