@@ -24,9 +24,11 @@ from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
 from .runtime.pipeline.stage_memory import StageMemory
+from .search.ahead import Ahead
 from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
-from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
+from .search.pipeline import BASE, SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
+from .search.stage_estimates import KnownParts
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
@@ -58,7 +60,7 @@ _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "infe
 
 def is_large(program: Program) -> bool:
     """Whether a search takes so long that it pays to see first what it misses of memory."""
-    return sum(operator.repeats for operator in program.graph.operators) > _SMALL_PROGRAM
+    return program.graph.runs > _SMALL_PROGRAM
 
 
 def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = float("inf")) -> Planning:
@@ -77,7 +79,8 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     if asked.preset is not None:
         return _plan_preset(asked, asked.preset)
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
-    known = best = best_under_presets(asked) if stages is None and not isfinite(faster_than_seconds) else None
+    known, told = _begun(asked, orders) if stages is None and not isfinite(faster_than_seconds) else (None, {})
+    best = known
     refused: Exception | None = None
     solve_seconds = best.solve_seconds if best is not None else 0.0
     nothing: NothingFaster | None = None
@@ -86,7 +89,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         try:
             found = _plan_in_order(
                 replace(asked, cluster=order.cluster), stages, faster_than_seconds=least,
-                begin_with=known.plan.microbatches if known is not None else None,
+                begin_with=known.plan.microbatches if known is not None else None, told=told,
             )  # fmt: skip
         except (NothingFaster, MemoryExceeded) as error:
             refused = refused or error
@@ -111,6 +114,39 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     raise refused
 
 
+def _begun(asked: PlanRequest, orders: Sequence[HostOrder]) -> tuple[Planning | None, KnownParts]:
+    """The best plan under any preset; and what a copy of this process has found out meanwhile, of what a search for
+    stages asks first."""
+    programs = _Programs(asked, None, _counts(asked))
+    if len(orders) > 1 or not is_large(programs.any.source):
+        return best_under_presets(asked), {}
+    search = StageSearch(_request(asked, None, programs))
+    with Ahead(BASE, lambda key: search.of_base(key, MissedMemory(MARGIN))) as others:
+        known = best_under_presets(asked)
+        if known is None:
+            return None, {}
+        # What is fastest has to be known in any case, bounds as far as they go.
+        return known, (others.take(BASE[0]) or {}) | (others.take(BASE[1], wait=False) or {})
+
+
+def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:
+    """What is asked of the stage search.
+
+    Raises:
+      PlanError: if pins or meshes are not of the step and the cluster.
+    """
+    first = programs.any
+    source = first.source
+    asked.pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
+    _check_mesh(asked, stages)
+    schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
+    return StageRequest(
+        programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, pins=asked.pins,
+        remat=asked.remat, submeshes=asked.submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
+        time_limit_seconds=asked.time_limit_seconds,
+    )  # fmt: skip
+
+
 def _in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
     """A plan for the cluster in another order of its hosts as one for the cluster itself."""
     stages = [replace(stage, devices=tuple(order.devices[d] for d in stage.devices)) for stage in plan.stages]
@@ -118,7 +154,7 @@ def _in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
 
 
 def _plan_in_order(
-    asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None
+    asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None, told: KnownParts
 ) -> Planning:
     """The fastest plan whose stages follow the hosts in their order.
 
@@ -126,20 +162,14 @@ def _plan_in_order(
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, until it fits: what is missed is known before all numbers are searched.
     """
-    cluster, pins = asked.cluster, asked.pins
     programs = _Programs(asked, stages, _counts(asked))
-    first = programs.any
-    source = first.source
-    pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
-    schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
-    _check_mesh(asked, stages)
-    request = StageRequest(
-        programs=programs, parameters=parameter_infos(source), cluster=cluster, pins=pins, remat=asked.remat,
-        submeshes=asked.submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
-        time_limit_seconds=asked.time_limit_seconds, faster_than_seconds=faster_than_seconds,
+    request = replace(
+        _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, begin_with),
     )  # fmt: skip
+    schedules = request.schedules
     search = StageSearch(request)
+    search.costs.learn_base(told)
     missed = MissedMemory(MARGIN)
     solve_seconds = 0.0
     leanest = float("inf")
@@ -148,7 +178,7 @@ def _plan_in_order(
     kept: Planning | None = None
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
-    probes = _PROBES if free and len(programs) > 1 and is_large(source) else 0
+    probes = _PROBES if free and len(programs) > 1 and is_large(programs.any.source) else 0
     # Their plans take something else than what the search says.
     retimed = asked.schedule in _SEARCHED
     late, least = 0, 0.0
@@ -193,7 +223,7 @@ def _plan_in_order(
         elif asked.schedule == "pipedream" and len(plan.stages) > 1:
             plan = _asynchronous(plan, result.program.graph)
         asked.tell("predicting memory")
-        plan = written_out(plan, result.program, cluster.device.platform, known=known)
+        plan = written_out(plan, result.program, asked.cluster.device.platform, known=known)
         peaks, usable = held_bytes(plan), usable_bytes(plan)
         leanest = min(leanest, MARGIN * max(peaks))
         if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):

@@ -136,6 +136,11 @@ class Graph:
         return {value: tuple(users) for value, users in found.items()}
 
     @cached_property
+    def runs(self) -> int:
+        """How many operators one evaluation runs."""
+        return sum(operator.repeats for operator in self.operators)
+
+    @cached_property
     def flops(self) -> float:
         """Matrix-product and convolution FLOPs of one forward evaluation."""
         return sum(op.flops * op.repeats for op in self.operators if op.matmul)

@@ -70,14 +70,15 @@ class Ahead:
             self._messages.close()
             self._process = 0
 
-    def take(self, key: Hashable) -> Any:
+    def take(self, key: Hashable, *, wait: bool = True) -> Any:
         """What came of a piece of work, if the copy has begun it; None if not, and then it never will.
 
         Args:
           key: of the work.
+          wait: until it is done.
         """
         self._listen(0.0)
-        if key in self._begun and key not in self._found:
+        if wait and key in self._begun and key not in self._found:
             self._listen(_MOST_SECONDS, until=key)
         if self._process and key in self._keys and key not in self._begun:
             self._mine[self._keys.index(key)] = 1

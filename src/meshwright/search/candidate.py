@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from ..program.staged import StagedProgram, merge_scans
 from .alternative import one_stage_words, stages_words
 from .inter_op_problem import PlacedStage
-from .stage_costs import StageCosts
+from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, SIMULATED
 from .stage_solver import SolvedStage
 from .staged_timing import WORTH_SPLITTING, Scheduled, StagedTiming, best_schedule, staged_timing
@@ -73,3 +74,36 @@ def scheduled(
     return Candidate(
         seconds=found.timeline.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=found
     )  # fmt: skip
+
+
+def merged(
+    best: Candidate,
+    costs_of: Callable[[StagedProgram], StageCosts],
+    schedule: Callable[..., Candidate | None],
+) -> Candidate | None:
+    """The same plan with the pieces of a scan that lie in one stage made one scan again; None if it does not fit so.
+
+    Args:
+      best: the plan.
+      costs_of: of another program.
+      schedule: the candidate of costs and stages, `chunks` a rank.
+    """
+    program = best.costs.program
+    bounds = [program.layers[stage.first][0] for stage in best.stages[1:]]
+    if not program.scan_splits:
+        return best
+    whole = merge_scans(program, bounds)
+    # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
+    costs = costs_of(whole if whole is not None else replace(program, piece_starts={}))
+    stages = []
+    chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
+    for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
+        first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
+        option = costs.adopted(stage.option, first, last)
+        if option is None:
+            limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers))
+            option = solved_in_turn(costs, first, last, stage.submesh, in_flight, chunks, limit)
+        if option is None:
+            return None
+        stages.append(PlacedStage(first, last, stage.submesh, option))
+    return schedule(costs, tuple(stages), chunks=chunks)

@@ -22,10 +22,9 @@ from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from ..schedule import interleaved_one_f_one_b
 from .candidate import Candidate
-from .inter_op_problem import Option, PlacedStage
-from .stage_costs import StageCosts, option_of
+from .inter_op_problem import PlacedStage
+from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, StageRequest
-from .stage_solver import SolvedStage, in_turn
 from .submeshes import Submesh
 
 # Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
@@ -218,21 +217,6 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
             for rank, limit in enumerate(limits):
                 give_what_is_left(costs, stages, range(rank, count, ranks), own, limit)
             yield tuple(stages)
-
-
-def solved_in_turn(
-    costs: StageCosts, first: int, last: int, place: Submesh, in_flight: int, chunks: int, limit_bytes: float
-) -> Option | None:
-    """The fastest way to run a range as one of so many stages of its devices, in its share of their memory."""
-
-    def solve(limit: float) -> SolvedStage | None:
-        option = costs.solve_within(first, last, place, in_flight, limit)
-        return option.tag if option is not None else None
-
-    if chunks == 1:
-        return costs.solve_within(first, last, place, in_flight, limit_bytes)
-    solved = in_turn(solve, in_flight, chunks, limit_bytes)
-    return option_of(solved) if solved is not None else None
 
 
 def give_what_is_left(

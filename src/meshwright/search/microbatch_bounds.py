@@ -101,6 +101,19 @@ class MicrobatchBounds:
             found |= self.told_by(source, [n for n in self._costs.counts if first <= n < last], best_seconds)
         return found
 
+    def of(self, count: int, best_seconds: float) -> float:
+        """Seconds that a number of microbatches takes at least, as those say that have been searched and are no more
+        than these; infinite as in `of_all`.
+
+        Args:
+          count: the number.
+          best_seconds: of the best plan that is known.
+        """
+        fewer = [costs for costs in self._costs.all if costs.program.microbatches in self.searched]
+        fewer = [costs for costs in fewer if costs.program.microbatches <= count]
+        source = max(fewer, key=lambda costs: costs.program.microbatches, default=self._costs.base)
+        return self.told_by(source, [count], best_seconds)[count]
+
     def told_by(self, costs: StageCosts | None, counts: Sequence[int], best_seconds: float) -> dict[int, float]:
         """The same of multiples of a number of microbatches, as that one says.
 

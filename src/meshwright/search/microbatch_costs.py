@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..errors import PlanError
+from ..errors import MemoryExceeded, PlanError
 from ..program.staged import StagedProgram
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .stage_costs import StageCosts
-from .stage_request import StageRequest, check_layers
+from .stage_estimates import KnownParts
+from .stage_request import StageRequest, check_layers, nothing_fits
 from .submeshes import Submesh, Submeshes
 
 
@@ -58,6 +59,17 @@ class MicrobatchCosts:
             return self(self.counts[0])
         except PlanError:
             return None
+
+    def learn_base(self, known: KnownParts) -> None:
+        """Take over what another search of the same request has found out of parts in the fewest microbatches."""
+        if known and (base := self.base) is not None:
+            base.estimates.learn(known)
+
+    def nothing_fits(self) -> MemoryExceeded:
+        """What to say where no plan fits."""
+        usable = self._request.cluster.device.usable_memory_bytes
+        left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
+        return nothing_fits(self._request, left, min(costs.least_bytes() for costs in self.all))
 
     @property
     def all(self) -> list[StageCosts]:

@@ -17,16 +17,17 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
 
-from ..errors import MemoryExceeded, PlanError
-from ..program.staged import merge_scans
+from ..errors import PlanError
+from ..program.staged import StagedProgram
 from .ahead import Ahead
 from .alternative import nearest
-from .candidate import Candidate, scheduled
-from .given_stages import of_layers, restricted, stages_of_like_work
+from .candidate import Candidate, merged, scheduled
+from .given_stages import restricted, stages_of_like_work
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
+from .inter_op_costs import least_share_split, problem_of
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
-from .interleaving import Interleaving, solved_in_turn
+from .interleaving import Interleaving
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
@@ -38,8 +39,9 @@ from .stage_request import (
     StageRequest as StageRequest,
     check_request,
     check_room,
-    nothing_fits,
+    is_asked,
     placements,
+    schedules_for,
 )
 from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .staged_plan import assemble
@@ -53,6 +55,9 @@ _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 # An estimated plan may turn out to take this much longer: less is tried first.
 _ESTIMATE_SLACK = (1.1, 1.5)
 
+# What is found out in the fewest microbatches, in this order.
+BASE = ("fastest", "bounds")
+
 # What is said of numbers of microbatches and orders that are out of the question.
 _NOTHING = "nothing that fits or is as fast"
 
@@ -62,8 +67,8 @@ _MOST_LABELS, _MANY_PLACES = 256, 400
 # Plans of the last run that are looked at again in a repeated search.
 _AGAIN = 3
 
-# Bounds that take this long to find are those of a search that pays to be shared.
-_LONG_SECONDS = 1.0
+# The search of a program that runs so many operators pays to be shared with a second process.
+_LONG_PROGRAM = 1200
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
@@ -163,13 +168,13 @@ class StageSearch:
             self._search(bounded=False)
             best = self._simulate(None)
         if best is None:
-            raise self._nothing_fits()
+            raise self.costs.nothing_fits()
         searched, taken = best.costs, best.words(best.scheduled.name)
         self._taken = searched.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
-        best = self._merged(best)
+        best = merged(best, self._costs_of, self._scheduled)
         if best is None:
-            raise self._nothing_fits()
+            raise self.costs.nothing_fits()
         gap = max(1 - self.unsearched / best.seconds, 0.0) if best.seconds > 0 else 0.0
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
@@ -180,6 +185,22 @@ class StageSearch:
             alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
 
+    def of_base(self, what: str, reserve: Callable[[int], MemoryReserve]) -> KnownParts:
+        """What is found out of parts in the fewest microbatches before any plan is known.
+
+        Args:
+          what: of `BASE`: the fastest way to run each, or bounds of all numbers of microbatches too.
+          reserve: as of `run`.
+        """
+        self.costs.reserve = reserve
+        if (base := self.costs.base) is None:
+            return {}
+        for place in self.places:
+            base.least(place)
+        if what == BASE[1]:
+            self._bounds.of_all(inf)
+        return base.estimates.known()
+
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
         for (number, stages), _ in sorted(last.items(), key=lambda one: one[1])[:_AGAIN]:
@@ -187,10 +208,10 @@ class StageSearch:
             found = self._order_of[number, stages]
             # What a split backward takes is a guess, and bounds nothing.
             for order in (found,) if found != "zero_bubble" else ORDERS:
-                if _is_asked(order, self._schedules):
+                if is_asked(order, self._schedules):
                     count = len(stages) if order == "zero_bubble" else self.request.stage_count
                     problem = replace(self._problem(costs, order, costs.crossings()), num_stages=count)
-                    self._solve(costs, problem, stages)
+                    costs.solve_all(problem, stages)
                     self._keep(number, costs, problem, stages)
         return self._simulate(None, suggesting=last) if last else None
 
@@ -198,7 +219,7 @@ class StageSearch:
         expected = dict.fromkeys(self.counts, 0.0)
         if bounded:
             self._bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
-            if not self._probing:
+            if not self._probing and self._near() is None:
                 expected = self._bounds.of_all(self.best_objective)
             self.unsearched = min(self.unsearched, self._bounds.given_up)
         left = sorted(self.counts, reverse=True)
@@ -224,6 +245,9 @@ class StageSearch:
             count = self._bounds.promising(left, expected, self.best_objective, self._near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
+            if bounded and not self._probing and expected[count] <= self.best_objective:
+                expected[count] = max(expected[count], self._bounds.of(count, self.best_objective))
+                self.unsearched = min(self.unsearched, self._bounds.given_up)
             if expected[count] > self.best_objective:
                 least = expected[count]
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
@@ -257,12 +281,6 @@ class StageSearch:
             for _ in self._worth_simulating(count):
                 pass  # what it takes bounds other numbers
             self._bounds.searched.add(count)
-            finer = [other for other in left if other > count]
-            if bounded and finer and not self.over and not self._probing:
-                # What these take says more of finer ones than the fewest microbatches do.
-                told = self._bounds.told_by(costs, finer, self.best_objective)
-                self.unsearched = min(self.unsearched, self._bounds.given_up)
-                expected |= {other: max(expected[other], told[other]) for other in finer}
         return refused
 
     def _near(self, otherwise: int | None = None) -> int | None:
@@ -274,7 +292,7 @@ class StageSearch:
     @property
     def _is_long(self) -> bool:
         """Whether a search takes long enough to share it; what comes of it is the same."""
-        return time.perf_counter() - self.start > _LONG_SECONDS
+        return self.costs.base is not None and self.costs.base.program.source.graph.runs > _LONG_PROGRAM
 
     def _every_second(self, left: Sequence[int], expected: Mapping[int, float]) -> list[int]:
         """Of the numbers of microbatches that may be looked at, in their order, every second; they are traced."""
@@ -296,18 +314,19 @@ class StageSearch:
 
     def _estimated(self, count: int) -> KnownParts:
         """What is found out of parts where a number of microbatches is looked at for the first time."""
+        if self._bounds.of(count, self.best_objective) > self.best_objective:
+            return {}
         costs = self.costs(count)
         for problem in self._problems_of(count, costs):
             self._bound(costs, problem)
             solve_inter_op(problem, beam=self.beam, upper_bound=self.best_objective * _WORTH_SIMULATING)
-        self._bounds.told_by(costs, [other for other in self.counts if other > count], self.best_objective)
         return costs.estimates.known()
 
     def _problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
         """What to solve for a number of microbatches; for a split backward by what the others have found."""
         crossings = costs.crossings()
         for order in ORDERS:
-            if _is_asked(order, self._schedules):
+            if is_asked(order, self._schedules):
                 yield from self._problems(count, costs, order, crossings)
 
     @property
@@ -329,7 +348,7 @@ class StageSearch:
             worth = self.best_objective * _WORTH_SIMULATING
             known = {
                 len(stages) for (n, stages), s in self.finished.items()
-                if n == microbatches and s * _least_share_split(len(stages), n) <= worth
+                if n == microbatches and s * least_share_split(len(stages), n) <= worth
             }  # fmt: skip
             counts = {times * count for count in known for times in (1, 2)}
         return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
@@ -340,13 +359,7 @@ class StageSearch:
 
     @cached_property
     def _schedules(self) -> tuple[str, ...]:
-        """Those asked for, but for a split backward where it cannot be split: a scan makes its weight gradients with
-        its cotangents, and putting off their sum would keep the gradients of a whole stage for every microbatch."""
-        asked = tuple(self.request.schedules)
-        base = self.costs.base
-        if base is None or not base.program.scan_splits or self._only_splits:
-            return asked
-        return tuple(name for name in asked if name != "zero_bubble")
+        return schedules_for(self.request, self.costs.base.program if self.costs.base is not None else None)
 
     def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
         """Search, solve what the best plan uses, and search again until it uses nothing else."""
@@ -359,7 +372,7 @@ class StageSearch:
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
-            left = self._solve(costs, problem, found.stages)
+            left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
             least = found.lower_bound
@@ -391,41 +404,18 @@ class StageSearch:
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
     ) -> InterOpProblem:
-        """What to solve, in microbatches of this share of those of the program."""
-        request = self.request
-        problem = InterOpProblem(
-            layers=len(costs.program.layers),
-            devices=request.cluster.num_devices,
-            submeshes=self.places,
-            options=costs.options if share == 1 else costs.shared_options(share),
-            crossings=crossings,
-            transfer_seconds=self.submeshes.transfer_seconds,
-            microbatches=round(costs.program.microbatches / share),
-            limit_bytes=costs.limit_bytes,
-            order=order,
-            num_stages=request.stage_count,
-            least=lambda submesh: costs.least(submesh, share),
-            fastest=lambda submesh, in_flight: costs.fastest(submesh, in_flight, share),
-        )
-        return problem if request.layers is None else of_layers(problem, request.layers)
+        return problem_of(self.request, self.places, costs, order, crossings, share)
 
-    def _solve(self, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> int:
-        """Solve what is not; how many there were."""
-        count = 0
-        for place, stage in enumerate(reversed(stages), start=1):
-            in_flight = problem.in_flight(place)
-            if not costs.is_solved(stage.first, stage.last, stage.submesh, in_flight):
-                costs.solve(stage.first, stage.last, stage.submesh, in_flight)
-                count += 1
-        return count
+    def _costs_of(self, program: StagedProgram) -> StageCosts:
+        """Of a program cut in another way, in the memory that there is for its number of microbatches."""
+        costs = self.costs.of_program(program)
+        costs.reserve(self.costs.reserve(program.microbatches))
+        return costs
 
     def _keep(self, number: int, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> None:
         """Remember the best way to run these stages, if all of them are solved."""
         chain = {(s.first, s.last, s.submesh) for s in stages}
-        if any(
-            not costs.is_solved(s.first, s.last, s.submesh, problem.in_flight(place))
-            for place, s in enumerate(reversed(stages), start=1)
-        ):
+        if costs.unsolved(problem, stages):
             return
         fixed = restricted(problem, chain, len(stages))
         found = solve_inter_op(fixed, upper_bound=self.best_objective * _WORTH_SIMULATING)
@@ -498,40 +488,3 @@ class StageSearch:
             for words, seconds in found.all_schedules():
                 self.simulated[words] = min(seconds, self.simulated.get(words, inf))
         return found
-
-    def _merged(self, best: Candidate) -> Candidate | None:
-        """The same plan with the pieces of a scan that lie in one stage made one scan again."""
-        program = best.costs.program
-        bounds = [program.layers[stage.first][0] for stage in best.stages[1:]]
-        if not program.scan_splits:
-            return best
-        whole = merge_scans(program, bounds)
-        # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
-        costs = self.costs.of_program(whole if whole is not None else replace(program, piece_starts={}))
-        costs.reserve(self.costs.reserve(program.microbatches))
-        stages = []
-        chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
-        for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
-            first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
-            option = costs.adopted(stage.option, first, last)
-            if option is None:
-                limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers))
-                option = solved_in_turn(costs, first, last, stage.submesh, in_flight, chunks, limit)
-            if option is None:
-                return None
-            stages.append(PlacedStage(first, last, stage.submesh, option))
-        return self._scheduled(costs, tuple(stages), chunks=chunks)
-
-    def _nothing_fits(self) -> MemoryExceeded:
-        usable = self.request.cluster.device.usable_memory_bytes
-        left = max(self.costs.reserve(count).limit(usable, last=False) for count in self.counts)
-        return nothing_fits(self.request, left, min(costs.least_bytes() for costs in self.costs.all))
-
-
-def _least_share_split(stages: int, microbatches: int) -> float:
-    """What a step takes with a split backward, of what it takes with a whole one: a third of the bubble of 1F1B."""
-    return (microbatches + (stages - 1) / 3) / (microbatches + stages - 1)
-
-
-def _is_asked(order: Order, schedules: Sequence[str]) -> bool:
-    return order in schedules or (order == "eager_one_f_one_b" and "adaptive" in schedules)

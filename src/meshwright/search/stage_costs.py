@@ -15,14 +15,14 @@ from dataclasses import replace
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op_problem import Crossing, Option
+from .inter_op_problem import Crossing, InterOpProblem, Option, PlacedStage
 from .intra_op import ParameterInfo
 from .memory_reserve import MemoryReserve
 from .pins import Pins
 from .program_parts import in_parts
 from .stage_estimates import StageEstimates, best_of
 from .stage_segments import stage_segments
-from .stage_solver import Kinds, Place, SolvedStage, StageSolver, WantedMesh
+from .stage_solver import Kinds, Place, SolvedStage, StageSolver, WantedMesh, in_turn
 from .submeshes import Submesh, Submeshes
 
 
@@ -255,6 +255,18 @@ class StageCosts:
         known[in_flight] = best_of(found)
         return known[in_flight]
 
+    def unsolved(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> list[tuple[PlacedStage, int]]:
+        """Of these stages those that are not solved, with the microbatches that are in flight at their places."""
+        placed = [(stage, problem.in_flight(place)) for place, stage in enumerate(reversed(stages), start=1)]
+        return [(s, count) for s, count in placed if not self.is_solved(s.first, s.last, s.submesh, count)]
+
+    def solve_all(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> int:
+        """Solve what is not; how many there were."""
+        left = self.unsolved(problem, stages)
+        for stage, in_flight in left:
+            self.solve(stage.first, stage.last, stage.submesh, in_flight)
+        return len(left)
+
     def solve_within(
         self, first: int, last: int, submesh: Submesh, in_flight: int, limit_bytes: float
     ) -> Option | None:
@@ -296,3 +308,18 @@ def option_of(stage: SolvedStage) -> Option:
         in_flight_bytes=seconds.in_flight_bytes,
         tag=stage,
     )
+
+
+def solved_in_turn(
+    costs: StageCosts, first: int, last: int, submesh: Submesh, in_flight: int, chunks: int, limit_bytes: float
+) -> Option | None:
+    """The fastest way to run a range as one of so many stages of its devices, in its share of their memory."""
+
+    def solve(limit: float) -> SolvedStage | None:
+        option = costs.solve_within(first, last, submesh, in_flight, limit)
+        return option.tag if option is not None else None
+
+    if chunks == 1:
+        return costs.solve_within(first, last, submesh, in_flight, limit_bytes)
+    solved = in_turn(solve, in_flight, chunks, limit_bytes)
+    return option_of(solved) if solved is not None else None

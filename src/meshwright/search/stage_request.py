@@ -73,6 +73,25 @@ class StageRequest:
         return self.stages if told is None else len(told)
 
 
+def is_asked(order: str, schedules: Sequence[str]) -> bool:
+    """Whether some schedule of these runs stages in an order."""
+    return order in schedules or (order == "eager_one_f_one_b" and "adaptive" in schedules)
+
+
+def schedules_for(request: StageRequest, program: StagedProgram | None) -> tuple[str, ...]:
+    """Those asked for, but for a split backward where it cannot be split: a scan makes its weight gradients with its
+    cotangents, and putting off their sum would keep the gradients of a whole stage for every microbatch.
+
+    Args:
+      request: of the search.
+      program: in any number of microbatches; None where there is none.
+    """
+    asked = tuple(request.schedules)
+    if program is None or not program.scan_splits or set(asked) == {"zero_bubble"}:
+        return asked
+    return tuple(name for name in asked if name != "zero_bubble")
+
+
 def check_request(request: StageRequest) -> None:
     """Refuse a request that makes no sense.
 
