@@ -124,38 +124,43 @@ def is_cheap(name: str) -> bool:
     return name not in _NOT_FUSED
 
 
-def kept_values(graph: Graph, *, rematerialised: bool = True) -> set[int]:
+def kept_values(graph: Graph) -> set[int]:
     """Values stored from the forward to the backward pass: the heads of the chains that derivatives read.
 
     A rematerialised region keeps what enters it, and nothing made inside.
-
-    Args:
-      graph: of the program.
-      rematerialised: whether regions are; if not, as if there were none.
     """
+    return _kept(graph)[0]
+
+
+def kept_inputs(graph: Graph) -> set[int]:
+    """The inputs of the graph that are read in the backward pass, or are heads of chains that are."""
+    return _kept(graph)[1]
+
+
+def _kept(graph: Graph) -> tuple[set[int], set[int]]:
+    """Values that are stored, and inputs that stay."""
     kept: set[int] = set()
     seen: set[int] = set()
-    plain = [operator for operator in graph.operators if operator.region is None or not rematerialised]
-    stack = [v for operator in plain for v in read_by_backward(graph, operator)]
-    for region in regions(graph).values() if rematerialised else ():
+    stack = [v for operator in graph.operators if operator.region is None for v in read_by_backward(graph, operator)]
+    for region in regions(graph).values():
         made = {v for operator in region for v in operator.results}
         entering = {v for operator in region for v in operator.operands if v is not None and v not in made}
         stack += [source for v in sorted(entering) for source in _outside_scan(graph, v)]
     inputs = set(graph.inputs)
     while stack:
         value = stack.pop()
-        if value in seen or value in inputs or graph.values[value].constant:
+        if value in seen or graph.values[value].constant:
             continue
         seen.add(value)
         made_by = graph.producer.get(value)
         if made_by is None:
             continue
         operator = graph.operators[made_by[0]]
-        if is_fusible(operator) and (operator.region is None or not rematerialised):
+        if is_fusible(operator) and operator.region is None:
             stack.extend(v for v in operator.operands if v is not None)
         else:
             kept.add(value)
-    return kept
+    return kept, seen & inputs
 
 
 def _outside_scan(graph: Graph, value: int) -> list[int]:

@@ -18,6 +18,7 @@ from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.cut import Cut
 from ..program.graph import Graph, Operator
+from ..program.residuals import kept_inputs
 from ..sharding import Spec, convert
 from ..solve import Problem, Solution
 from .choices import ParameterChoice
@@ -25,7 +26,7 @@ from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
 from .priced import PricedProblem
-from .workspace import Workspace
+from .workspace import Moment, Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
@@ -120,9 +121,11 @@ class StageProblem(IntraOpProblem):
         self._throughout = [size if n in constant else np.zeros_like(size) for n, size in enumerate(self._bytes)]
         self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
         kept = [np.zeros_like(size) if n in constant else size for n, size in enumerate(self._bytes)]
+        stays = kept_inputs(graph)
         for value in self._received:
-            # The whole program's inputs are there for all microbatches; what is received, for those in flight.
-            kept[self.input_node[value]] = kept[self.input_node[value]] / microbatches
+            # The whole program's inputs are there for all microbatches; what is received, for those in flight, unless
+            # only the forward pass reads it: a loop keeps its carry itself.
+            kept[self.input_node[value]] = kept[self.input_node[value]] / microbatches * (value in stays)
         self._kept_by_node = kept
 
     def forward_runs_of(self, value: int, operator: Operator) -> int:
@@ -136,29 +139,11 @@ class StageProblem(IntraOpProblem):
         rows = [np.zeros_like(row) for row in self._bytes]
         if workspace is None:
             return rows
-        graph = self.graph
-        for value, share in workspace.again.items():
-            if value not in self._defines:
-                continue
-            node, specs = self._defines[value]
-            readers = [(self.operator_node[o], o, at) for o, at in graph.consumers[value] if o in self.operator_node]
-            if shared := (value in self.shared_node or not readers):
-                rows[node] += share * self.local_bytes(value, specs)
-                readers = [one for one in readers if self.reads_gathered(graph.operators[one[1]], value)]
-            for reader, _, at in readers[:1]:
-                wanted = [choice.algorithm.operands[at] for choice in self.choices[reader]]
-                held = share * self.local_bytes(value, wanted)
-                rows[reader] += self.was_gathered(wanted) * held if shared else held
-        for index, values in workspace.around.items():
-            if index not in self.operator_node:
-                continue
-            operator, node = graph.operators[index], self.operator_node[index]
-            algorithms = [choice.algorithm for choice in self.choices[node]]
-            for value, times in values.items():
-                made = value in operator.results
-                at = (operator.results if made else operator.operands).index(value)
-                specs = [(one.results if made else one.operands)[at] for one in algorithms]
-                rows[node] += times * self.local_bytes(value, specs)
+        for moment in workspace.moments:
+            share = 1 / len(workspace.moments)
+            for value in sorted(moment.again & self._defines.keys()):
+                self._hold(rows, value, share)
+            self._hold_around(rows, moment, share)
         for value in self._received:
             # The cotangent of what it was sent, on its way back.
             rows[self.input_node[value]] += self.local_bytes(value, self.choices[self.input_node[value]])
@@ -167,6 +152,31 @@ class StageProblem(IntraOpProblem):
             shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])
             rows[node] += workspace.gradient_bytes / shards
         return rows
+
+    def _hold(self, rows: list[np.ndarray], value: int, share: float) -> None:
+        """Add a value that is computed again, as its readers have it."""
+        graph, (node, specs) = self.graph, self._defines[value]
+        users = graph.consumers.get(value, ())
+        readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
+        if shared := (value in self.shared_node or not readers):
+            rows[node] += share * self.local_bytes(value, specs)
+            readers = [one for one in readers if self.reads_gathered(graph.operators[one[1]], value)]
+        for reader, _, at in readers[:1]:
+            wanted = [choice.algorithm.operands[at] for choice in self.choices[reader]]
+            held = share * self.local_bytes(value, wanted)
+            rows[reader] += self.was_gathered(wanted) * held if shared else held
+
+    def _hold_around(self, rows: list[np.ndarray], moment: Moment, share: float) -> None:
+        """Add what is there around an operator, as its algorithms split it."""
+        if moment.operator not in self.operator_node:
+            return
+        operator, node = self.graph.operators[moment.operator], self.operator_node[moment.operator]
+        algorithms = [choice.algorithm for choice in self.choices[node]]
+        for value, times in moment.around.items():
+            made = value in operator.results
+            at = (operator.results if made else operator.operands).index(value)
+            specs = [(one.results if made else one.operands)[at] for one in algorithms]
+            rows[node] += share * times * self.local_bytes(value, specs)
 
     def problem(self, memory_limit_bytes: float) -> Problem:
         """The problem as numbers, with `in_flight` microbatches kept."""

@@ -8,7 +8,7 @@ from ..program.cut import Cut
 from ..program.graph import Graph
 from ..program.residuals import kept_values
 from ..program.segments import Segments, layer_segments, rematerialise
-from .workspace import computed_again
+from .workspace import worst_moments
 
 
 def stage_segments(cut: Cut, layers: Sequence[tuple[int, int]]) -> Segments:
@@ -41,8 +41,8 @@ def _between_scans(layer: tuple[int, int], scans: Sequence[int]) -> list[tuple[i
 
 def _held_bytes(graph: Graph) -> float:
     """Of two microbatches in flight, with what one of them computes again."""
-    again = sum(share * graph.values[value].bytes for value, share in computed_again(graph).items())
-    return again + 2 * sum(graph.values[value].bytes for value in kept_values(graph))
+    worst = max((moment.bytes(graph) for moment in worst_moments(graph)), default=0.0)
+    return worst + 2 * sum(graph.values[value].bytes for value in kept_values(graph))
 
 
 def moved_segments(segments: Segments, by: int) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:

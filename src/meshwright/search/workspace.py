@@ -1,12 +1,13 @@
 """What a device holds while the backward pass of a microbatch runs, beside what it keeps for it.
 
-Three things: what a rematerialised segment computes again, one segment at a time; around an operator, the cotangents of
-what it reads and makes, and what of that nobody keeps; and the gradient of a weight before it is added to those of
-earlier microbatches. The largest of each counts, of several that are as large their mean, since layers are laid out
-alike. How much that is on a device follows from how values are split, like all else that is held.
+At the worst moment: what the rematerialised segment at hand has computed again and not yet read for the last time, the
+cotangents around one operator, and the gradient of a weight before it is added to those of earlier microbatches. Of
+several moments that are as bad the mean counts, since layers are laid out alike. How much that is on a device follows
+from how values are split, like all else that is held.
 
-Known limits: what is largest is that of the whole arrays, and something else may be once they are split; what passes
-between two segments, and what collectives need, is not counted.
+Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the
+scores of a large vocabulary compilers fuse more than is thought here where they are computed again (a third too much
+for such a stage); what collectives need is not counted.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..program.graph import Graph
-from ..program.residuals import kept_values, regions
+from ..program.graph import Graph, Operator
+from ..program.residuals import kept_values, read_by_backward, regions
 
 # What a weight passes through on its way to a matrix product.
 _SAME_WEIGHT = frozenset(
@@ -23,24 +24,42 @@ _SAME_WEIGHT = frozenset(
 )  # fmt: skip
 
 
-# Segments and operators that are this much smaller than the largest are as large.
-_AS_LARGE = 0.9
+# Moments at which this much less is there than at the worst are as bad.
+_AS_BAD = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The backward pass of one operator.
+
+    Args:
+      operator: its index.
+      around: how often each value that it reads and makes is there, cotangents included.
+      again: values that have been computed again and are still to be read; of a loop's body, in one trip.
+    """
+
+    operator: int
+    around: Mapping[int, float]
+    again: frozenset[int]
+
+    def bytes(self, graph: Graph) -> float:
+        """Of all devices together."""
+        around = sum(times * graph.values[value].bytes for value, times in self.around.items())
+        return around + sum(graph.values[value].bytes for value in self.again)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Values of a stage that its backward pass makes.
+    """What the backward pass of a stage makes.
 
     Args:
-      again: values that segments compute again, and how much each counts; of a loop's body, in one trip.
-      around: of operators, by their indices, the values they read and make, and how much each counts.
+      moments: the worst, of which the mean counts.
       weight: the input with the largest gradient, by its value; None where nothing has to be added to it.
       gradient_bytes: of that gradient, of all devices together.
       bytes: of it all, of all devices together.
     """
 
-    again: Mapping[int, float]
-    around: Mapping[int, Mapping[int, float]]
+    moments: tuple[Moment, ...]
     weight: int | None
     gradient_bytes: float
     bytes: float
@@ -66,47 +85,52 @@ def workspace_of(graph: Graph, *, microbatches: int) -> Workspace:
       graph: of the stage, with what is rematerialised marked.
       microbatches: in a step.
     """
-    again, around = computed_again(graph), _around(graph)
+    moments = worst_moments(graph)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
-    total = gradient_bytes + _size(graph, again) + sum(_size(graph, values) for values in around.values())
-    return Workspace(again=again, around=around, weight=weight, gradient_bytes=gradient_bytes, bytes=total)
+    total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
+    return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, bytes=total)
 
 
-def computed_again(graph: Graph) -> dict[int, float]:
-    """The values that the largest rematerialised segments of a graph compute again, and how much each counts."""
-    inside = regions(graph)
-    if not inside:
-        return {}
-    kept = kept_values(graph, rematerialised=False) - kept_values(graph)
-    segments = [{v: 1.0 for operator in region for v in operator.results if v in kept} for region in inside.values()]
-    return {v: share for _, values in _largest(graph, enumerate(segments)) for v, share in values.items()}
+def worst_moments(graph: Graph) -> tuple[Moment, ...]:
+    """The moments of the backward pass at which the most is there: the worst of each rematerialised segment and of each
+    loop, which computes what it does not keep again before anything else, and operators outside, as far as they are as
+    bad as the worst of all."""
+    kept, inputs = kept_values(graph), set(graph.inputs)
+    found = [_moment(graph, op, frozenset(), kept) for op in graph.operators if op.region is None and not _is_inner(op)]
+    for region in (*regions(graph).values(), *_bodies(graph).values()):
+        read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - inputs
+        moments, again = [], frozenset[int]()
+        for operator in region:
+            again |= read.intersection(v for v in operator.results if v is not None and not graph.values[v].constant)
+            moments.append(_moment(graph, operator, again, kept))
+        found.append(max(moments, key=lambda moment: moment.bytes(graph)))
+    most = max((moment.bytes(graph) for moment in found), default=0.0)
+    return tuple(one for one in found if most > 0 and one.bytes(graph) >= _AS_BAD * most)
 
 
-def _around(graph: Graph) -> dict[int, dict[int, float]]:
-    """The operators around which the most bytes are there, and how much of each value."""
-    kept, parameters = (
-        kept_values(graph, rematerialised=False),
-        {graph.inputs[position] for position in graph.parameters},
-    )
-    found = []
+def _is_inner(operator: Operator) -> bool:
+    """Whether it is in the body of a loop."""
+    return len(operator.path) > 1 and not operator.is_link
+
+
+def _bodies(graph: Graph) -> dict[int, list[Operator]]:
+    """The operators of each loop that nothing rematerialises, in program order."""
+    found: dict[int, list[Operator]] = {}
     for operator in graph.operators:
-        if operator.differentiated and not operator.is_link:
-            values = {v for v in (*operator.operands, *operator.results) if v is not None and v not in parameters}
-            moving = sorted(v for v in values if graph.values[v].differentiated)
-            found.append((operator.index, {v: 1.0 if v in kept else 2.0 for v in moving}))
-    return dict(_largest(graph, found))
+        if operator.region is None and _is_inner(operator):
+            found.setdefault(operator.path[0], []).append(operator)
+    return found
 
 
-def _largest(graph: Graph, found: Iterable[tuple[int, dict[int, float]]]) -> list[tuple[int, dict[int, float]]]:
-    """Of these groups of values the largest, their mean in all."""
-    sizes = [(number, values, _size(graph, values)) for number, values in found]
-    most = max((size for _, _, size in sizes), default=0.0)
-    large = [(number, values) for number, values, size in sizes if size > 0 and size >= _AS_LARGE * most]
-    return [(number, {v: times / len(large) for v, times in values.items()}) for number, values in large]
-
-
-def _size(graph: Graph, values: Mapping[int, float]) -> float:
-    return sum(times * graph.values[value].bytes for value, times in values.items())
+def _moment(graph: Graph, operator: Operator, again: frozenset[int], kept: set[int]) -> Moment:
+    """Around an operator there is a cotangent of each value, and of what is neither kept nor there again a copy."""
+    around: dict[int, float] = {}
+    if operator.differentiated and not operator.is_link:
+        for value in dict.fromkeys((*operator.operands, *operator.results)):
+            if value is None or value in graph.inputs or not graph.values[value].differentiated:
+                continue
+            around[value] = 1.0 if value in kept or value in again else 2.0
+    return Moment(operator=operator.index, around=around, again=again)
 
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:

@@ -1,0 +1,161 @@
+"""What a backward pass holds beside what was kept for it: counted by the search, by hand, and as traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright import value_and_grad, zoo
+from meshwright.cluster import load_cluster
+from meshwright.presets.written import written_out
+from meshwright.program.segments import rematerialise
+from meshwright.program.staged import staged_program
+from meshwright.program.trace import trace_program
+from meshwright.program.traces import traces_of
+from meshwright.search.parameters import parameter_infos
+from meshwright.search.pipeline import StageRequest, search_stages
+from meshwright.search.stage_solver import in_turn
+from meshwright.search.workspace import workspace_of, worst_moments
+from meshwright.zoo import gpt, llama
+
+FLOAT = 4
+
+
+def graph_of(*, remat: bool = False) -> Any:
+    """Two products with a tanh between them: of 8 x 16, 16 x 32 and 32 x 8 floats."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jnp.tanh(x @ w["a"]) @ w["b"])
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    state = {"a": jax.ShapeDtypeStruct((16, 32), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+    graph = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=2).graph
+    return rematerialise(graph, {(): ((0, len(graph.operators)),)}) if remat else graph
+
+
+def test_around_an_operator_are_its_cotangents_and_what_nobody_keeps() -> None:
+    """The tanh is the largest: its result, which nobody keeps, is there twice, its operand once more."""
+    found = workspace_of(graph_of(), microbatches=2)
+    (moment,) = found.moments
+    assert sorted(moment.around.values()) == [1.0, 2.0]
+    assert not moment.again
+    assert found.gradient_bytes == 16 * 32 * FLOAT
+    assert found.bytes == found.gradient_bytes + 3 * 8 * 32 * FLOAT
+
+
+def test_of_one_microbatch_no_gradient_is_added_to_others() -> None:
+    found = workspace_of(graph_of(), microbatches=1)
+    assert found.weight is None
+    assert found.gradient_bytes == 0
+
+
+def test_what_is_computed_again_is_what_derivatives_read() -> None:
+    """The result of the tanh, which its derivative and the second product read: it is there, and its cotangent and that
+    of its operand, of which there is a copy."""
+    graph = graph_of(remat=True)
+    (moment,) = worst_moments(graph)
+    (value,) = moment.again
+    assert graph.operators[graph.producer[value][0]].name == "tanh"
+    assert sorted(moment.around.values()) == [1.0, 2.0]
+    assert moment.bytes(graph) == 4 * 8 * 32 * FLOAT
+
+
+def test_of_what_is_computed_again_only_what_is_still_to_be_read_is_there() -> None:
+    """A wide part before a narrow one and after it: at the worst moment of the first the second is done with."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"])
+            return jnp.sum(jnp.tanh(h @ w["c"]))
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    shapes = {"a": (16, 64), "b": (64, 16), "c": (16, 32)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=2)
+    graph = rematerialise(program.graph, {(): ((0, len(program.graph.operators)),)})
+    (moment,) = worst_moments(graph)
+    sizes = [graph.values[value].bytes for value in moment.again]
+    assert sizes == [8 * 64 * FLOAT]
+    assert moment.bytes(graph) == 4 * 8 * 64 * FLOAT
+
+
+def test_layers_that_are_alike_are_as_bad() -> None:
+    """The worst moments of two layers that are computed again one after the other count half each."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = jnp.tanh(x @ w["a"]) @ w["b"]
+            return jnp.sum(jnp.tanh(h @ w["c"]) @ w["d"])
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    state = {name: jax.ShapeDtypeStruct((16, 16), jnp.float32) for name in "abcd"}
+    program = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=2)
+    graph = rematerialise(program.graph, {(): ((0, 3), (3, 6))})
+    moments = worst_moments(graph)
+    assert len(moments) == 2
+    assert workspace_of(graph, microbatches=1).bytes == pytest.approx(sum(m.bytes(graph) for m in moments) / 2)
+
+
+CASES = {
+    "gpt, one scan": lambda: gpt.build(
+        replace(
+            gpt.CONFIGS["gpt-tiny"], sequence=256, global_batch=16, hidden=512, heads=8, layers=6, scan=True
+        )
+    ),
+    "llama, one scan": lambda: llama.build(
+        replace(llama.CONFIGS["llama-tiny"], hidden=512, intermediate=1408, layers=6, sequence=512)
+    ),
+    "moe": lambda: zoo.build("moe-380m", global_batch=32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[int, ...]) -> None:
+    target = CASES[case]()
+    program = traces_of(target.step).program((target.example_state, target.example_batch), microbatches=2)
+    staged = staged_program(program, layers=2)
+    request = StageRequest(
+        programs=[staged], parameters=parameter_infos(program), cluster=load_cluster("dgx-a100-80"), stages=2,
+        remat=remat, mesh=[("xy"[: len(mesh)], mesh)], submeshes=(4, 4), schedules=("one_f_one_b",),
+    )  # fmt: skip
+    plan = search_stages(request).plan
+    traced = written_out(plan, staged, "gpu")
+    # Of the head of the MoE, whose vocabulary is most of it, more is fused than is counted.
+    most = 1.35 if (case, remat) == ("moe", "layer") else 1.1
+    for counted, stage in zip(plan.stages, traced.stages, strict=True):
+        assert counted.memory.workspace > 0
+        assert 0.9 * stage.memory.total < counted.memory.total < most * stage.memory.total
+
+
+@pytest.mark.parametrize(("stages", "limit", "held"), [(2, 12.0, 10.0), (2, 6.0, 6.0), (4, 7.0, 7.0), (2, 2.9, None)])
+def test_stages_that_share_a_device_share_a_workspace(stages: int, limit: float, held: float | None) -> None:
+    """A stage with a workspace of 2 that needs 1 besides and takes up to 4: each gets its part of what is left."""
+
+    class Solved:
+        seconds = SimpleNamespace(workspace_bytes=2.0)
+
+        def __init__(self, own: float) -> None:
+            self.own = own
+
+        def own_bytes(self, in_flight: int) -> float:
+            return self.own * in_flight
+
+    def solve(given: float) -> Any:
+        return Solved(min(given - 2.0, 4.0)) if given >= 3.0 else None
+
+    found = in_turn(solve, 1, stages, limit)
+    assert (None if found is None else stages * found.own_bytes(1) + 2.0) == held
