@@ -27,8 +27,7 @@ from .runtime.pipeline.stage_memory import StageMemory
 from .search.ahead import Ahead
 from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
-from .search.pipeline import BASE, SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
-from .search.stage_estimates import KnownParts
+from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
@@ -79,8 +78,15 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     if asked.preset is not None:
         return _plan_preset(asked, asked.preset)
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
-    known, told = _begun(asked, orders) if stages is None and not isfinite(faster_than_seconds) else (None, {})
-    best = known
+    with _ahead(asked, stages, orders) as others:
+        return _plan_in_orders(asked, stages, orders, others, faster_than_seconds=faster_than_seconds)
+
+
+def _plan_in_orders(
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead, *, faster_than_seconds: float
+) -> Planning:
+    """As `plan_stages`, in any of these orders of the hosts."""
+    known = best = best_under_presets(asked) if stages is None and not isfinite(faster_than_seconds) else None
     refused: Exception | None = None
     solve_seconds = best.solve_seconds if best is not None else 0.0
     nothing: NothingFaster | None = None
@@ -89,7 +95,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         try:
             found = _plan_in_order(
                 replace(asked, cluster=order.cluster), stages, faster_than_seconds=least,
-                begin_with=known.plan.microbatches if known is not None else None, told=told,
+                begin_with=known.plan.microbatches if known is not None else None, others=others,
             )  # fmt: skip
         except (NothingFaster, MemoryExceeded) as error:
             refused = refused or error
@@ -114,19 +120,15 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     raise refused
 
 
-def _begun(asked: PlanRequest, orders: Sequence[HostOrder]) -> tuple[Planning | None, KnownParts]:
-    """The best plan under any preset; and what a copy of this process has found out meanwhile, of what a search for
-    stages asks first."""
-    programs = _Programs(asked, None, _counts(asked))
+def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) -> Ahead:
+    """A copy of this process that finds out what a search for stages asks first, while presets are looked at, or one
+    number of microbatches."""
+    programs = _Programs(asked, stages, _counts(asked))
     if len(orders) > 1 or not is_large(programs.any.source):
-        return best_under_presets(asked), {}
-    search = StageSearch(_request(asked, None, programs))
-    with Ahead(BASE, lambda key: search.of_base(key, MissedMemory(MARGIN))) as others:
-        known = best_under_presets(asked)
-        if known is None:
-            return None, {}
-        # What is fastest has to be known in any case, bounds as far as they go.
-        return known, (others.take(BASE[0]) or {}) | (others.take(BASE[1], wait=False) or {})
+        return Ahead((), lambda key: None)
+    search = StageSearch(_request(asked, stages, programs))
+    finest_first = sorted(programs, reverse=True)
+    return Ahead((None, *finest_first), lambda count: search.of_base(count, MissedMemory(MARGIN)))
 
 
 def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:
@@ -154,7 +156,7 @@ def _in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
 
 
 def _plan_in_order(
-    asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None, told: KnownParts
+    asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None, others: Ahead
 ) -> Planning:
     """The fastest plan whose stages follow the hosts in their order.
 
@@ -169,7 +171,6 @@ def _plan_in_order(
     )  # fmt: skip
     schedules = request.schedules
     search = StageSearch(request)
-    search.costs.learn_base(told)
     missed = MissedMemory(MARGIN)
     solve_seconds = 0.0
     leanest = float("inf")
@@ -190,6 +191,9 @@ def _plan_in_order(
         probes -= 1
         asked.tell("searching stages")
         begun = time.perf_counter()
+        if not probing:
+            for known_parts in others.taken():
+                search.costs.learn_base(known_parts)
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(

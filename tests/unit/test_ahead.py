@@ -58,6 +58,18 @@ def test_nobody_waits_who_does_not_want_to() -> None:
 
 
 @copies
+def test_all_so_far_is_taken_at_once_and_the_copy_let_go() -> None:
+    with Ahead((1, 2, 3, 4, 5, 6), slowly) as others:
+        process = others._process
+        time.sleep(0.13)
+        found = others.taken()
+        assert found == [1, 4][: len(found)]
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+        assert others.taken() == []
+
+
+@copies
 @pytest.mark.parametrize("fault", ["raises", "exits", "hangs", "sends what cannot be sent"])
 def test_a_copy_that_fails_is_as_none(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_MOST_SECONDS", 0.3)
@@ -95,6 +107,7 @@ def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPa
     plain = Ahead.take
 
     def take(self: Ahead, key: Any, **options: Any) -> Any:
+        time.sleep(0.1)  # so that something comes of it, however small the program
         found = plain(self, key, **options)
         learned.append(len(found or ()))
         return found

@@ -70,6 +70,12 @@ class Ahead:
             self._messages.close()
             self._process = 0
 
+    def taken(self) -> list[Any]:
+        """What came of all work so far; the copy is gone then."""
+        found = [self.take(key, wait=False) for key in self._keys]
+        self.__exit__()
+        return [one for one in found if one is not None]
+
     def take(self, key: Hashable, *, wait: bool = True) -> Any:
         """What came of a piece of work, if the copy has begun it; None if not, and then it never will.
 

@@ -55,8 +55,8 @@ _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 # An estimated plan may turn out to take this much longer: less is tried first.
 _ESTIMATE_SLACK = (1.1, 1.5)
 
-# What is found out in the fewest microbatches, in this order.
-BASE = ("fastest", "bounds")
+# Where no plan is known, it takes at most so many times what is expected of the fastest number of microbatches.
+_EXPECTED_OF_OTHERS = 2.0
 
 # What is said of numbers of microbatches and orders that are out of the question.
 _NOTHING = "nothing that fits or is as fast"
@@ -185,20 +185,22 @@ class StageSearch:
             alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
 
-    def of_base(self, what: str, reserve: Callable[[int], MemoryReserve]) -> KnownParts:
+    def of_base(self, count: int | None, reserve: Callable[[int], MemoryReserve]) -> KnownParts:
         """What is found out of parts in the fewest microbatches before any plan is known.
 
         Args:
-          what: of `BASE`: the fastest way to run each, or bounds of all numbers of microbatches too.
+          count: a number of microbatches to bound; None for the fastest way to run each part.
           reserve: as of `run`.
         """
         self.costs.reserve = reserve
         if (base := self.costs.base) is None:
             return {}
-        for place in self.places:
-            base.least(place)
-        if what == BASE[1]:
-            self._bounds.of_all(inf)
+        if count is None:
+            for place in self.places:
+                base.least(place)
+        else:
+            found = self._bounds.of(count, self.best_objective)
+            self.best_objective = min(self.best_objective, _EXPECTED_OF_OTHERS * found)
         return base.estimates.known()
 
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
