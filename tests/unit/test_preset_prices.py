@@ -78,6 +78,16 @@ def test_a_floor_is_below_every_price(prices: PresetPrices, preset: presets.Pres
             assert prices.priced(preset, count, remat=remat, below_seconds=least) is None
 
 
+@pytest.mark.parametrize("remat", ["none", "layer", None])
+def test_interleaved_stages_are_bounded_by_what_they_are_parts_of(prices: PresetPrices, remat: str | None) -> None:
+    preset = three_dimensional("setting", 2, 2, 2, stage=1, chunks=2, sequence_parallel=True)
+    floor = prices.floor(replace(preset, chunks=1, shown=()), 2, remat=remat).interleaved(preset)
+    for count in (2, 8):
+        priced = prices.priced(preset, count, remat=remat)
+        assert priced is not None
+        assert 0 < floor.step_seconds(count, prices.limits(preset)) <= priced.step_seconds
+
+
 def test_what_cannot_fit_is_told_by_its_floor(prices: PresetPrices) -> None:
     preset = three_dimensional("setting", 2, 2, 2, stage=0)
     priced = prices.priced(preset, 4, remat="none")

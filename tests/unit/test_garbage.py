@@ -1,0 +1,27 @@
+"""Garbage is collected seldom while a plan is searched, and as before afterwards."""
+
+import gc
+
+import pytest
+
+from meshwright.garbage import seldom_collected
+
+
+def test_thresholds_are_raised_and_put_back() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), seldom_collected():
+        assert all(now >= then for now, then in zip(gc.get_threshold(), before, strict=True))
+        assert gc.get_threshold()[0] > before[0]
+        raise KeyError
+    assert gc.get_threshold() == before
+
+
+def test_who_has_turned_it_off_is_left_alone() -> None:
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(0, 10, 10)
+        with seldom_collected():
+            assert gc.get_threshold() == (0, 10, 10)
+        assert gc.get_threshold() == (0, 10, 10)
+    finally:
+        gc.set_threshold(*before)
