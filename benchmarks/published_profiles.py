@@ -46,6 +46,7 @@ LAYOUTS: Mapping[str, MemoryLayout] = {
     ),
     "metaseq": MemoryLayout(weights=2, gradients=2, optimizer=12, fuses=False, masks=True, reserve_bytes=3 * _GIB),
     "gpt-neox": MemoryLayout(weights=2, gradients=2, optimizer=16, fuses=False, masks=True, reserve_bytes=3 * _GIB),
+    "other": MemoryLayout(fuses=True, reserve_bytes=2 * _GIB),
     "alpa": MemoryLayout(weights=2, gradients=2, optimizer=12, whole_gradients=True),
     "maxtext": MemoryLayout(gathered=4),
     "llm-foundry": MemoryLayout(fuses=False, reserve_bytes=1 * _GIB),

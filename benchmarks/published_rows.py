@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from meshwright.cluster import Cluster, load_cluster
+from meshwright.errors import PlanError
 from meshwright.stated import StatedPlan
 from meshwright.zoo import gpt, llama, moe, wide_resnet
 
@@ -71,7 +72,7 @@ _GENERATIONS: tuple[tuple[str, str, Generation], ...] = (
 
 
 def generation_of(row: Row) -> Generation:
-    """The framework of a row at its time."""
+    """The framework of a row at its time; one that is not known has the efficiency that its devices are thought to."""
     framework = row.get("framework") or row["source"]
     date = row.get("source_date") or {"Korthikanti 2022": "2022-05"}.get(row["source"], "9999")
     if framework == "torchtitan" and re.search(r"\beager\b", row.get("notes") or ""):
@@ -81,7 +82,8 @@ def generation_of(row: Row) -> Generation:
     for prefix, since, generation in _GENERATIONS:
         if framework.startswith(prefix) and date >= since:
             return generation
-    raise Inexpressible(f"framework {framework!r} is not known")
+    # Of a framework that nobody has told us of: attention is one kernel since 2022, all else as rows say.
+    return Generation(name="other", fused_attention=date >= "2022-06")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,14 @@ _PRESETS = {
     "P40-24GB": "p40-8",
 }
 
+# Kinds of device that are written otherwise, the first that is found in the name; of slices of TPUs the chips follow.
+_KINDS = (
+    (r"V100.*16", "p3.16xlarge"), (r"V100.*SXM3", "dgx-2"), (r"V100", "p3dn.24xlarge"), (r"A100.*40", "dgx-a100-40"),
+    (r"A[18]00", "dgx-a100-80"), (r"GB200", "gb200-nvl72"), (r"B200", "dgx-b200"), (r"H200", "dgx-h200"),
+    (r"H[18]00", "dgx-h100"), (r"4090", "rtx4090-4"), (r"P40", "p40-8"), (r"TPU.?v4", "tpu-v4:"),
+    (r"TPU.?v5p", "tpu-v5p:"), (r"TPU.?v5", "tpu-v5e:"), (r"TPU.?v6|Trillium", "tpu-v6e:"),
+)  # fmt: skip
+
 
 def _nics(row: Row) -> tuple[int, float] | None:
     """NICs of a host and the rate of one in bytes/s, where the row's text tells."""
@@ -169,9 +179,14 @@ def _nics(row: Row) -> tuple[int, float] | None:
 def cluster_of(row: Row) -> Cluster:
     """The preset of a row's machines, with the NICs that the row says: of which a collective reaches 96 %."""
     kind = row["accelerator"]
-    if kind not in _PRESETS:
+    like = next((preset for pattern, preset in _KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
+    preset = _PRESETS.get(kind) or like
+    if preset is None:
         raise Inexpressible(f"accelerator {kind!r} is not known")
-    cluster = load_cluster(_PRESETS[kind])
+    try:
+        cluster = load_cluster(f"{preset}{row['n_devices']}" if preset.endswith(":") else preset)
+    except PlanError as error:
+        raise Inexpressible(f"accelerator {kind!r}: {error}") from error
     host = cluster.hosts[0]
     told = _nics(row)
     if told is not None and not kind.startswith("TPU"):

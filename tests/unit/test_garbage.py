@@ -9,10 +9,21 @@ from meshwright.garbage import seldom_collected
 
 def test_thresholds_are_raised_and_put_back() -> None:
     before = gc.get_threshold()
-    with pytest.raises(KeyError), seldom_collected():
+    with seldom_collected():
         assert all(now >= then for now, then in zip(gc.get_threshold(), before, strict=True))
         assert gc.get_threshold()[0] > before[0]
-        raise KeyError
+    assert gc.get_threshold() == before
+
+
+@seldom_collected()
+def fails() -> None:
+    raise KeyError
+
+
+def test_thresholds_are_put_back_after_an_error() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyError):
+        fails()
     assert gc.get_threshold() == before
 
 

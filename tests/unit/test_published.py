@@ -14,6 +14,8 @@ from published import evaluate_rows, report, summary
 from published_profiles import read_profiles
 from published_rows import Inexpressible, Row, measured_memory, measured_step_seconds, sharding_of, stated_row
 
+from meshwright.cluster import load_cluster
+
 ROW: Row = {
     "row_id": "X1", "source": "here", "source_date": "2021-06", "framework": "Megatron-LM", "model": "GPT",
     "n_layers": "8", "d_model": "1024", "n_heads": "16", "n_kv_heads": "16", "d_ff": "4096", "mlp_gated": "0",
@@ -42,7 +44,6 @@ def test_a_row_that_leaves_the_microbatch_open_has_candidates() -> None:
         ({"dp": "3"}, "is not 16 devices"),
         ({"gbs": "60"}, "not a multiple"),
         ({"accelerator": "abacus"}, "'abacus' is not known"),
-        ({"framework": "pencil"}, "'pencil' is not known"),
         ({"recompute": "sometimes"}, "'sometimes' is not known"),
         ({"shard": "in thirds"}, "no layout of ours"),
         ({"model": "AmoebaNet-D (18,256)"}, "batch size and depth are not stated"),
@@ -51,6 +52,26 @@ def test_a_row_that_leaves_the_microbatch_open_has_candidates() -> None:
 def test_what_cannot_be_expressed_says_why(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(Inexpressible, match=reason):
         stated_row({**ROW, **changes})
+
+
+def test_a_framework_that_nobody_knows_is_as_its_devices_are_thought_to_be() -> None:
+    row = {**ROW, "framework": "pencil"}
+    told, known = evaluate_rows([row, ROW], read_profiles())
+    assert stated_row(row).profile_key == "other/A100-SXM-80GB"
+    assert told.predicted_step_seconds is not None
+    assert known.predicted_step_seconds is not None
+    assert 0.5 < told.predicted_step_seconds / known.predicted_step_seconds < 1.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"),
+    [
+        ("V100-SXM2-32GB", "p3dn.24xlarge"), ("A100-PCIe-40GB", "dgx-a100-40"), ("H800-SXM-80GB", "dgx-h100"),
+        ("H200-SXM-141GB", "dgx-h200"), ("B200", "dgx-b200"), ("TPU v4", "tpu-v4:16"), ("TPUv6e", "tpu-v6e:16"),
+    ],
+)  # fmt: skip
+def test_devices_are_known_by_their_kind(kind: str, preset: str) -> None:
+    assert stated_row({**ROW, "accelerator": kind}).cluster.device == load_cluster(preset).device
 
 
 def test_every_rate_gives_the_step() -> None:
