@@ -50,6 +50,22 @@ class Option:
         return max(self.forward_seconds, cotangent, self.forward_seconds + cotangent - self.weight_seconds)
 
 
+def best_of(options: Sequence[Option]) -> tuple[Option, ...]:
+    """Those that no other is at least as good as in everything; the first of equals."""
+    kept: list[Option] = []
+    for option in sorted(options, key=_criteria):
+        if not any(all(a <= b for a, b in zip(_criteria(other), _criteria(option), strict=True)) for other in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def _criteria(option: Option) -> tuple[float, ...]:
+    return (
+        option.seconds, option.forward_seconds, option.backward_seconds, option.once_seconds, option.constant_bytes,
+        option.in_flight_bytes,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
     """A value of one layer that later layers read, or a parameter of several layers.

@@ -129,10 +129,9 @@ class Interleaving:
         share, layers = costs.program.microbatches / count, len(costs.program.layers)
         # Of the first rank, all its stages together.
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
-        both = costs.expected(place[0], in_flight, share)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
-        slowest = max(float(both[first, last]) for first, last in pairwise(cuts) if first < last)
-        return (count + (ranks - 1) / chunks) * slowest
+        mine = [(first, last) for first, last in pairwise(cuts) if first < last]
+        return (count + (ranks - 1) / chunks) * max(costs.expected(mine, place[0], in_flight, share))
 
     def candidates(
         self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts], *,

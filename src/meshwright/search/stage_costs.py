@@ -15,12 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op_problem import Crossing, InterOpProblem, Option, PlacedStage
+from .inter_op_problem import Crossing, InterOpProblem, Option, PlacedStage, best_of
 from .intra_op import ParameterInfo
 from .memory_reserve import MemoryReserve
 from .pins import Pins
 from .program_parts import in_parts
-from .stage_estimates import StageEstimates, best_of
+from .stage_estimates import StageEstimates
 from .stage_segments import stage_segments
 from .stage_solver import Kinds, Place, SolvedStage, StageSolver, WantedMesh, in_turn
 from .submeshes import Submesh, Submeshes
@@ -121,10 +121,12 @@ class StageCosts:
         1]`."""
         return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
 
-    def expected(self, submesh: Submesh, in_flight: int, share: float = 1.0) -> np.ndarray:
-        """Estimated seconds of a microbatch of this share, both passes, the fastest way that fits memory: `[layers + 1,
-        layers + 1]`."""
-        return self.estimates.expected(self.solver.kind_of[submesh], in_flight, share)
+    def expected(
+        self, ranges: Sequence[tuple[int, int]], submesh: Submesh, in_flight: int, share: float
+    ) -> list[float]:
+        """Estimated seconds of a microbatch of this share, both passes, of each of these ranges of layers, the fastest
+        way that fits memory."""
+        return self.estimates.expected(ranges, self.solver.kind_of[submesh], in_flight, share)
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see

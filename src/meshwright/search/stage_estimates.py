@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op_problem import Option
+from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
 from .stage_solver import Place, SolvedStage, StageSolver
 
@@ -188,9 +188,14 @@ class StageEstimates:
         table = self._table(kind, tuple(in_flight), share)
         return table.fastest, table.fastest_forward
 
-    def expected(self, kind: int, in_flight: int, share: float = 1.0) -> np.ndarray:
-        """Seconds of a microbatch of this share, the fastest estimate that fits memory: `[layers + 1, layers + 1]`."""
-        return self._table(kind, (in_flight,), share).fastest[0] / _PARTS_ALONE
+    def expected(self, ranges: Sequence[tuple[int, int]], kind: int, in_flight: int, share: float) -> list[float]:
+        """Seconds of a microbatch of this share that each of these ranges of layers takes, by the fastest estimate that
+        fits memory."""
+        rows, columns = np.array(ranges).T
+        most = np.full((len(self._starts), len(self._starts)), -np.inf)
+        most[rows, columns] = np.inf
+        table = self._made(kind, (in_flight,), share, most)
+        return (table.fastest[0, rows, columns] / _PARTS_ALONE).tolist()
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
@@ -240,16 +245,17 @@ class StageEstimates:
     def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
         key = kind, in_flight, share, self.only_easy
         if key not in self._tables:
-            self._tables[key] = table = self._made(kind, in_flight, share)
+            layers = len(self._starts)
+            most = self._most.get(kind, np.full((layers, layers), np.inf))
+            self._tables[key] = table = self._made(kind, in_flight, share, most)
             for place, number in enumerate(in_flight):
                 self._places[kind, number, share, self.only_easy] = table, place
         return self._tables[key]
 
-    def _made(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+    def _made(self, kind: int, in_flight: tuple[int, ...], share: float, most: np.ndarray) -> _Table:
         times = np.array(in_flight, dtype=float)[:, None, None]
         layers = len(self._starts)
         steps = self.program.microbatches / share
-        most = self._most.get(kind, np.full((layers, layers), np.inf))
         best = np.full((2, len(in_flight), layers, layers), np.inf)
         limits = self._limits(kind)
         ways, fields, left = [], [], []
@@ -481,20 +487,4 @@ def _option(fields: np.ndarray, number: int) -> Option:
     return Option(
         forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, once_seconds=once,
         constant_bytes=constant, in_flight_bytes=kept, tag=number,
-    )  # fmt: skip
-
-
-def best_of(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Those that no other is at least as good as in everything; the first of equals."""
-    kept: list[Option] = []
-    for option in sorted(options, key=_criteria):
-        if not any(all(a <= b for a, b in zip(_criteria(other), _criteria(option), strict=True)) for other in kept):
-            kept.append(option)
-    return tuple(kept)
-
-
-def _criteria(option: Option) -> tuple[float, ...]:
-    return (
-        option.seconds, option.forward_seconds, option.backward_seconds, option.once_seconds, option.constant_bytes,
-        option.in_flight_bytes,
     )  # fmt: skip
