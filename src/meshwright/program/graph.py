@@ -11,10 +11,11 @@ body to the outside, so that one problem covers both:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
+from typing import TypeVar
 
 from .factors import Rule
 from .origins import Origin
@@ -144,3 +145,21 @@ class Graph:
     def flops(self) -> float:
         """Matrix-product and convolution FLOPs of one forward evaluation."""
         return sum(op.flops * op.repeats for op in self.operators if op.matmul)
+
+
+Found = TypeVar("Found")
+
+
+def once_for_each_graph(function: Callable[[Graph], Found]) -> Callable[[Graph], Found]:
+    """A function of a graph that is worked out once for each, as a property of it that is kept; what it returns is not
+    to be changed."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def known(graph: Graph) -> Found:
+        kept = vars(graph)
+        if name not in kept:
+            kept[name] = function(graph)
+        return kept[name]
+
+    return known

@@ -7,7 +7,9 @@ chains of elementwise operators into their readers, so only the values at the he
 
 from __future__ import annotations
 
-from .graph import Graph, Operator, Path
+from math import prod
+
+from .graph import Graph, Operator, Path, once_for_each_graph
 
 # The derivative reads no operand (index operands, which have no derivative of their own, excepted).
 _LINEAR = frozenset(
@@ -114,6 +116,16 @@ def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
     return set(operands)
 
 
+def is_stored(graph: Graph, operator: Operator) -> bool:
+    """Whether a fusing compiler writes the result of an operator to memory: some reader is not part of the same chain.
+    Single numbers are computed by whoever reads them."""
+    results = [v for v in operator.results if v is not None]
+    if all(prod(graph.values[v].shape) == 1 for v in results):
+        return False
+    readers = [graph.operators[user] for v in results for user, _ in graph.consumers.get(v, ())]
+    return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)
+
+
 def is_fusible(operator: Operator) -> bool:
     """Whether a compiler makes the result again in its readers instead of storing it."""
     return is_cheap(operator.name)
@@ -124,7 +136,7 @@ def is_cheap(name: str) -> bool:
     return name not in _NOT_FUSED
 
 
-def kept_values(graph: Graph) -> set[int]:
+def kept_values(graph: Graph) -> frozenset[int]:
     """Values stored from the forward to the backward pass: the heads of the chains that derivatives read.
 
     A rematerialised region keeps what enters it, and nothing made inside.
@@ -132,12 +144,13 @@ def kept_values(graph: Graph) -> set[int]:
     return _kept(graph)[0]
 
 
-def kept_inputs(graph: Graph) -> set[int]:
+def kept_inputs(graph: Graph) -> frozenset[int]:
     """The inputs of the graph that are read in the backward pass, or are heads of chains that are."""
     return _kept(graph)[1]
 
 
-def _kept(graph: Graph) -> tuple[set[int], set[int]]:
+@once_for_each_graph
+def _kept(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """Values that are stored, and inputs that stay."""
     kept: set[int] = set()
     seen: set[int] = set()
@@ -160,7 +173,7 @@ def _kept(graph: Graph) -> tuple[set[int], set[int]]:
             stack.extend(v for v in operator.operands if v is not None)
         else:
             kept.add(value)
-    return kept, seen & inputs
+    return frozenset(kept), frozenset(seen & inputs)
 
 
 def _outside_scan(graph: Graph, value: int) -> list[int]:
@@ -181,7 +194,8 @@ def regions(graph: Graph) -> dict[Path, list[Operator]]:
     return found
 
 
-def needed_again(graph: Graph) -> tuple[set[int], set[int]]:
+@once_for_each_graph
+def needed_again(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """What rematerialised regions compute a second time: operator indices, and the values they or derivatives read.
 
     An operator runs again if a derivative in its region reads its result, or an operator that itself runs again does;
@@ -198,4 +212,4 @@ def needed_again(graph: Graph) -> tuple[set[int], set[int]]:
                 wanted.update(v for v in operator.operands if v is not None)
             wanted |= reads
         values |= wanted
-    return again, values
+    return frozenset(again), frozenset(values)

@@ -9,7 +9,7 @@ from itertools import permutations, product
 
 from ..program.dependence import values_of_data
 from ..program.factors import Rule
-from ..program.graph import Graph, Operator
+from ..program.graph import Graph, Operator, once_for_each_graph
 from ..sharding import Algorithm, Spec, algorithms, shared_algorithms
 
 
@@ -52,9 +52,10 @@ def _operator_choices(
     return tuple(OperatorChoice(a) for a in algorithms(rule, dict(sizes), moving, combines_at_once=combines))
 
 
-def values_of_parameters(graph: Graph) -> set[int]:
+@once_for_each_graph
+def values_of_parameters(graph: Graph) -> frozenset[int]:
     """Values that depend on parameters and on no other input."""
-    return {v.index for v in graph.values if not v.constant} - values_of_data(graph)
+    return frozenset(v.index for v in graph.values if not v.constant) - values_of_data(graph)
 
 
 def spec_choices(

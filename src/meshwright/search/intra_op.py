@@ -18,9 +18,9 @@ import numpy as np
 
 from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
-from ..program.graph import Graph, Operator
+from ..program.graph import Graph, Operator, once_for_each_graph
 from ..program.origins import dim_origins
-from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
+from ..program.residuals import is_cheap, is_stored, kept_values, needed_again, read_by_backward
 from ..sharding import Spec, convert
 from ..solve import Problem, Solution, solve
 from .choices import (
@@ -33,6 +33,7 @@ from .choices import (
 )
 from .pins import Pins
 from .prices import OperatorPrices, prices_of
+from .spec_row import SpecRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,27 @@ def trips_of(operator: Operator, value: int) -> int:
     if operator.name == "scan_stack" or (operator.name == "scan_carry" and operator.results[1] == value):
         return operator.outer_repeats
     return operator.repeats
+
+
+@once_for_each_graph
+def _signatures(graph: Graph) -> tuple[tuple[Any, ...], ...]:
+    """Of each operator what its choices and their seconds depend on, but for mesh and device."""
+    values, of_parameters = graph.values, values_of_parameters(graph)
+
+    def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
+        return tuple(
+            None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
+        )
+
+    return tuple(
+        (
+            operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
+            operator.combine, operator.differentiated,
+            all(v in of_parameters for v in operator.results if v is not None),
+            tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
+        )
+        for operator in graph.operators
+    )  # fmt: skip
 
 
 class IntraOpProblem:
@@ -126,7 +148,7 @@ class IntraOpProblem:
         self.operator_prices: dict[int, OperatorPrices] = {}
         self.shared_node: dict[int, int] = {}
         self.input_node: dict[int, int] = {}
-        self._defines: dict[int, tuple[int, tuple[Spec, ...]]] = {}
+        self._defines: dict[int, tuple[int, SpecRow]] = {}
         self._add_inputs()
         self._agree_on_batch(split_dims)
         self._add_operators()
@@ -150,7 +172,7 @@ class IntraOpProblem:
                 choices, seconds, held = self._parameter_node(index, info)
                 node = self._node(choices, seconds)
                 self._bytes[node] += held
-                self._defines[index] = (node, tuple(choice.use for choice in choices))
+                self._defines[index] = (node, SpecRow(choice.use for choice in choices))
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
                 specs = specs or (Spec.replicated(len(value.shape)),)
@@ -161,7 +183,7 @@ class IntraOpProblem:
                 # Whatever a device is given has to be written to its memory.
                 node = self._node(specs, [elementwise_seconds(size, self.prices.device) for size in held])
                 self._bytes[node] += held
-                self._defines[index] = (node, tuple(specs))
+                self._defines[index] = (node, SpecRow(specs))
             self.input_node[index] = node
 
     def _parameter_node(
@@ -252,22 +274,21 @@ class IntraOpProblem:
 
     def _add_operators(self) -> None:
         graph, m = self.graph, self.microbatches
+        signatures = _signatures(graph)
         # What roles make of an operator belongs to this problem alone.
         cache: dict[Any, OperatorPrices] = self.prices.operators if self._pins.roles is None else {}
         for operator in graph.operators:
             if self._is_constant(operator):
                 continue
-            signature = self._signature(operator)
+            signature = signatures[operator.index]
+            if self._pins.roles is not None:
+                signature = (*signature, operator.origins)
             if signature not in cache:
                 of_parameters = self._is_of_parameters(operator)
                 choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
                 if self._pins.roles is not None:
                     choices = self._pins.roles.operator(operator, choices, of_parameters=of_parameters)
-                parts = self.prices.operator_parts(graph, operator, [c.algorithm for c in choices])
-                forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
-                cache[signature] = OperatorPrices(
-                    choices=tuple(choices), forward_seconds=forward + inside, backward_seconds=backward + mirrored
-                )
+                cache[signature] = self.prices.of_operator(graph, operator, choices)
             known = cache[signature]
             seconds = self.forward_runs(operator) * known.forward_seconds + known.backward_seconds
             node = self._node(known.choices, m * operator.repeats * seconds)
@@ -276,29 +297,13 @@ class IntraOpProblem:
             choices = known.choices
             for position, value in enumerate(operator.results):
                 if value is not None:
-                    self._defines[value] = (node, tuple(c.algorithm.results[position] for c in choices))
+                    self._defines[value] = (node, known.results[position])
         for value, users in graph.consumers.items():
             if value in self._defines and self._is_shared(value, users):
                 self._add_shared(value)
 
     def _is_of_parameters(self, operator: Operator) -> bool:
         return all(v in self.of_parameters for v in operator.results if v is not None)
-
-    def _signature(self, operator: Operator) -> tuple[Any, ...]:
-        graph, values = self.graph, self.graph.values
-
-        def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
-            return tuple(
-                None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
-            )
-
-        return (
-            operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
-            operator.combine, operator.differentiated,
-            self._is_of_parameters(operator), tuple(v in self.of_parameters for v in operator.operands),
-            self.prices.is_stored(graph, operator),
-            operator.origins if self._pins.roles is not None else (),
-        )  # fmt: skip
 
     def _is_shared(self, value: int, users: Sequence[tuple[int, int]]) -> bool:
         if value in self.input_node:
@@ -310,13 +315,8 @@ class IntraOpProblem:
 
     def _add_shared(self, index: int) -> None:
         producer, specs = self._defines[index]
-        # Any other spec would be converted from and to one of these anyway.
-        wanted = [Spec(spec.dims) for spec in specs]
-        for user, position in self.graph.consumers[index]:
-            if user in self.operator_node:
-                node_choices = self.choices[self.operator_node[user]]
-                wanted += [choice.algorithm.operands[position] for choice in node_choices]
-        choices = tuple(dict.fromkeys(wanted))
+        users = [(user, at) for user, at in self.graph.consumers[index] if user in self.operator_node]
+        choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in users))
         node = self._node(choices, [0.0] * len(choices))
         self.shared_node[index] = node
         made_by = self.graph.operators[self.graph.producer[index][0]]
@@ -330,16 +330,15 @@ class IntraOpProblem:
         """As `trips_of`."""
         return trips_of(operator, value)
 
-    def _kept_bytes(self, index: int, specs: Sequence[Spec]) -> np.ndarray:
+    def _kept_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
         trips = self.trips(self.graph.operators[self.graph.producer[index][0]], index)
         return trips * self.local_bytes(index, specs)
 
-    def local_bytes(self, index: int, specs: Sequence[Spec]) -> np.ndarray:
+    def local_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
         """Bytes of a value on one device, by how it is split."""
-        size = self.graph.values[index].bytes
-        return np.array([size / spec.shards(self.sizes) for spec in specs])
+        return self.graph.values[index].bytes / self.prices.shards(specs)
 
-    def _conversions(self, index: int, sources: Sequence[Spec], targets: Sequence[Spec], runs: int) -> np.ndarray:
+    def _conversions(self, index: int, sources: SpecRow, targets: SpecRow, runs: int) -> np.ndarray:
         value = self.graph.values[index]
         return self.prices.conversion_table(
             sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated
@@ -360,12 +359,11 @@ class IntraOpProblem:
             node = self.operator_node.get(operator.index)
             if node is None:
                 continue
-            algorithms = [choice.algorithm for choice in self.choices[node]]
             for position, index in enumerate(operator.operands):
                 if index is None or index not in self._defines:
                     continue
                 source, specs = self._defines[index]
-                targets = tuple(a.operands[position] for a in algorithms)
+                targets = self.operator_prices[operator.index].operands[position]
                 table = self._conversions(index, specs, targets, self.forward_runs_of(index, operator))
                 self._connect(source, node, m * operator.operand_repeats[position] * table)
                 if index in self._kept and index not in self.shared_node and index not in self.input_node:
@@ -386,10 +384,9 @@ class IntraOpProblem:
             and value not in self.of_parameters and value in read_by_backward(self.graph, operator)
         )  # fmt: skip
 
-    def was_gathered(self, specs: Sequence[Spec]) -> np.ndarray:
+    def was_gathered(self, specs: SpecRow) -> np.ndarray:
         """Of an operand, by how it is split: what is split over all devices was not gathered."""
-        devices = prod(self.sizes.values())
-        return np.array([spec.shards(self.sizes) < devices for spec in specs])
+        return self.prices.shards(specs) < prod(self.sizes.values())
 
     def _add_outputs(self) -> None:
         """An output may leave in any layout, but a partial one has to be summed for whoever reads it, and one that is
@@ -405,7 +402,8 @@ class IntraOpProblem:
             for i, spec in enumerate(specs):
                 if spec.partial or spec.broadcast:
                     self._seconds[node][i] += (
-                        self._conversions(index, (spec,), (Spec(spec.dims),), 1)[0, 0] * self.microbatches
+                        self._conversions(index, SpecRow([spec]), SpecRow([Spec(spec.dims)]), 1)[0, 0]
+                        * self.microbatches
                     )
 
     # Solving

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,11 @@ from ..cost.efficiency import profile_of
 from ..cost.kernels import Kernel, kernel_seconds
 from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
-from ..program.residuals import is_fusible
+from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec, convert
 from .conversion_prices import conversion_prices
 from .operator_kernels import OperatorKernels, operator_kernels
+from .spec_row import SpecRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,16 @@ class OperatorPrices:
 
     Args:
       choices: how they can be run.
+      operands: of each operand, the spec that each choice reads.
+      results: of each result, the spec that each choice makes.
       forward_seconds: of one run of each choice.
       backward_seconds: of one run of each choice; rematerialised or not, both are the same.
       passes: by number of a choice, the seconds forward and of weight gradients, as far as anybody has asked.
     """
 
     choices: tuple[Any, ...]
+    operands: tuple[SpecRow, ...]
+    results: tuple[SpecRow, ...]
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
     passes: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -78,6 +82,8 @@ class Prices:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
+        self._shards: dict[SpecRow, np.ndarray] = {}
+        self._shared: dict[tuple[SpecRow, tuple[SpecRow, ...]], SpecRow] = {}
         self._moved: dict[tuple[object, ...], float] = {}
         self._kernels: dict[Kernel, float] = {}
         # What problems on this mesh have found out of operators and parameters, by what tells them apart.
@@ -94,8 +100,8 @@ class Prices:
 
     def conversion_table(
         self,
-        sources: Sequence[Spec],
-        targets: Sequence[Spec],
+        sources: SpecRow,
+        targets: SpecRow,
         value_bytes: float,
         *,
         forward_runs: int,
@@ -107,12 +113,39 @@ class Prices:
           forward_runs: how often the forward collectives run for one backward (2 where they are rematerialised).
           differentiated: whether the value has a cotangent; if not, backward collectives do not run.
         """
-        key = (tuple(sources), tuple(targets), value_bytes, forward_runs, differentiated)
+        key = (sources, targets, value_bytes, forward_runs, differentiated)
         if key not in self._tables:
-            forward, backward = self._conversions.lines(key[0], key[1], value_bytes, differentiated=differentiated)
+            forward, backward = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
             table = forward_runs * (forward[0] + forward[1] * value_bytes)
             self._tables[key] = table + (backward[0] + backward[1] * value_bytes) if differentiated else table
         return self._tables[key]
+
+    def of_operator(self, graph: Graph, operator: Operator, choices: Sequence[Any]) -> OperatorPrices:
+        """What is known of an operator that can be run in these ways."""
+        algorithms = [choice.algorithm for choice in choices]
+        parts = self.operator_parts(graph, operator, algorithms)
+        forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
+        return OperatorPrices(
+            choices=tuple(choices),
+            operands=tuple(map(SpecRow, zip(*(one.operands for one in algorithms), strict=True))),
+            results=tuple(map(SpecRow, zip(*(one.results for one in algorithms), strict=True))),
+            forward_seconds=forward + inside,
+            backward_seconds=backward + mirrored,
+        )
+
+    def shared(self, made: SpecRow, read: tuple[SpecRow, ...]) -> SpecRow:
+        """How a value with several readers may lie in between: as it is made or read, since any other spec would be
+        converted from and to one of these anyway."""
+        if (made, read) not in self._shared:
+            wanted = [*(Spec(spec.dims) for spec in made), *(spec for row in read for spec in row)]
+            self._shared[made, read] = SpecRow(dict.fromkeys(wanted))
+        return self._shared[made, read]
+
+    def shards(self, specs: SpecRow) -> np.ndarray:
+        """Into how many blocks each of these cuts a value."""
+        if specs not in self._shards:
+            self._shards[specs] = np.array([spec.shards(self.sizes) for spec in specs], dtype=float)
+        return self._shards[specs]
 
     def moved_seconds(self, value_bytes: float, source: Spec, target: Spec) -> float:
         """Seconds of the forward collectives of one conversion, which exists."""
@@ -147,7 +180,7 @@ class Prices:
         inside."""
         if operator.is_link:
             return [(0.0, 0.0, 0.0, 0.0)] * len(algorithms)
-        stored = self.is_stored(graph, operator)
+        stored = is_stored(graph, operator)
         parts = []
         for algorithm in algorithms:
             found = operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
@@ -184,7 +217,7 @@ class Prices:
 
     def kernels(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> OperatorKernels:
         """What a device runs for an operator that is no link."""
-        stored = self.is_stored(graph, operator)
+        stored = is_stored(graph, operator)
         return operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
 
     def kernel(self, kernel: Kernel) -> float:
@@ -211,12 +244,3 @@ class Prices:
                     InnerCollective(kind="permute", size_bytes=move.size_bytes, axes=move.axes, mirrored=mirrored)
                 )
         return tuple(found)
-
-    def is_stored(self, graph: Graph, operator: Operator) -> bool:
-        """Whether a fusing compiler writes the result to memory: some reader is not part of the same chain. Single
-        numbers are computed by whoever reads them."""
-        results = [v for v in operator.results if v is not None]
-        if all(prod(graph.values[v].shape) == 1 for v in results):
-            return False
-        readers = [graph.operators[user] for v in results for user, _ in graph.consumers.get(v, ())]
-        return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)

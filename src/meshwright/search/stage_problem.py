@@ -146,7 +146,7 @@ class StageProblem(IntraOpProblem):
             self._hold_around(rows, moment, share)
         for value in self._received:
             # The cotangent of what it was sent, on its way back.
-            rows[self.input_node[value]] += self.local_bytes(value, self.choices[self.input_node[value]])
+            rows[self.input_node[value]] += self.local_bytes(value, self._defines[value][1])
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
             shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])
@@ -161,8 +161,8 @@ class StageProblem(IntraOpProblem):
         if shared := (value in self.shared_node or not readers):
             rows[node] += share * self.local_bytes(value, specs)
             readers = [one for one in readers if self.reads_gathered(graph.operators[one[1]], value)]
-        for reader, _, at in readers[:1]:
-            wanted = [choice.algorithm.operands[at] for choice in self.choices[reader]]
+        for reader, user, at in readers[:1]:
+            wanted = self.operator_prices[user].operands[at]
             held = share * self.local_bytes(value, wanted)
             rows[reader] += self.was_gathered(wanted) * held if shared else held
 
@@ -171,11 +171,11 @@ class StageProblem(IntraOpProblem):
         if moment.operator not in self.operator_node:
             return
         operator, node = self.graph.operators[moment.operator], self.operator_node[moment.operator]
-        algorithms = [choice.algorithm for choice in self.choices[node]]
+        known = self.operator_prices[moment.operator]
         for value, times in moment.around.items():
             made = value in operator.results
             at = (operator.results if made else operator.operands).index(value)
-            specs = [(one.results if made else one.operands)[at] for one in algorithms]
+            specs = (known.results if made else known.operands)[at]
             rows[node] += share * times * self.local_bytes(value, specs)
 
     def problem(self, memory_limit_bytes: float) -> Problem:

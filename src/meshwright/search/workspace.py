@@ -122,7 +122,7 @@ def _bodies(graph: Graph) -> dict[int, list[Operator]]:
     return found
 
 
-def _moment(graph: Graph, operator: Operator, again: frozenset[int], kept: set[int]) -> Moment:
+def _moment(graph: Graph, operator: Operator, again: frozenset[int], kept: frozenset[int]) -> Moment:
     """Around an operator there is a cotangent of each value, and of what is neither kept nor there again a copy."""
     around: dict[int, float] = {}
     if operator.differentiated and not operator.is_link:
