@@ -25,13 +25,14 @@ def slowly(key: int) -> int:
 
 @copies
 def test_what_a_copy_finds_out_arrives() -> None:
-    with Ahead((3, 4), slowly) as others:
+    with Ahead((3, 4, None), lambda key: slowly(key or 0)) as others:
         process = others._process
         time.sleep(0.02)  # it has begun the first
         assert others.take(3) == 9
         time.sleep(0.1)
         assert others.take(4) == 16
         assert others.take(4) is None
+        assert others.take(None) == 0
         assert others.take(5) is None
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)

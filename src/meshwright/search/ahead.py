@@ -16,8 +16,10 @@ import mmap
 import os
 import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,10 +30,15 @@ from .._jax.distributed import accelerators_are_in_use, is_connected
 _MOST_SECONDS = 60.0
 
 
+# What no piece of work is called.
+_NOTHING = object()
+
+
 def can_copy() -> bool:
-    """Whether a second process is of use, and safe."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return hasattr(os, "fork") and cores > 1 and not is_connected() and not accelerators_are_in_use()
+    """Whether a second process is of use, and safe: on Linux alone libraries of the system bear being copied."""
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
+        return False
+    return not is_connected() and not accelerators_are_in_use()
 
 
 class Ahead:
@@ -66,7 +73,8 @@ class Ahead:
     def __exit__(self, *error: object) -> None:
         if self._process:
             os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
+            with suppress(ChildProcessError):  # where somebody else waits for all children
+                os.waitpid(self._process, 0)
             self._messages.close()
             self._process = 0
 
@@ -90,9 +98,9 @@ class Ahead:
             self._mine[self._keys.index(key)] = 1
         return self._found.pop(key, None)
 
-    def _listen(self, seconds: float, until: Hashable = None) -> None:
+    def _listen(self, seconds: float, until: Hashable = _NOTHING) -> None:
         """Hear what the copy has to say, for so long or until it has said this."""
-        while self._process and (until is None or until not in self._found):
+        while self._process and until not in self._found:
             try:
                 if not self._messages.poll(seconds):
                     break
@@ -104,7 +112,7 @@ class Ahead:
                 self._begun.add(key)
             else:
                 self._found[key] = found
-        if until is not None and until not in self._found:
+        if until is not _NOTHING and until not in self._found:
             self.__exit__()  # it hangs, or is gone
 
     def _work(self, work: Callable[[Any], Any], sender: Connection) -> None:
