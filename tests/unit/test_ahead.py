@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +19,41 @@ ALONE = "one core, an accelerator that is open, or a run of several processes"
 copies = pytest.mark.skipif(not ahead.can_copy(), reason=f"no copy is made: {ALONE}")
 
 
-def slowly(key: int) -> int:
-    time.sleep(0.05)
-    return key * key
+class Gate:
+    """Work that waits until it is let through, so that tests know what has begun."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def work(self, key: int | None) -> int:
+        os.read(self._read, 1)
+        return (key or 0) ** 2
+
+    def let_through(self, count: int = 1) -> None:
+        os.write(self._write, b"." * count)
+
+
+def wait_until(others: Ahead, known: Callable[[], bool]) -> None:
+    """Until the copy has said something."""
+    end = time.perf_counter() + 30
+    while not known():
+        assert time.perf_counter() < end, "the copy says nothing"
+        others._listen(0.0)
+        time.sleep(0.005)
 
 
 @copies
 def test_what_a_copy_finds_out_arrives() -> None:
-    with Ahead((3, 4, None), lambda key: slowly(key or 0)) as others:
+    gate = Gate()
+    with Ahead((3, 4, None), gate.work) as others:
         process = others._process
-        time.sleep(0.02)  # it has begun the first
+        wait_until(others, lambda: 3 in others._begun)
+        gate.let_through(3)
         assert others.take(3) == 9
-        time.sleep(0.1)
+        wait_until(others, lambda: None in others._found)
         assert others.take(4) == 16
-        assert others.take(4) is None
         assert others.take(None) == 0
+        assert others.take(4) is None
         assert others.take(5) is None
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
@@ -40,31 +61,36 @@ def test_what_a_copy_finds_out_arrives() -> None:
 
 @copies
 def test_what_it_has_not_begun_it_never_does() -> None:
-    with Ahead((1, 2, 3), slowly) as others:
-        time.sleep(0.02)
+    gate = Gate()
+    with Ahead((1, 2, 3), gate.work) as others:
+        wait_until(others, lambda: 1 in others._begun)
         assert others.take(2) is None
+        gate.let_through(3)
         assert others.take(1) == 1
-        time.sleep(0.02)
-        assert others.take(3) == 9
+        wait_until(others, lambda: 3 in others._found)
         assert others.take(2) is None
+        assert 2 not in others._begun
 
 
 @copies
 def test_nobody_waits_who_does_not_want_to() -> None:
-    with Ahead((1,), slowly) as others:
-        time.sleep(0.02)
+    gate = Gate()
+    with Ahead((1,), gate.work) as others:
+        wait_until(others, lambda: 1 in others._begun)
         assert others.take(1, wait=False) is None
-        time.sleep(0.1)
+        gate.let_through()
+        wait_until(others, lambda: 1 in others._found)
         assert others.take(1, wait=False) == 1
 
 
 @copies
 def test_all_so_far_is_taken_at_once_and_the_copy_let_go() -> None:
-    with Ahead((1, 2, 3, 4, 5, 6), slowly) as others:
+    gate = Gate()
+    with Ahead((1, 2, 3), gate.work) as others:
         process = others._process
-        time.sleep(0.13)
-        found = others.taken()
-        assert found == [1, 4][: len(found)]
+        gate.let_through(2)
+        wait_until(others, lambda: 2 in others._found)
+        assert others.taken() == [1, 4]
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
         assert others.taken() == []
@@ -87,15 +113,15 @@ def test_a_copy_that_fails_is_as_none(fault: str, monkeypatch: pytest.MonkeyPatc
 
     begun = time.perf_counter()
     with Ahead((1, 2), work) as others:
-        time.sleep(0.05)
+        wait_until(others, lambda: 1 in others._begun or not others._process)
         assert others.take(1) is None
         assert others.take(2) is None
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - begun < 30
 
 
 def test_without_a_copy_there_is_nothing_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "can_copy", lambda: False)
-    with Ahead((1,), slowly) as others:
+    with Ahead((1,), Gate().work) as others:
         assert others.take(1) is None
 
 
@@ -108,7 +134,9 @@ def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPa
     plain = Ahead.take
 
     def take(self: Ahead, key: Any, **options: Any) -> Any:
-        time.sleep(0.1)  # so that something comes of it, however small the program
+        if self._process and key in self._keys:  # so that something comes of it, however small the program
+            wait_until(self, lambda: key in self._begun or not self._process)
+            options["wait"] = True
         found = plain(self, key, **options)
         learned.append(len(found or ()))
         return found
@@ -118,10 +146,10 @@ def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPa
     for allowed in (True, False):
         monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed)
         target = gpt.build(gpt.GPTConfig(
-            name="gpt", hidden=256, layers=8, heads=8, sequence=128, global_batch=32, vocabulary=1024, scan=True,
+            name="gpt", hidden=256, layers=4, heads=8, sequence=128, global_batch=8, vocabulary=1024, scan=True,
         ))  # fmt: skip
         args = (target.example_state, target.example_batch)
-        plans.append(plan_for(target.step, args, cluster="p3.16xlarge:2", stages=None).plan)
+        plans.append(plan_for(target.step, args, cluster="p3.16xlarge", stages=None).plan)
         assert bool(sum(learned)) == allowed
         learned.clear()
     assert plans[0] == plans[1]
