@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ..program.graph import Graph, Operator
 from ..program.residuals import kept_values, read_by_backward, regions
+from .choices import values_of_parameters
 
 # What a weight passes through on its way to a matrix product.
 _SAME_WEIGHT = frozenset(
@@ -55,7 +56,7 @@ class Workspace:
     Args:
       moments: the worst, of which the mean counts.
       weight: the input with the largest gradient, by its value; None where nothing has to be added to it.
-      gradient_bytes: of that gradient, of all devices together.
+      gradient_bytes: of that gradient, and a cast of the weight where there is one, of all devices together.
       bytes: of it all, of all devices together.
     """
 
@@ -95,14 +96,18 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
     """The moments of the backward pass at which the most is there: the worst of each rematerialised segment and of each
     loop, which computes what it does not keep again before anything else, and operators outside, as far as they are as
     bad as the worst of all."""
-    kept, inputs = kept_values(graph), set(graph.inputs)
-    found = [_moment(graph, op, frozenset(), kept) for op in graph.operators if op.region is None and not _is_inner(op)]
+    inputs, kept = frozenset(graph.inputs), kept_values(graph)
+    # A weight's cast is made where it is read, but a loop makes all of them before anything else.
+    outside = inputs | values_of_parameters(graph)
+    plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
+    found = [_moment(graph, operator, frozenset(), kept, outside) for operator in plain]
     for region in (*regions(graph).values(), *_bodies(graph).values()):
-        read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - inputs
+        others = inputs if _is_inner(region[0]) else outside
+        read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - others
         moments, again = [], frozenset[int]()
         for operator in region:
             again |= read.intersection(v for v in operator.results if v is not None and not graph.values[v].constant)
-            moments.append(_moment(graph, operator, again, kept))
+            moments.append(_moment(graph, operator, again, kept, others))
         found.append(max(moments, key=lambda moment: moment.bytes(graph)))
     most = max((moment.bytes(graph) for moment in found), default=0.0)
     return tuple(one for one in found if most > 0 and one.bytes(graph) >= _AS_BAD * most)
@@ -122,12 +127,15 @@ def _bodies(graph: Graph) -> dict[int, list[Operator]]:
     return found
 
 
-def _moment(graph: Graph, operator: Operator, again: frozenset[int], kept: frozenset[int]) -> Moment:
-    """Around an operator there is a cotangent of each value, and of what is neither kept nor there again a copy."""
+def _moment(
+    graph: Graph, operator: Operator, again: frozenset[int], kept: frozenset[int], others: frozenset[int]
+) -> Moment:
+    """Around an operator there is a cotangent of each value but others, and of what is neither kept nor there again a
+    copy."""
     around: dict[int, float] = {}
     if operator.differentiated and not operator.is_link:
         for value in dict.fromkeys((*operator.operands, *operator.results)):
-            if value is None or value in graph.inputs or not graph.values[value].differentiated:
+            if value is None or value in others or not graph.values[value].differentiated:
                 continue
             around[value] = 1.0 if value in kept or value in again else 2.0
     return Moment(operator=operator.index, around=around, again=again)
@@ -135,7 +143,8 @@ def _moment(graph: Graph, operator: Operator, again: frozenset[int], kept: froze
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:
     """The weight with the largest gradient that a microbatch makes, and its bytes: of what a matrix product reads, be
-    it a slice or a cast of a parameter. Rows that are looked up are added where they belong."""
+    it a slice or a cast of a parameter; with the cast itself, but in loops, where it has been counted. Rows that are
+    looked up are added where they belong."""
     inputs = {graph.inputs[position] for position in graph.parameters}
     weights = {value: value for value in inputs if graph.values[value].differentiated}
     most, found = 0.0, None
@@ -143,8 +152,9 @@ def _largest_gradient(graph: Graph) -> tuple[int | None, float]:
         read = [v for v in operator.operands if v is not None and v in weights]
         if operator.matmul:
             for value in read:
-                if graph.values[value].bytes > most:
-                    most, found = float(graph.values[value].bytes), weights[value]
+                copies = 1 if value in inputs or _is_inner(operator) else 2
+                if copies * graph.values[value].bytes > most:
+                    most, found = float(copies * graph.values[value].bytes), weights[value]
         elif read and operator.name in _SAME_WEIGHT:
             weights |= {value: weights[read[0]] for value in operator.results if value is not None}
     return found, most
