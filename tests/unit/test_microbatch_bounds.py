@@ -116,3 +116,23 @@ def test_bounds_are_of_the_memory_that_there_was() -> None:
     bounds.reset()
     assert not bounds.is_slower(1, 0.05)
     assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), inf, None, first=False) == 128
+
+
+def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() -> None:
+    """Of 8 microbatches it is known that each takes twice its share: 16 and more take as long, 4 do not."""
+    bounds, base = bounds_of(fills_ends=False)
+    eight = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=8, layers=range(STAGES))}))
+    known: Any = SimpleNamespace(counts=COUNTS, all=[base, eight], base=base, reserve=lambda count: None)
+
+    def problem(costs: Any, share: float) -> InterOpProblem:
+        # The share is of the microbatch of the number that says so.
+        whole = share / costs.program.microbatches
+        slow = pipeline(2 * whole if costs is eight else whole)
+        return replace(slow, microbatches=round(1 / whole))
+
+    bounds = MicrobatchBounds(known, problem)
+    plain = {count: bounds.of(count, inf) for count in COUNTS}
+    bounds.searched.add(8)
+    for count in COUNTS:
+        expected = 2 * plain[count] if count >= 8 else plain[count]
+        assert bounds.of(count, inf) == pytest.approx(expected)

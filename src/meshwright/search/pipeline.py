@@ -70,6 +70,9 @@ _AGAIN = 3
 # The search of a program that runs so many operators pays to be shared with a second process.
 _LONG_PROGRAM = 1200
 
+# Numbers of microbatches that are estimated ahead: later ones are often ruled out before their turn.
+_MOST_AHEAD = 6
+
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
 
@@ -297,16 +300,18 @@ class StageSearch:
         return self.costs.base is not None and self.costs.base.program.source.graph.runs > _LONG_PROGRAM
 
     def _every_second(self, left: Sequence[int], expected: Mapping[int, float]) -> list[int]:
-        """Of the numbers of microbatches that may be looked at, in their order, every second; they are traced."""
+        """Of the numbers of microbatches that may be looked at, in their order, every second of the first few; they are
+        traced, as far as there is time."""
         order: list[int] = []
         rest = [count for count in left if expected[count] <= self.best_objective]
         while rest:
-            order.append(
-                self._bounds.promising(rest, expected, self.best_objective, self._near(), first=not order)
-            )  # fmt: skip
+            near = self._near()
+            order.append(self._bounds.promising(rest, expected, self.best_objective, near, first=not order))
             rest.remove(order[-1])
         found = []
-        for count in order[1::2]:
+        for count in order[1 : 2 * _MOST_AHEAD : 2]:
+            if self.late:
+                break
             try:
                 self.request.by_microbatches[count]
                 found.append(count)
