@@ -236,7 +236,7 @@ def _plan_in_order(
                 return found if kept is None or found.step_seconds <= kept.step_seconds else kept
             kept = found
             continue
-        missed.learn(plan.microbatches, counted, peaks, usable)
+        missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         predicted = result.plan.predicted
         assert predicted is not None  # the search prices what it finds
         if not probing:
@@ -272,6 +272,14 @@ def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
         seconds=time.perf_counter() - asked.started, trace_seconds=prices.trace_seconds,
         solve_seconds=seconds - prices.trace_seconds, considered=found.considered,
     )  # fmt: skip
+
+
+def _plain_ranks(plan: Plan) -> list[bool]:
+    """Of each rank, whether some stage of it computes nothing again."""
+    found: dict[tuple[int, ...], bool] = {}
+    for stage in plan.stages:
+        found[stage.devices] = found.get(stage.devices, False) or not stage.rematerialised
+    return list(found.values())
 
 
 def _nearest(counts: Iterable[int], wanted: int | None) -> int | None:

@@ -7,9 +7,9 @@ from meshwright.search.memory_reserve import MissedMemory
 USABLE = 16e9
 
 
-def learned(microbatches: int, counted: float, peak: float) -> MissedMemory:
+def learned(microbatches: int, counted: float, peak: float, *, plain: bool = False) -> MissedMemory:
     missed = MissedMemory(1.04)
-    missed.learn(microbatches, [counted, 1e9], [peak, 1e9], [USABLE, USABLE])
+    missed.learn(microbatches, [counted, 1e9], [peak, 1e9], [USABLE, USABLE], [plain, True])
     return missed
 
 
@@ -33,6 +33,14 @@ def test_what_is_missed_shrinks_with_the_microbatch_and_is_not_scaled_up():
 
 def test_the_last_stage_is_learned_of_apart():
     missed = MissedMemory(1.04)
-    missed.learn(8, [10e9, 10e9], [10e9, 20e9], [USABLE, USABLE])
+    missed.learn(8, [10e9, 10e9], [10e9, 20e9], [USABLE, USABLE], [True, True])
     assert missed(8).limit(USABLE, last=False) > 15e9
     assert missed(8).limit(USABLE, last=True) < 10e9
+
+
+def test_stages_that_rematerialise_nothing_are_learned_of_apart():
+    missed = learned(8, 10e9, 20e9, plain=True)
+    assert missed(8).limit(USABLE, last=False) == USABLE / 1.04
+    assert missed(8).limit(USABLE, last=False, remat="none") < 10e9
+    both = learned(8, 10e9, 20e9)
+    assert both(8).limit(USABLE, last=False) == both(8).limit(USABLE, last=False, remat="none") < 10e9

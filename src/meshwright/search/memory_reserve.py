@@ -1,7 +1,8 @@
 """What a search may not count on a device: for the stage that has the last layers apart.
 
-Searches count memory by layouts; what the programs then hold is found by tracing them. The head of a model is where
-the two differ most: of its scores, the largest array there is, several copies live at once.
+Searches count memory by layouts; what the programs then hold is found by tracing them. The two differ most for the head
+of a model, of whose scores, the largest array there is, several copies live at once, and for stages without loops that
+rematerialise nothing: what is cheap is there again for several layers at once. Each is learned apart.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ class MemoryReserve:
       inner: of any stage but the last.
       final: of the stage with the last layer.
       margin: a device has to hold so many times what is predicted.
+      plain: of a stage that computes nothing again, beside these.
     """
 
     inner: float = 0.0
     final: float = 0.0
     margin: float = 1.0
+    plain: float = 0.0
 
-    def limit(self, usable_bytes: float, *, last: bool) -> float:
+    def limit(self, usable_bytes: float, *, last: bool, remat: str = "layer") -> float:
         """Bytes that may be counted on a device.
 
         Args:
           usable_bytes: of the device.
           last: whether the stage on it has the last layer.
+          remat: "layer", or "none" for a stage that computes nothing again.
         """
-        return max(usable_bytes / self.margin - (self.final if last else self.inner), 1.0)
+        reserved = (self.final if last else self.inner) + (self.plain if remat == "none" else 0.0)
+        return max(usable_bytes / self.margin - reserved, 1.0)
 
 
 def nothing_reserved(microbatches: int) -> MemoryReserve:
@@ -50,6 +55,7 @@ class _Missed:
     Args:
       microbatches: of the plan.
       last: whether it has the last layer.
+      plain: whether some stage of it computes nothing again, and it has not the last layer.
       counted: bytes on a device.
       peak: what there is.
       usable: of a device.
@@ -57,6 +63,7 @@ class _Missed:
 
     microbatches: int
     last: bool
+    plain: bool
     counted: float
     peak: float
     usable: float
@@ -79,27 +86,36 @@ class MissedMemory:
 
     def __call__(self, microbatches: int) -> MemoryReserve:
         """What may not be counted."""
-        return MemoryReserve(self._of(microbatches, last=False), self._of(microbatches, last=True), self._margin)
+        inner, final, plain = (
+            self._of(microbatches, [one for one in self._missed if (one.last, one.plain) == kind])
+            for kind in ((False, False), (True, False), (False, True))
+        )
+        return MemoryReserve(inner, final, self._margin, plain)
 
-    def _of(self, microbatches: int, *, last: bool) -> float:
+    def _of(self, microbatches: int, missed: Sequence[_Missed]) -> float:
         reserve = 0.0
-        for one in self._missed:
-            if one.last == last:
-                # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
-                part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
-                unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
-                limit = max(most - unseen, most * (1 - min(share, 1.0)))
-                if microbatches == one.microbatches:
-                    limit = min(limit, 0.98 * one.counted)
-                reserve = max(reserve, most - limit)
+        for one in missed:
+            # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
+            part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
+            unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
+            limit = max(most - unseen, most * (1 - min(share, 1.0)))
+            if microbatches == one.microbatches:
+                limit = min(limit, 0.98 * one.counted)
+            reserve = max(reserve, most - limit)
         return reserve
 
     def learn(
-        self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float]
-    ) -> None:
-        """Of a plan that is too large, by rank: what was counted, what it is, and what there is for it. Ranks that fit
-        say nothing."""
-        for rank, (seen, peak, most) in enumerate(zip(counted, peaks, usable, strict=True)):
+        self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float],
+        plain: Sequence[bool],
+    ) -> None:  # fmt: skip
+        """Of a plan that is too large, by rank: what was counted, what it is, what there is for it, and whether some
+        stage computes nothing again. Ranks that fit say nothing."""
+        for rank, (seen, peak, most, keeps) in enumerate(zip(counted, peaks, usable, plain, strict=True)):
             if self._margin * peak > most:
                 last = rank == len(peaks) - 1
-                self._missed.append(_Missed(microbatches=microbatches, last=last, counted=seen, peak=peak, usable=most))
+                self._missed.append(
+                    _Missed(
+                        microbatches=microbatches, last=last, plain=keeps and not last, counted=seen, peak=peak,
+                        usable=most,
+                    )
+                )  # fmt: skip

@@ -228,10 +228,10 @@ class StageEstimates:
     def _usable(self, kind: int) -> float:
         return self.solver.kind_of.devices[kind].usable_memory_bytes
 
-    def _limits(self, kind: int) -> np.ndarray:
+    def _limits(self, kind: int, remat: str) -> np.ndarray:
         """Bytes that may be counted on a device of a kind of submesh, by the layer that ends a range."""
         ends = range(len(self._starts))
-        return np.array([self._reserve.limit(self._usable(kind), last=end == ends[-1]) for end in ends])
+        return np.array([self._reserve.limit(self._usable(kind), last=end == ends[-1], remat=remat) for end in ends])
 
     # Tables
 
@@ -257,7 +257,6 @@ class StageEstimates:
         layers = len(self._starts)
         steps = self.program.microbatches / share
         best = np.full((2, len(in_flight), layers, layers), np.inf)
-        limits = self._limits(kind)
         ways, fields, left = [], [], []
         for _, number, low in self._bounds(kind, share):
             weight = steps * low[0] + low[1]
@@ -265,6 +264,7 @@ class StageEstimates:
             open_ = (low[0] <= most) & ~better
             looked_at = False
             for remat in self._wishes:
+                limits = self._limits(kind, remat)
                 constant, kept, workspace = self._least(kind, number, remat)
                 wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
                 if not wanted.any():
@@ -324,7 +324,7 @@ class StageEstimates:
         found = np.full((_WORKSPACE, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
-        limits = self._limits(kind)
+        limits = self._limits(kind, remat)
         for price in range(len(_PRICES) + 1):
             now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share)
             held = now[_CONSTANT] + times * now[_KEPT]
