@@ -121,14 +121,14 @@ def _plan_in_orders(
 
 
 def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) -> Ahead:
-    """A copy of this process that finds out what a search for stages asks first, while presets are looked at, or one
-    number of microbatches."""
+    """A copy of this process, at what a search for stages asks first while presets are looked at, or one number."""
     programs = _Programs(asked, stages, _counts(asked))
     if len(orders) > 1 or not is_large(programs.any.source):
         return Ahead((), lambda key: None)
     search = StageSearch(_request(asked, stages, programs))
-    finest_first = sorted(programs, reverse=True)
-    return Ahead((None, *finest_first), lambda count: search.of_base(count, MissedMemory(MARGIN)))
+    # Without a base it would have to trace other numbers.
+    finest_first = (None, *sorted(programs, reverse=True)) if search.costs.base is not None else ()
+    return Ahead(finest_first, lambda count: search.of_base(count, MissedMemory(MARGIN)))
 
 
 def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:

@@ -77,10 +77,10 @@ def test_nobody_waits_who_does_not_want_to() -> None:
     gate = Gate()
     with Ahead((1,), gate.work) as others:
         wait_until(others, lambda: 1 in others._begun)
-        assert others.take(1, wait=False) is None
+        assert others.take(1, wait_seconds=0.0) is None
         gate.let_through()
         wait_until(others, lambda: 1 in others._found)
-        assert others.take(1, wait=False) == 1
+        assert others.take(1, wait_seconds=0.0) == 1
 
 
 @copies
@@ -136,7 +136,7 @@ def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPa
     def take(self: Ahead, key: Any, **options: Any) -> Any:
         if self._process and key in self._keys:  # so that something comes of it, however small the program
             wait_until(self, lambda: key in self._begun or not self._process)
-            options["wait"] = True
+            options["wait_seconds"] = 60.0
         found = plain(self, key, **options)
         learned.append(len(found or ()))
         return found

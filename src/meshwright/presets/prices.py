@@ -313,10 +313,19 @@ class PresetPrices:
             if held > limit:
                 for stage in rank:
                     chosen[stage] = self._in_share(stages, stage, remat, limit)
+                if held_by_rank(stages, chosen)[rank[0] % stages.preset.stages] > limit:
+                    for stage in rank:  # they need unlike workspaces: each has its own in an equal share
+                        chosen[stage] = self._alone(stages, stage, remat, limit / len(rank)) or chosen[stage]
         return tuple(
             PlacedStage(number, number + 1, place, option_of(solved))
             for number, (place, solved) in enumerate(zip(stages.places, chosen, strict=True))
         )
+
+    def _alone(self, stages: PresetStages, stage: int, remat: str | None, share: float) -> SolvedStage | None:
+        """A stage with its own workspace in so much memory, the fastest way; None if there is none."""
+        wishes = ("none", "layer") if remat is None else (remat,)
+        found = (stages.within(stage, wish, share) for wish in wishes)
+        return min((way for way in found if way is not None), key=stages.weight, default=None)
 
     def _in_share(self, stages: PresetStages, stage: int, remat: str | None, limit: float) -> SolvedStage:
         """A stage in its share of a device's memory, the fastest way."""

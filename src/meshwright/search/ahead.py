@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -80,29 +81,30 @@ class Ahead:
 
     def taken(self) -> list[Any]:
         """What came of all work so far; the copy is gone then."""
-        found = [self.take(key, wait=False) for key in self._keys]
+        found = [self.take(key, wait_seconds=0.0) for key in self._keys]
         self.__exit__()
         return [one for one in found if one is not None]
 
-    def take(self, key: Hashable, *, wait: bool = True) -> Any:
+    def take(self, key: Hashable, *, wait_seconds: float = _MOST_SECONDS) -> Any:
         """What came of a piece of work, if the copy has begun it; None if not, and then it never will.
 
         Args:
           key: of the work.
-          wait: until it is done.
+          wait_seconds: for it to be done.
         """
         self._listen(0.0)
-        if wait and key in self._begun and key not in self._found:
-            self._listen(_MOST_SECONDS, until=key)
+        if wait_seconds > 0 and key in self._begun and key not in self._found:
+            self._listen(min(wait_seconds, _MOST_SECONDS), until=key)
         if self._process and key in self._keys and key not in self._begun:
             self._mine[self._keys.index(key)] = 1
         return self._found.pop(key, None)
 
     def _listen(self, seconds: float, until: Hashable = _NOTHING) -> None:
         """Hear what the copy has to say, for so long or until it has said this."""
+        end = time.perf_counter() + seconds
         while self._process and until not in self._found:
             try:
-                if not self._messages.poll(seconds):
+                if not self._messages.poll(max(end - time.perf_counter(), 0.0)):
                     break
                 key, found = self._messages.recv()
             except (EOFError, OSError, pickle.UnpicklingError):
@@ -118,9 +120,11 @@ class Ahead:
     def _work(self, work: Callable[[Any], Any], sender: Connection) -> None:
         """What the copy does; it never returns."""
         gc.disable()  # what it would look at lies in pages that the two share
+        self._messages.close()  # so that sending fails where nobody is left to hear
+        parent = os.getppid()
         try:
             for number, key in enumerate(self._keys):
-                if not self._mine[number]:
+                if not self._mine[number] and os.getppid() == parent:
                     sender.send((key, None))
                     sender.send((key, work(key)))
         finally:

@@ -64,7 +64,7 @@ def scheduled(
       chunks: stages on each rank.
     """
     ends = len(costs.program.layers)
-    limits = [costs.limit_bytes(stage.submesh, stage.last == ends) for stage in stages]
+    limits = [costs.limit_bytes(one.submesh, one.last == ends, _remat(one)) for one in stages]
     staged = staged_timing(costs.solver, stages, limit_bytes=limits)
     orders = [name for name in SIMULATED if name in schedules and name != INTERLEAVED]
     orders = orders if len(stages) > 1 else ["one_f_one_b"]
@@ -74,6 +74,10 @@ def scheduled(
     return Candidate(
         seconds=found.timeline.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=found
     )  # fmt: skip
+
+
+def _remat(stage: PlacedStage) -> str:
+    return "layer" if stage.option.tag.segments else "none"
 
 
 def merged(
@@ -101,7 +105,7 @@ def merged(
         first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
         option = costs.adopted(stage.option, first, last)
         if option is None:
-            limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers))
+            limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers), _remat(stage))
             option = solved_in_turn(costs, first, last, stage.submesh, in_flight, chunks, limit)
         if option is None:
             return None

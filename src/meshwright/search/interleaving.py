@@ -14,6 +14,7 @@ its share of the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, isfinite
 
@@ -26,10 +27,11 @@ from .inter_op_problem import PlacedStage
 from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, StageRequest
 from .submeshes import Submesh
+from .workspace import held_together
 
 # Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
 _CHUNKS = (2, 4)
-_MOST_CHUNKS = 8
+_MOST_CHUNKS = 16
 
 # Ranks with so many times the layers of the mean are about even.
 _ABOUT_EVEN = 1.05
@@ -202,8 +204,10 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
     ranges = _balanced(costs, places[0], count, max(mean))
     if ranges is None:
         return
-    limits = [min(costs.limit_bytes(place, last) for last in {False, number == ranks - 1})
-              for number, place in enumerate(places)]  # fmt: skip
+    limits = [
+        min(costs.limit_bytes(place, last, wish) for last in (False, number == ranks - 1) for wish in ("none", "layer"))
+        for number, place in enumerate(places)
+    ]
     for in_flight in ([min(pair) for pair in zip(own, mean, strict=True)], mean, own):
         stages: list[PlacedStage] = []
         for number, (first, last) in enumerate(ranges):
@@ -214,8 +218,32 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
             stages.append(PlacedStage(first, last, place, option))
         if len(stages) == count:
             for rank, limit in enumerate(limits):
-                give_what_is_left(costs, stages, range(rank, count, ranks), own, limit)
+                mine = range(rank, count, ranks)
+                if not _fit(stages, mine, in_flight, limit):
+                    _share_evenly(costs, stages, mine, in_flight, limit)
+                give_what_is_left(costs, stages, mine, own, limit)
             yield tuple(stages)
+
+
+def _fit(stages: Sequence[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float) -> bool:
+    """Whether the stages of a rank fit its devices together."""
+    held = [
+        (o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes, o.workspace_bytes)
+        for n in rank
+        for o in [stages[n].option]
+    ]
+    return held_together(held) <= limit_bytes
+
+
+def _share_evenly(
+    costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
+) -> None:
+    """Solve the stages of a rank in equal shares with a workspace each, where they need unlike ones."""
+    for n in rank:
+        one = stages[n]
+        option = costs.solve_within(one.first, one.last, one.submesh, in_flight[n], limit_bytes / len(rank))
+        if option is not None:
+            stages[n] = replace(one, option=option)
 
 
 def give_what_is_left(
@@ -229,6 +257,8 @@ def give_what_is_left(
     option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
     if option is not None and option.seconds < stage.option.seconds:
         stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)
+        if not _fit(stages, rank, in_flight, limit_bytes):
+            stages[slowest] = stage  # another one of the rank needs a larger workspace
 
 
 def _ranks_of(finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> list[int]:

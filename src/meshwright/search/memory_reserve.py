@@ -22,7 +22,7 @@ class MemoryReserve:
       inner: of any stage but the last.
       final: of the stage with the last layer.
       margin: a device has to hold so many times what is predicted.
-      plain: of a stage that computes nothing again, beside these.
+      plain: of an inner stage that computes nothing again, where that is more.
     """
 
     inner: float = 0.0
@@ -38,8 +38,8 @@ class MemoryReserve:
           last: whether the stage on it has the last layer.
           remat: "layer", or "none" for a stage that computes nothing again.
         """
-        reserved = (self.final if last else self.inner) + (self.plain if remat == "none" else 0.0)
-        return max(usable_bytes / self.margin - reserved, 1.0)
+        inner = max(self.inner, self.plain) if remat == "none" else self.inner
+        return max(usable_bytes / self.margin - (self.final if last else inner), 1.0)
 
 
 def nothing_reserved(microbatches: int) -> MemoryReserve:

@@ -49,6 +49,9 @@ class MicrobatchCosts:
         made = self._made[count]
         if isinstance(made, PlanError):
             raise made
+        if count == self.counts[0]:
+            for place in self._places:
+                made.solver.kind_of[place]  # numbered alike in every process
         made.reserve(self.reserve(count))
         return made
 

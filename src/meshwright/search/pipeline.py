@@ -266,7 +266,7 @@ class StageSearch:
             if bounded and self._bounds.is_slower(count, self.best_objective):
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
                 continue
-            known = others.take(count)
+            known = others.take(count, wait_seconds=self.start + self._seconds - time.perf_counter())
             try:
                 costs = self.costs(count)
             except PlanError as error:
@@ -461,11 +461,12 @@ class StageSearch:
 
     def _worth_simulating(self, number: int | None = None) -> Iterator[Candidate]:
         """The best finished plans, of so many microbatches or of any; what they take bounds all others."""
+        best = min(self.finished.values(), default=inf)
         for (count, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
             if number is not None and count != number:
                 continue
             if (count, stages) not in self._simulations:
-                if seconds > self.best_objective * _WORTH_SIMULATING:
+                if seconds > best * _WORTH_SIMULATING or seconds > self.best_objective * _WORTH_SIMULATING**2:
                     continue
                 self._simulations[count, stages] = self._scheduled(self.costs(count), stages)
             candidate = self._simulations[count, stages]

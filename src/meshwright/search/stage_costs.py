@@ -69,7 +69,7 @@ class StageCosts:
         self._solved_layers: set[tuple[int, ...]] = set()
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
         self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
-        self._within: dict[tuple[int, int, int, float, float], Option | None] = {}
+        self._within: dict[tuple[int, int, int, float], Option | None] = {}
         self._estimated: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
 
     @property
@@ -183,16 +183,15 @@ class StageCosts:
             for one in estimates
         )  # fmt: skip
 
-    def limit_bytes(self, submesh: Submesh, last: bool) -> float:
-        """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer; less where
-        it computes nothing again."""
+    def limit_bytes(self, submesh: Submesh, last: bool, remat: str = "layer") -> float:
+        """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer, and
+        rematerialises."""
         usable = self.solver.kind_of.devices[self.solver.kind_of[submesh]].usable_memory_bytes
-        return self._reserve.limit(usable, last=last)
+        return self._reserve.limit(usable, last=last, remat=remat)
 
     def _limit_of(self, submesh: Submesh, stop: int, remat: str) -> float:
         """Of a stage that ends before this layer."""
-        plain = self._reserve.plain if remat == "none" else 0.0
-        return max(self.limit_bytes(submesh, stop == len(self.program.layers)) - plain, 1.0)
+        return self.limit_bytes(submesh, stop == len(self.program.layers), remat)
 
     def forget_estimates(self) -> None:
         """Estimate every range again, whatever it takes."""
@@ -276,14 +275,13 @@ class StageCosts:
     ) -> Option | None:
         """The fastest way to run a range in so much of a device's memory; None if there is none."""
         kind = self.solver.kind_of[submesh]
-        key = self.solver.number(first, last), kind, in_flight, limit_bytes, self._reserve.plain
+        key = self.solver.number(first, last), kind, in_flight, limit_bytes
         if key not in self._within:
             best: Option | None = None
             for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
                 if best is not None and weight >= self.estimates.weight(best):
                     break
-                limit = limit_bytes - (self._reserve.plain if remat == "none" else 0.0)
-                stage = self.solver.within(Place(first, last, kind, number), remat, in_flight, limit)
+                stage = self.solver.within(Place(first, last, kind, number), remat, in_flight, limit_bytes)
                 option = option_of(stage) if stage is not None else None
                 if option and (best is None or self.estimates.weight(option) < self.estimates.weight(best)):
                     best = option

@@ -31,6 +31,7 @@ from ..program.staged import StagedProgram
 from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
 from .stage_solver import Place, SolvedStage, StageSolver
+from .workspace import AS_BAD
 
 # Prices of memory, in units of the whole program's seconds over the limit.
 _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
@@ -383,7 +384,7 @@ class StageEstimates:
                     # At best all of it is split over all devices: no problem need be built to know that.
                     devices = self.solver.meshes[kind][number].num_devices
                     kept = least.received + self.solver.kept_bytes(part, part + 1) / devices
-                    workspace = self.solver.graph(part, part + 1, remat)[1].bytes / devices
+                    workspace = AS_BAD * self.solver.graph(part, part + 1, remat)[1].bytes / devices
                 rows.append((least.constant, kept, least.received))
                 again.append(workspace)
             constant, kept, _ = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)

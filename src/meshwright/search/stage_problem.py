@@ -26,7 +26,7 @@ from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
 from .priced import PricedProblem
-from .workspace import Moment, Workspace
+from .workspace import AS_BAD, Moment, Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
@@ -118,6 +118,12 @@ class StageProblem(IntraOpProblem):
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         self._workspace = self._workspace_by_node(workspace)
+        # In a longer range its moments may count less beside those of others, and what it received it has itself.
+        self._least_workspace = AS_BAD * sum(float(row.min()) for row in self._workspace)
+        for value in self._received if workspace is not None else ():
+            if graph.values[value].differentiated:  # its cotangent, on its way back
+                node, specs = self._defines[value]
+                self._workspace[node] = self._workspace[node] + self.local_bytes(value, specs)
         self._throughout = [size if n in constant else np.zeros_like(size) for n, size in enumerate(self._bytes)]
         self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
         kept = [np.zeros_like(size) if n in constant else size for n, size in enumerate(self._bytes)]
@@ -144,9 +150,6 @@ class StageProblem(IntraOpProblem):
             for value in sorted(moment.again & self._defines.keys()):
                 self._hold(rows, value, share)
             self._hold_around(rows, moment, share)
-        for value in self._received:
-            # The cotangent of what it was sent, on its way back.
-            rows[self.input_node[value]] += self.local_bytes(value, self._defines[value][1])
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
             shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])
@@ -282,7 +285,7 @@ class StageProblem(IntraOpProblem):
             return sum(float(row.min()) for row in rows)
 
         return LeastBytes(
-            constant=least(self._throughout), workspace=least(self._workspace), kept=least(self._kept_by_node),
+            constant=least(self._throughout), workspace=self._least_workspace, kept=least(self._kept_by_node),
             received=least([self._kept_by_node[self.input_node[value]] for value in self._received]),
         )  # fmt: skip
 

@@ -211,6 +211,7 @@ class StageSolver:
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
+        self._alike: dict[int, tuple[int, int]] = {}
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
         self._segments: dict[int, Segments] = {}
         self._graphs: dict[tuple[int, str], tuple[Graph, Workspace]] = {}
@@ -253,8 +254,14 @@ class StageSolver:
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
         return self._identity[first, last]
 
+    def _first_alike(self, first: int, last: int) -> tuple[int, int]:
+        """The range that was asked for first of those that are the same program: what is found out is of its equations,
+        and has their places."""
+        return self._alike.setdefault(self.number(first, last), (first, last))
+
     def segments(self, first: int, last: int) -> Segments:
-        """What a range rematerialises."""
+        """What a range rematerialises, by the places of the first that is alike."""
+        first, last = self._first_alike(first, last)
         number = self.number(first, last)
         if number not in self._segments:
             self._segments[number] = stage_segments(self.cut(first, last), self.program.layers[first:last])
@@ -262,6 +269,7 @@ class StageSolver:
 
     def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
         """A range with what it rematerialises marked, and its workspace."""
+        first, last = self._first_alike(first, last)
         key = self.number(first, last), remat
         if key not in self._graphs:
             graph = self.cut(first, last).graph
@@ -283,7 +291,7 @@ class StageSolver:
         None where there is nothing to rematerialise."""
         key = self._key(place, remat)
         if key not in self._problems:
-            cut = self.cut(place.first, place.last)
+            cut = self.cut(*self._first_alike(place.first, place.last))
             segments = self.segments(place.first, place.last) if remat == "layer" else {}
             if remat == "layer" and not segments:
                 self._problems[key] = None

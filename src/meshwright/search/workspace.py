@@ -26,7 +26,7 @@ _SAME_WEIGHT = frozenset(
 
 
 # Moments at which this much less is there than at the worst are as bad.
-_AS_BAD = 0.9
+AS_BAD = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
             moments.append(_moment(graph, operator, again, kept, others))
         found.append(max(moments, key=lambda moment: moment.bytes(graph)))
     most = max((moment.bytes(graph) for moment in found), default=0.0)
-    return tuple(one for one in found if most > 0 and one.bytes(graph) >= _AS_BAD * most)
+    return tuple(one for one in found if most > 0 and one.bytes(graph) >= AS_BAD * most)
 
 
 def _is_inner(operator: Operator) -> bool:
