@@ -24,6 +24,7 @@ from meshwright.search.pins import Pins
 from meshwright.search.program_parts import in_parts
 from meshwright.search.stage_costs import StageCosts
 from meshwright.search.stage_problem import StageProblem
+from meshwright.search.stage_solver import Place
 from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.solve import Problem, solve
 from meshwright.zoo import registry
@@ -198,6 +199,24 @@ def test_rematerialisation_keeps_less_and_takes_longer() -> None:
     assert found["layer"].in_flight_bytes < found["none"].in_flight_bytes
     assert found["layer"].backward_seconds > found["none"].backward_seconds
     assert found["layer"].forward_seconds == pytest.approx(found["none"].forward_seconds, rel=0.1)
+
+
+def test_what_equal_ranges_rematerialise_has_the_places_of_the_first() -> None:
+    """The second of two equal ranges is the first to be solved on another mesh: its cut and segments go together."""
+    costs = costs_of("gpt3-125m", remat="layer")
+    solver, kind = costs.solver, costs.solver.kind_of[Submesh(0, 4)]
+    numbers = [solver.number(n, n + 1) for n in range(len(costs.program.layers))]
+    first = next(n for n, number in enumerate(numbers) if numbers.count(number) > 1)
+    second = len(numbers) - 1 - numbers[::-1].index(numbers[first])
+    one = solver.problem(Place(first, first + 1, kind, 0), "layer")
+    two = solver.problem(Place(second, second + 1, kind, 1), "layer")
+    assert one is not None
+    assert two is not None
+    (_, segments, cut), (problem, same, other) = one, two
+    assert first < second
+    assert other.equations == cut.equations == solver.cut(first, first + 1).equations
+    assert same == segments
+    assert any(operator.region is not None for operator in problem.graph.operators)
 
 
 # Estimates
