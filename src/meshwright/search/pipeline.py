@@ -461,7 +461,8 @@ class StageSearch:
 
     def _worth_simulating(self, number: int | None = None) -> Iterator[Candidate]:
         """The best finished plans, of so many microbatches or of any; what they take bounds all others."""
-        best = min(self.finished.values(), default=inf)
+        whole = [key for key in self.finished if self._only_splits or self._order_of[key] != "zero_bubble"]
+        best = min((self.finished[key] for key in whole), default=inf)  # what a split backward takes is a guess
         for (count, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
             if number is not None and count != number:
                 continue
