@@ -16,8 +16,9 @@ from .program.equal_stages import main_scan
 from .search.pins import Pins
 from .search.stage_result import NothingFaster
 
-# Presets may be looked at for this share of the time.
-_SHARE = 1 / 3
+# Presets may be looked at for this share of the time, or for so many seconds of it: where there is little, one of them
+# is a better beginning than what a search finds without.
+_SHARE, _LEAST_SECONDS = 1 / 3, 6.0
 
 
 def best_under_presets(asked: PlanRequest) -> Planning | None:
@@ -39,7 +40,7 @@ def best_under_presets(asked: PlanRequest) -> Planning | None:
     program = prices.any_program(counts)
     if not program.marked or main_scan(program) is None:
         return None
-    limit = _SHARE * asked.time_limit_seconds
+    limit = max(_SHARE * asked.time_limit_seconds, min(asked.time_limit_seconds, _LEAST_SECONDS))
     found = incumbent(
         prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() - begun > limit,
         tell=asked.tell,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,14 @@ from meshwright.search import ahead, pipeline
 from meshwright.search.ahead import Ahead
 from meshwright.zoo import gpt
 
-ALONE = "one core, an accelerator that is open, or a run of several processes"
-copies = pytest.mark.skipif(not ahead.can_copy(), reason=f"no copy is made: {ALONE}")
+CAN_COPY = ahead.can_copy
+linux = pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux alone")
+
+
+@pytest.fixture(autouse=True)
+def on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are not passed over where there is but one."""
+    monkeypatch.setattr(ahead, "can_copy", lambda: True)
 
 
 class Gate:
@@ -42,7 +49,7 @@ def wait_until(others: Ahead, known: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-@copies
+@linux
 def test_what_a_copy_finds_out_arrives() -> None:
     gate = Gate()
     with Ahead((3, 4, None), gate.work) as others:
@@ -59,7 +66,7 @@ def test_what_a_copy_finds_out_arrives() -> None:
         os.kill(process, 0)
 
 
-@copies
+@linux
 def test_what_it_has_not_begun_it_never_does() -> None:
     gate = Gate()
     with Ahead((1, 2, 3), gate.work) as others:
@@ -72,7 +79,7 @@ def test_what_it_has_not_begun_it_never_does() -> None:
         assert 2 not in others._begun
 
 
-@copies
+@linux
 def test_nobody_waits_who_does_not_want_to() -> None:
     gate = Gate()
     with Ahead((1,), gate.work) as others:
@@ -83,7 +90,7 @@ def test_nobody_waits_who_does_not_want_to() -> None:
         assert others.take(1, wait_seconds=0.0) == 1
 
 
-@copies
+@linux
 def test_all_so_far_is_taken_at_once_and_the_copy_let_go() -> None:
     gate = Gate()
     with Ahead((1, 2, 3), gate.work) as others:
@@ -96,7 +103,7 @@ def test_all_so_far_is_taken_at_once_and_the_copy_let_go() -> None:
         assert others.taken() == []
 
 
-@copies
+@linux
 @pytest.mark.parametrize("fault", ["raises", "exits", "hangs", "sends what cannot be sent"])
 def test_a_copy_that_fails_is_as_none(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_MOST_SECONDS", 0.3)
@@ -125,7 +132,7 @@ def test_without_a_copy_there_is_nothing_to_take(monkeypatch: pytest.MonkeyPatch
         assert others.take(1) is None
 
 
-@copies
+@linux
 def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scanned GPT, planned as large programs are: presets first, then numbers of microbatches."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
@@ -153,3 +160,20 @@ def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPa
         assert bool(sum(learned)) == allowed
         learned.clear()
     assert plans[0] == plans[1]
+
+
+@linux
+@pytest.mark.parametrize(
+    ("changed", "allowed"),
+    [
+        ({}, True), ({"cores": {0}}, False), ({"platform": "darwin"}, False), ({"is_connected": True}, False),
+        ({"accelerators_are_in_use": True}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_where_a_copy_is_made(changed: dict[str, Any], allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: changed.get("cores", {0, 1}))
+    monkeypatch.setattr(sys, "platform", changed.get("platform", "linux"))
+    for name in ("is_connected", "accelerators_are_in_use"):
+        monkeypatch.setattr(ahead, name, lambda name=name: changed.get(name, False))
+    assert CAN_COPY() == allowed

@@ -30,7 +30,6 @@ from .._jax.distributed import accelerators_are_in_use, is_connected
 # Nobody waits longer for one piece of work.
 _MOST_SECONDS = 60.0
 
-
 # What no piece of work is called.
 _NOTHING = object()
 

@@ -24,7 +24,6 @@ _SAME_WEIGHT = frozenset(
     {"convert_element_type", "copy", "reshape", "scan_const", "scan_slice", "squeeze", "transpose"}
 )  # fmt: skip
 
-
 # Moments at which this much less is there than at the worst are as bad.
 AS_BAD = 0.9
 
