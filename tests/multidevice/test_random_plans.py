@@ -22,6 +22,7 @@ from rule_cases import dense, integers, normal
 from meshwright._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, open_jaxpr
 from meshwright.program.build import build_graph
 from meshwright.program.graph import Graph
+from meshwright.program.rules import Rules
 from meshwright.runtime.evaluate import ShardedProgram
 from meshwright.sharding import Algorithm, Spec, algorithms, convert
 
@@ -169,7 +170,8 @@ def assert_plan_agrees(name: str, shape: tuple[int, ...], seed: int) -> None:
         return value, *aux
 
     closed = eliminate_dead_code(inline(jax.make_jaxpr(flat)(*leaves, *batch)))
-    graph, rules = build_graph(closed, parameters=range(count), losses=[0])
+    rules = Rules()
+    graph = build_graph(closed, rules, parameters=range(count), losses=[0])
     draw = random.Random(f"{name} {shape} {seed}")
     sizes = dict(zip("xyz", shape, strict=False))
     chosen, settled = drawn(graph, sizes, draw)

@@ -15,6 +15,7 @@ from meshwright.cluster import Cluster, Device, Host, Link, load_cluster
 from meshwright.errors import PlanError
 from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter
+from meshwright.program.rules import Rules
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.search.inter_op_problem import Crossing
@@ -99,7 +100,7 @@ def test_without_a_derivative_all_is_forward() -> None:
     """The forward price by itself, against the objective of a program that has no backward pass."""
     target = registry.build("gpt-tiny", global_batch=8)
     program = trace_program(target.step, (target.example_state, target.example_batch))
-    graph, _ = build_graph(program.core)
+    graph = build_graph(program.core, Rules())
     cut = Cutter(graph).cut(0, len(open_jaxpr(program.core).eqns))
     for shape in ((8,), (2, 4)):
         cluster = load_cluster("p3.16xlarge")

@@ -18,6 +18,7 @@ from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter, HeldParameter
 from meshwright.program.graph import Graph
 from meshwright.program.layers import cluster_layers, crossing_bytes, equation_flops
+from meshwright.program.rules import Rules
 from meshwright.program.scan_split import split_scans, stacked_rows, trips_for_layers
 from meshwright.program.segments import layer_segments
 from meshwright.program.trace import trace_program
@@ -26,7 +27,7 @@ from meshwright.zoo import registry
 
 def graph_of(function: Callable[..., Any], *args: Any, parameters: tuple[int, ...] = ()) -> tuple[Graph, int, Any]:
     closed = eliminate_dead_code(inline(jax.make_jaxpr(function)(*args)))
-    graph, _ = build_graph(closed, parameters=parameters, losses=[0] if parameters else [])
+    graph = build_graph(closed, Rules(), parameters=parameters, losses=[0] if parameters else [])
     return graph, len(open_jaxpr(closed).eqns), closed
 
 
@@ -223,7 +224,7 @@ def test_cuts_of_a_program_fit_together(name: str) -> None:
     trips = trips_for_layers(graph, 8)
     if trips:
         core = split_scans(core, trips)
-        graph, _ = build_graph(core, parameters=graph.parameters, losses=[0])
+        graph = build_graph(core, Rules(), parameters=graph.parameters, losses=[0])
     count = len(open_jaxpr(core).eqns)
     rows = stacked_rows(core)
     cutter = Cutter(graph, rows)
@@ -259,7 +260,7 @@ def test_cuts_of_a_program_fit_together(name: str) -> None:
 def test_rows_are_the_stage_s_own_parameter() -> None:
     program = small_program("llama-tiny")
     core = split_scans(program.core, trips_for_layers(program.graph, 16))
-    graph, _ = build_graph(core, parameters=program.graph.parameters, losses=[0])
+    graph = build_graph(core, Rules(), parameters=program.graph.parameters, losses=[0])
     cutter = Cutter(graph, stacked_rows(core))
     layers = cluster_layers(graph, len(open_jaxpr(core).eqns))
     first, second = (cutter.cut(*layer) for layer in layers[:2])

@@ -48,15 +48,17 @@ class _Raw:
 
 def build_graph(
     closed: ClosedJaxpr,
+    rules: Rules,
     *,
     parameters: Sequence[int] = (),
     losses: Sequence[int] = (),
     input_names: Sequence[str] | None = None,
-) -> tuple[Graph, Rules]:
-    """The operators of an inlined program, and the rules they were given.
+) -> Graph:
+    """The operators of an inlined program.
 
     Args:
       closed: the program, `jit` calls inlined.
+      rules: where the rules of its equations are looked up; extended by those that are not there.
       parameters: positions of the differentiated inputs.
       losses: positions of the outputs that are differentiated.
       input_names: names of the inputs, for reports.
@@ -69,7 +71,7 @@ def build_graph(
     env.update({var: builder.value(var, "constant") for var in jaxpr.constvars})
     builder.walk(jaxpr, env, (), 1, None)
     outputs = [None if is_literal(atom) else env[atom] for atom in jaxpr.outvars]
-    return builder.finish(inputs, outputs, [inputs[p] for p in parameters], tuple(parameters), losses)
+    return builder.finish(rules, inputs, outputs, [inputs[p] for p in parameters], tuple(parameters), losses)
 
 
 class _Builder:
@@ -188,12 +190,13 @@ class _Builder:
 
     def finish(
         self,
+        rules: Rules,
         inputs: list[int],
         outputs: list[int | None],
         sources: list[int],
         parameters: tuple[int, ...],
         losses: Sequence[int],
-    ) -> tuple[Graph, Rules]:
+    ) -> Graph:
         smooth = [not is_key(a) and _is_inexact(a.dtype) for a in self.avals]
         sinks = [value for value in (outputs[i] for i in losses) if value is not None]
         differentiated = cotangents(
@@ -212,7 +215,6 @@ class _Builder:
                 any(v is not None and differentiated[v] for v in values) for values in (raw.operands, raw.results)
             )
 
-        rules = Rules()
         passed = [is_differentiated(raw) for raw in self.raw]
         rules.prepare([(raw.equation, p) for raw, p in zip(self.raw, passed, strict=True) if raw.equation is not None])
         operators = []
@@ -258,7 +260,7 @@ class _Builder:
             outputs=tuple(outputs),
             parameters=parameters,
         )
-        return with_origins(graph), rules
+        return with_origins(graph)
 
     def _depends(self, inputs: Sequence[int]) -> list[bool]:
         """Which values depend on any input."""

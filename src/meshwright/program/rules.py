@@ -8,12 +8,13 @@ meeting a reduction: then it runs on shards without any communication inside.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence, Set as AbstractSet
+from collections.abc import Hashable, Iterable, Sequence, Set as AbstractSet
 from typing import Any
 
 from .._jax.jaxpr import (
     Equation,
     Jaxpr,
+    Vjp,
     inline,
     is_literal,
     is_remat,
@@ -70,6 +71,7 @@ class Rules:
         self._rules: dict[tuple[Any, ...], Rule] = {}
         # By identity: the pieces of a scan have the same equations. Who is in here lives as long.
         self._signatures: dict[int, tuple[Equation, tuple[Any, ...]]] = {}
+        self._derivatives: dict[tuple[Any, ...], Vjp] = {}
 
     def prepare(self, equations: Iterable[tuple[Equation, bool]]) -> None:
         """Analyse equations; the flag says whether a cotangent passes through."""
@@ -114,9 +116,15 @@ class Rules:
 
     def _programs(self, equation: Equation, differentiated: bool) -> list[Jaxpr]:
         if differentiated and equation.primitive.name != "while":
-            parts = vjp_parts(equation)
+            parts = self._derivative(equation)
             return [open_jaxpr(parts.forward), open_jaxpr(parts.backward)]
         return call_bodies(equation)
+
+    def _derivative(self, equation: Equation) -> Vjp:
+        key = self._signature(equation)
+        if key not in self._derivatives:
+            self._derivatives[key] = vjp_parts(equation)
+        return self._derivatives[key]
 
     def rule(self, equation: Equation, *, differentiated: bool) -> Rule:
         """The rule of one equation, restricted to what can be executed on shards."""
@@ -148,7 +156,7 @@ class Rules:
         results = [composer.tensor(v.aval.shape) for v in equation.outvars]
         name = equation.primitive.name
         if differentiated and name in ("custom_jvp_call", "custom_vjp_call", "cond"):
-            parts = vjp_parts(equation)
+            parts = self._derivative(equation)
             made = self._pass(composer, open_jaxpr(parts.forward), operands)
             _unify_all(composer, made[: len(results)], results)
             cotangents = [r for r, smooth in zip(results, parts.results, strict=True) if smooth]
@@ -284,9 +292,11 @@ def _warn_whole(equation: Equation, why: str) -> None:
 def _signature(equation: Equation) -> tuple[Any, ...]:
     """Equal for equations with the same rule."""
     params = equation.params
-    described = (
-        id(equation)
-        if is_call(equation) or equation.primitive.name == "scan"
+    holds_programs = is_call(equation) or equation.primitive.name == "scan"
+    described: Hashable = (
+        # Calls of one jitted function on the same shapes hold the same objects.
+        tuple((name, _identity(params[name])) for name in sorted(params))
+        if holds_programs
         else str(sorted(params.items(), key=lambda kv: kv[0]))
     )
     atoms = tuple((a.aval.shape, str(a.aval.dtype), is_literal(a)) for a in equation.invars)
@@ -296,6 +306,13 @@ def _signature(equation: Equation) -> tuple[Any, ...]:
         atoms,
         tuple((v.aval.shape, str(v.aval.dtype)) for v in equation.outvars),
     )
+
+
+def _identity(param: Any) -> Hashable:
+    """Equal for parameters that are the same objects, as long as these live."""
+    if isinstance(param, (tuple, list)):
+        return tuple(map(_identity, param))
+    return param if isinstance(param, (str, int, type(None))) else id(param)
 
 
 def _is_lasting(signature: tuple[Any, ...]) -> bool:

@@ -200,13 +200,13 @@ def _staged(
     cuts: Sequence[int],
     exactly: bool = False,
 ) -> StagedProgram:
-    graph, rules = program.graph, program.rules
+    graph = program.graph
     if splits:
         names = [graph.values[v].name for v in graph.inputs]
         losses = [0] if program.marked else []
-        graph, rules = build_graph(core, parameters=graph.parameters, losses=losses, input_names=names)
+        graph = build_graph(core, program.rules, parameters=graph.parameters, losses=losses, input_names=names)
     return StagedProgram(
-        core=core, graph=graph, rules=rules, rows=stacked_rows(core), scan_splits=splits, source=program,
+        core=core, graph=graph, rules=program.rules, rows=stacked_rows(core), scan_splits=splits, source=program,
         layers=cluster_layers(graph, len(open_jaxpr(core).eqns), at_most=layers, cuts=cuts, exactly=exactly),
         piece_starts=starts,
     )  # fmt: skip

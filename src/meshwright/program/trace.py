@@ -7,7 +7,6 @@ state. Any other step (plain `jax.grad`, inference) is planned whole, as one for
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,14 @@ import numpy as np
 
 from .._jax.boundary import Boundaries
 from .._jax.grad import inline_value_and_grad, value_and_grad_p
-from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, is_literal, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
 from ..errors import PlanError
 from .build import build_graph
 from .graph import Graph
 from .reduction import Reduction, aux_reductions, loss_reduction
 from .rules import Rules
-from .state import StateLeaf, relate_state
+from .state import StateLeaf
+from .traced_step import TracedStep, fingerprint, trace_step, traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,7 @@ def trace_program(
     microbatches: int = 1,
     batch_axis: int = 0,
     reduction: str | None = None,
+    trace: Callable[..., TracedStep] = trace_step,
 ) -> Program:
     """Trace `step` on arguments of the given shapes.
 
@@ -142,6 +143,7 @@ def trace_program(
       microbatches: into how many parts to cut the batch.
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum", how losses of microbatches combine; None to find out from the program.
+      trace: of a step and shapes what programs in all numbers of microbatches share, for whoever remembers it.
 
     Raises:
       PlanError: for arguments that are not arrays, a batch that does not divide, microbatches without a core.
@@ -149,11 +151,8 @@ def trace_program(
     shapes = tuple(abstract(tuple(args)))
     _check_request(microbatches, batch_axis, reduction)
     _check_batch(shapes, microbatches, batch_axis)
-    outer, out_tree = _trace(step, shapes)
-    in_tree = jax.tree.structure(shapes)
-    names = tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
-    state_inputs = _state_inputs(outer, shapes, out_tree)
-    markers = [i for i, eqn in enumerate(open_jaxpr(outer).eqns) if eqn.primitive is value_and_grad_p]
+    whole = trace(step, shapes)
+    markers = whole.markers
     if len(markers) != 1:
         if microbatches > 1:
             raise PlanError(
@@ -162,9 +161,9 @@ def trace_program(
                 where=getattr(step, "__name__", "the step"),
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
             )  # fmt: skip
-        return _whole(inline_value_and_grad(outer), names, state_inputs, in_tree, out_tree)
+        return _uncut(whole)
     marker = markers[0]
-    equation = open_jaxpr(outer).eqns[marker]
+    equation = open_jaxpr(whole.outer).eqns[marker]
     num_consts = equation.params["num_consts"]
     core, boundaries = _core(equation.params["jaxpr"])
     split_dims: tuple[int | None, ...] = (None,) * num_consts
@@ -178,14 +177,13 @@ def trace_program(
         if reduction is None:
             reduction = loss_reduction(full_core, core, microbatches, split_dims)
         combined = aux_reductions(full_core, core, microbatches, split_dims)
-    positions: dict[Any, int] = {var: i for i, var in enumerate(open_jaxpr(outer).invars)}
-    sources = tuple(None if is_literal(a) else positions.get(a) for a in equation.invars)
-    input_names = [names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
+    sources = whole.sources
+    input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
-    graph, rules = build_graph(core, parameters=parameters, losses=[0], input_names=input_names)
-    state = relate_state(outer, marker, sources[num_consts:], state_inputs, rules)
+    rules = whole.rules
+    graph = build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
     return Program(
-        outer=outer,
+        outer=whole.outer,
         core=core,
         graph=graph,
         rules=rules,
@@ -193,14 +191,14 @@ def trace_program(
         num_consts=num_consts,
         split_dims=split_dims,
         microbatches=microbatches,
-        input_names=names,
-        state_inputs=state_inputs,
-        state=state,
+        input_names=whole.names,
+        state_inputs=whole.state_inputs,
+        state=whole.state,
         parameter_inputs=sources[num_consts:],
         core_inputs=sources[:num_consts],
-        in_tree=in_tree,
-        out_tree=out_tree,
-        fingerprint=_fingerprint(outer, microbatches),
+        in_tree=whole.in_tree,
+        out_tree=whole.out_tree,
+        fingerprint=whole.fingerprint(microbatches),
         reduction=reduction or "mean",
         aux_reductions=combined,
         boundaries=boundaries,
@@ -223,41 +221,23 @@ def _core(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
     return core, Boundaries(before=[cut for cut in before if 0 < cut < len(kept)], scans=scans)
 
 
-def _trace(step: Callable[..., Any], shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
-    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
-    return inline(closed), jax.tree.structure(out_shape)
-
-
-def _whole(outer: ClosedJaxpr, names: tuple[str, ...], state_inputs: int, in_tree: Any, out_tree: Any) -> Program:
-    core = eliminate_dead_code(inline(outer))
-    graph, rules = build_graph(core, input_names=names)
-    inputs = tuple(range(len(names)))
+def _uncut(whole: TracedStep) -> Program:
+    """A step without a core, or with several, as one program."""
+    core = eliminate_dead_code(inline(inline_value_and_grad(whole.outer)))
+    names = whole.names
     return Program(
-        outer=core, core=core, graph=graph, rules=rules, marker=None, num_consts=len(names),
-        split_dims=(None,) * len(names), microbatches=1, input_names=names, state_inputs=state_inputs,
-        state=(None,) * state_inputs, parameter_inputs=(),
-        core_inputs=inputs, in_tree=in_tree, out_tree=out_tree, fingerprint=_fingerprint(core, 1), reduction="mean",
+        outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
+        num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
+        state_inputs=whole.state_inputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
+        core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
+        fingerprint=fingerprint(core), reduction="mean",
     )  # fmt: skip
-
-
-def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) -> int:
-    """How many leading inputs come back as the leading outputs."""
-    if not shapes:
-        return 0
-    first = jax.tree.structure(shapes[0])
-    children = out_tree.children() if out_tree.node_data() is not None else []
-    heads = [out_tree, *(children[:1] if children else [])]
-    avals = [(a.aval.shape, a.aval.dtype) for a in open_jaxpr(outer).outvars]
-    want = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes[0])]
-    if any(head == first for head in heads) and avals[: len(want)] == want:
-        return len(want)
-    return 0
 
 
 def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches: int) -> ClosedJaxpr:
     """The step at the size of one microbatch."""
     try:
-        outer, _ = _trace(step, shapes)
+        outer, _ = traced(step, shapes)
     except (TypeError, ValueError) as error:
         raise PlanError(
             refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",
@@ -371,13 +351,3 @@ def _split_dims(full: Equation, small: Equation, microbatches: int) -> tuple[int
         if position < num_consts:
             found.append(dims[0] if dims else None)
     return tuple(found)
-
-
-def _fingerprint(outer: ClosedJaxpr, microbatches: int) -> str:
-    digest = hashlib.sha256(f"{microbatches}\n".encode())
-    for equation in open_jaxpr(outer).eqns:
-        shapes = " ".join(str(a.aval) for a in (*equation.invars, *equation.outvars))
-        digest.update(f"{equation.primitive.name} {shapes}\n".encode())
-        if equation.primitive is value_and_grad_p:
-            digest.update(_fingerprint(inline(equation.params["jaxpr"]), 1).encode())
-    return digest.hexdigest()[:16]

@@ -11,6 +11,7 @@ import jax
 from .inference import trace_inference
 from .staged import StagedProgram, staged_program
 from .trace import Program, abstract, trace_program
+from .traced_step import TracedStep, trace_step
 
 
 class Traces:
@@ -29,6 +30,7 @@ class Traces:
     def __init__(self, step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step = step
+        self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
         self._staged: dict[int, StagedProgram] = {}
 
@@ -43,8 +45,9 @@ class Traces:
         key = (*self._key(args), microbatches, batch_axis, reduction)
         if key not in self._programs:
             self._programs[key] = trace_program(
-                self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction
-            )
+                self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction,
+                trace=self._traced,
+            )  # fmt: skip
         return self._programs[key]
 
     def inference(self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0) -> Program:
@@ -53,6 +56,13 @@ class Traces:
         if key not in self._programs:
             self._programs[key] = trace_inference(self._step, args, microbatches=microbatches, batch_axis=batch_axis)
         return self._programs[key]
+
+    def _traced(self, step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
+        """As `trace_step`."""
+        key = self._key(shapes)
+        if key not in self._whole:
+            self._whole[key] = trace_step(step, shapes)
+        return self._whole[key]
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         leaves, tree = jax.tree.flatten(abstract(tuple(args)))
