@@ -48,7 +48,9 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "schedule_options": dict(plan.schedule_options),
-        "stages": [_stage(stage, planning.cluster) for stage in plan.stages],
+        "stages": [
+            _stage(stage, planning.cluster, plan.microbatches_of(number)) for number, stage in enumerate(plan.stages)
+        ],
         "transfers": [
             {
                 "source": one.source, "target": one.target, "name": one.name, "bytes": one.bytes,
@@ -195,10 +197,11 @@ def _planning(planning: Planning) -> dict[str, float]:
     }
 
 
-def _stage(stage: Stage, cluster: Cluster) -> dict[str, Any]:
+def _stage(stage: Stage, cluster: Cluster, microbatches: int) -> dict[str, Any]:
     memory = stage.memory
     return {
         "layers": list(stage.layers),
+        "microbatches": microbatches,
         "devices": list(stage.devices),
         "hosts": list(cluster.hosts_of(stage.devices)),
         "device_kind": stage.device_kind,

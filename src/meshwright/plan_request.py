@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .cluster import Cluster
+from .cluster import Cluster, HostOrder
 from .errors import PlanError
 from .plan import Plan
 from .presets import Preset
@@ -119,6 +119,18 @@ class Planning:
         """This plan, with others and what they were preferred to among its alternatives."""
         found = merged(self.alternatives, *(one.alternatives for one in others), (o.as_alternative for o in others))
         return replace(self, alternatives=found)
+
+
+def in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
+    """A plan for the cluster in another order of its hosts as one for the cluster itself.
+
+    Args:
+      plan: its devices numbered in that order.
+      order: of the hosts.
+      cluster: as it was given.
+    """
+    stages = [replace(stage, devices=tuple(order.devices[d] for d in stage.devices)) for stage in plan.stages]
+    return replace(plan, stages=tuple(stages), cluster_fingerprint=cluster.fingerprint())
 
 
 def check_time_limit(seconds: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from .calibrate.origin import check_origin
@@ -17,6 +18,7 @@ from .one_stage_planning import plan_one_stage
 from .plan_request import Planning as Planning, PlanRequest, check_batch_axis, check_time_limit, checked_submeshes
 from .presets import Preset, check_free, parse_preset
 from .program.traces import traces_of
+from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
@@ -119,7 +121,7 @@ def plan_for(
         batch_axis=batch_axis, reduction=reduction, schedule=schedule, submeshes=submeshes, preset=preset,
         started=start, time_limit_seconds=time_limit_seconds, tell=tell,
     )  # fmt: skip
-    found = plan_one_stage(asked) if stages == 1 else plan_stages(asked, stages) if stages else _any_stages(asked)
+    found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
@@ -130,6 +132,37 @@ def _only_here(tell: Callable[[str], None]) -> Callable[[str], None]:
     """Told by this process alone: a copy of it has not the threads that show what is told."""
     here = os.getpid()
     return lambda text: tell(text) if os.getpid() == here else None
+
+
+def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
+    """The fastest plan of so many stages or of any number; or on a cluster of several kinds of device, of replicas."""
+    if asked.schedule == REPLICAS:
+        return plan_replicas(asked, stages)
+    refused: MemoryExceeded | None = None
+    found: Planning | None = None
+    try:
+        found = plan_stages(asked, stages) if stages else _any_stages(asked)
+    except MemoryExceeded as error:
+        refused = error
+    if asked.schedule is None and may_have_replicas(asked, stages):
+        most = found.step_seconds if found is not None else inf
+        if found is not None and len(found.plan.stages) == 1:
+            most *= 1 - _WORTH_STAGES  # one stage is simpler to run than copies of it
+        try:
+            copies = plan_replicas(asked, stages, faster_than_seconds=most)
+            if found is None:
+                return copies
+            return replace(copies.preferred_to(found), considered=(*copies.considered, *found.considered))
+        except NothingFaster as nothing:
+            assert found is not None  # or everything would be faster
+            return replace(found, considered=(*found.considered, *nothing.considered))
+        except PlanError as error:
+            if found is not None:
+                return replace(found, considered=(*found.considered, f"replicas: {error}"))
+    if found is not None:
+        return found
+    assert refused is not None  # there is a plan or a reason
+    raise refused
 
 
 def _any_stages(asked: PlanRequest) -> Planning:

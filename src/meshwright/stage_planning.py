@@ -6,23 +6,24 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from math import gcd, inf, isfinite, prod
+from math import inf, isfinite, prod
 from typing import Any
 
-from .cluster import Cluster, HostOrder, host_orders
+from .cluster import HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError, size_words
+from .microbatch_counts import finer_counts, microbatch_counts
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
-from .plan_request import Planning, PlanRequest
+from .plan_request import Planning, PlanRequest, in_cluster
 from .preset_planning import best_under_presets, bounded, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
 from .presets.written import held_bytes, usable_bytes, written_out
-from .program.batch import batch_extents
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
+from .replica_planning import REPLICAS
 from .runtime.pipeline.stage_memory import StageMemory
 from .search.ahead import Ahead
 from .search.memory_reserve import MissedMemory
@@ -31,9 +32,6 @@ from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
-
-# Microbatches tried where the user names none.
-_MOST_MICROBATCHES = 1024
 
 # How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
 _ATTEMPTS = 12
@@ -103,7 +101,7 @@ def _plan_in_orders(
                 nothing = error
             solve_seconds += time.perf_counter() - begun
             continue
-        found = replace(found, cluster=asked.cluster, plan=_in_cluster(found.plan, order, asked.cluster))
+        found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, order, asked.cluster))
         solve_seconds += found.solve_seconds
         if best is None:
             best = found
@@ -122,7 +120,7 @@ def _plan_in_orders(
 
 def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) -> Ahead:
     """A copy of this process, at what a search for stages asks first while presets are looked at, or one number."""
-    programs = _Programs(asked, stages, _counts(asked))
+    programs = _Programs(asked, stages, microbatch_counts(asked))
     if len(orders) > 1 or not is_large(programs.any.source):
         return Ahead((), lambda key: None)
     search = StageSearch(_request(asked, stages, programs))
@@ -149,12 +147,6 @@ def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> Sta
     )  # fmt: skip
 
 
-def _in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
-    """A plan for the cluster in another order of its hosts as one for the cluster itself."""
-    stages = [replace(stage, devices=tuple(order.devices[d] for d in stage.devices)) for stage in plan.stages]
-    return replace(plan, stages=tuple(stages), cluster_fingerprint=cluster.fingerprint())
-
-
 def _plan_in_order(
     asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None, others: Ahead
 ) -> Planning:
@@ -164,7 +156,7 @@ def _plan_in_order(
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, until it fits: what is missed is known before all numbers are searched.
     """
-    programs = _Programs(asked, stages, _counts(asked))
+    programs = _Programs(asked, stages, microbatch_counts(asked))
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, begin_with),
@@ -212,7 +204,7 @@ def _plan_in_order(
             if probing:
                 probes = 0  # other numbers may fit
                 continue
-            finer, nothing = _finer(asked, max(programs)), nothing or error
+            finer, nothing = finer_counts(asked, max(programs)), nothing or error
             if not finer:
                 break
             programs = _Programs(asked, stages, finer)
@@ -259,7 +251,7 @@ def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
     def finish(plan: Plan, priced: PricedPreset) -> Plan:
         return _asynchronous(plan, priced.program.graph) if preset.schedule == "pipedream" else plan
 
-    counts = _counts(asked)
+    counts = microbatch_counts(asked)
     first = prices.any_program(counts)
     asked.pins.check(first.input_names, [first.graph.values[v].name for v in first.graph.inputs])
     found = planned_preset(
@@ -399,7 +391,7 @@ def check_stages(stages: Any, schedule: Any) -> None:
             refused="the number of stages", got=repr(stages), needed="a whole number, at least 1, or None",
             where="stages=", try_="stages=None, for as many as are best",
         )  # fmt: skip
-    known = (*SIMULATED, *_SEARCHED)
+    known = (*SIMULATED, *_SEARCHED, REPLICAS)
     if schedule is not None and schedule not in known:
         near = get_close_matches(str(schedule), known, n=2)
         raise PlanError(
@@ -454,47 +446,3 @@ def _each_microbatch(stage: Stage, plan: Plan, values: Mapping[str, Value]) -> t
                 moved = more * size * move.buffer_fraction(stage.sizes)
                 total[move.forward] = Collective(kind=move.forward, count=have.count + more, bytes=have.bytes + moved)
     return tuple(total[kind] for kind in sorted(total))
-
-
-def _counts(asked: PlanRequest) -> list[int]:
-    """The number asked for; or of those that divide the batch about one for each power of two, with a preset enough for
-    its stages, and each to be cut into its blocks."""
-    if asked.microbatches is not None:
-        return [asked.microbatches]
-    preset, extents = asked.preset, batch_extents(asked.args, asked.batch_axis)
-    most = _MOST_MICROBATCHES if preset is None else max(extents, default=1)
-    found = _dividing(asked, even_divisors(gcd(*extents), most)) or [1]
-    return [m for m in found if preset is None or m >= preset.stages] or found[-1:]
-
-
-def even_divisors(extent: int, most: int) -> list[int]:
-    """For each power of two the divisors of a batch from there to the next that leave the most factors of two: in their
-    number, for ranks that take turns, or in a microbatch, for devices that share one.
-
-    >>> even_divisors(64, 16)
-    [1, 2, 4, 8, 16]
-    >>> even_divisors(1520, 64)
-    [1, 2, 4, 5, 8, 10, 16, 19, 38, 40]
-    """
-
-    def twos(number: int) -> int:
-        return number & -number
-
-    found: set[int] = set()
-    for first in (1 << power for power in range(most.bit_length())):
-        there = [n for n in range(first, min(2 * first, most + 1)) if extent % n == 0]
-        if there:
-            found |= {max(there, key=twos), max(there, key=lambda n: twos(extent // n))}
-    return sorted(found)
-
-
-def _finer(asked: PlanRequest, count: int) -> list[int]:
-    """Twice and four times as many microbatches, as far as the batch can be cut so and nobody has said how many."""
-    return _dividing(asked, [2 * count, 4 * count]) if asked.microbatches is None else []
-
-
-def _dividing(asked: PlanRequest, counts: Sequence[int]) -> list[int]:
-    """Of these numbers of microbatches those into which the batch can be cut."""
-    blocks = asked.preset.blocks if asked.preset is not None else 1
-    extents = batch_extents(asked.args, asked.batch_axis)
-    return [m for m in counts if all(extent % (m * blocks) == 0 for extent in extents)]

@@ -255,3 +255,28 @@ pipelined(target.step, (target.example_state, target.example_batch), Pipeline(su
     )
     assert result.ended_by == "failure"
     assert "no stage on a device of process 3" in str(result.problem)
+
+
+def test_replicas_in_four_processes(tmp_path: Path) -> None:
+    """Two processes have the larger share of the batch, and all have the sum of the gradients."""
+    assert_runs(
+        tmp_path,
+        """
+from meshwright.planning import plan_for
+from meshwright.runtime.pipeline.step import PipelinedStep
+from test_replicas_run import mixed
+target = zoo.mlp(width=32, layers=4, batch=32)
+state = jax.tree.map(np.asarray, jax.jit(target.init)(jax.random.key(0)))
+batch = jax.tree.map(np.asarray, jax.jit(target.make_batch)(jax.random.key(1)))
+found = plan_for(
+    target.step, (state, batch), cluster=mixed(4, 4), microbatches=8, stages=None, schedule="replicas", zero=1
+)
+assert found.plan.shares[0] > found.plan.shares[1], found.plan.shares
+parallel = PipelinedStep(found.program, found.plan, jax.devices())
+expected, again = state, parallel.create(target.init, jax.random.key(0))
+for _ in range(3):
+    expected, metrics = jax.jit(target.step)(expected, batch)
+    again, measured = parallel(again, batch)
+print("compared", compare((again, measured), (expected, metrics)), "loss", float(measured["loss"]))
+""",
+    )

@@ -92,11 +92,14 @@ def test_modes() -> None:
         "interleaved_one_f_one_b": Mode.SYNCHRONOUS,
         "zero_bubble": Mode.SYNCHRONOUS,
         "inference": Mode.INFERENCE,
+        "replicas": Mode.SYNCHRONOUS,
     }
 
 
 def options(name: str) -> dict[str, object]:
-    return {"adaptive": {"warm_up": [2]}, "interleaved_one_f_one_b": {"chunks": 2}}.get(name, {})
+    return {"adaptive": {"warm_up": [2]}, "interleaved_one_f_one_b": {"chunks": 2}, "replicas": {"shares": [1, 1]}}.get(
+        name, {}
+    )
 
 
 def test_weight_versions() -> None:

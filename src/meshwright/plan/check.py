@@ -1,8 +1,9 @@
 """What a plan must satisfy beyond the types of its fields, whoever made it: a search, a preset, a hand or a file.
 
 Only what can be seen without the program and the cluster is checked: meshes and devices agree, every axis that is used
-is an axis of its stage's mesh, specs fit the shapes they belong to, stages follow each other and share no device, and
-transfers go from a stage to a later one. One pass over the plan.
+is an axis of its stage's mesh, specs fit the shapes they belong to, stages follow each other (or are copies of the
+program, which share the microbatches out) and share no device, and transfers go from a stage to a later one. One pass
+over the plan.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def check_plan(plan: Plan, *, source: str = "the plan") -> None:
             got = f'"central" in a plan of {len(plan.stages)} stages'
             raise refusal(source, f"{place}.gradient_exchange", got, "one stage", '"collective"')
     _check_order(plan, source)
+    _check_shares(plan, source)
     _check_transfers(plan, source)
 
 
@@ -98,9 +100,16 @@ def _check_shapes(stage: Stage, source: str, place: str) -> None:
 
 
 def _check_order(plan: Plan, source: str) -> None:
-    """Stages follow each other in the program, and no device serves two of them unless the schedule interleaves."""
+    """Stages follow each other in the program, or are copies of it, and no device serves two of them unless the
+    schedule interleaves."""
     for number, (one, following) in enumerate(pairwise(plan.stages), start=1):
         place = f"stages[{number}]"
+        if plan.schedule == "replicas":
+            if (following.layers, following.equations) != (one.layers, one.equations) or one.equations is None:
+                needed = f"{one.layers} and {one.equations}, as the replica before has"
+                got = f"the layers {following.layers} and the equations {following.equations}"
+                raise refusal(source, place, got, needed)
+            continue
         if following.layers[0] != one.layers[1]:
             needed = f"{one.layers[1]}, where the stage before ends"
             raise refusal(source, f"{place}.layers", f"a first layer of {following.layers[0]}", needed)
@@ -126,6 +135,19 @@ def _check_order(plan: Plan, source: str) -> None:
             if first != number and not shared:
                 needed = "each device in one stage, or stages of one rank with the same devices and chunks > 1"
                 raise refusal(source, f"stages[{number}].devices", f"device {device} of stages[{first}] too", needed)
+
+
+def _check_shares(plan: Plan, source: str) -> None:
+    """Replicas, and nobody else, share the microbatches out."""
+    if plan.schedule != "replicas":
+        if plan.shares:
+            needed = "the schedule replicas"
+            raise refusal(source, "schedule_options", f"shares under the schedule {plan.schedule}", needed)
+        return
+    shares = plan.shares
+    if len(shares) != len(plan.stages) or min(shares) < 1 or sum(shares) != plan.microbatches:
+        needed = f"{len(plan.stages)} numbers of at least 1 that add up to {plan.microbatches}"
+        raise refusal(source, "schedule_options", f"the shares {', '.join(map(str, shares))}", needed)
 
 
 def _check_transfers(plan: Plan, source: str) -> None:

@@ -215,10 +215,10 @@ class Plan:
       cluster_fingerprint: of everything in its description.
       microbatches: how many parts the batch is cut into, their gradients added up.
       schedule: order of the microbatches over stages, a name of `schedule.SCHEDULES`; "none" with one stage.
-      stages: in program order.
+      stages: in program order; of replicas, copies of the whole program.
       predicted: by the cost model; None for a plan nobody has priced.
       schedule_options: options of the schedule by name: `warm_up` (a number for each edge, in sorted order), `chunks`,
-        `split_backward` (0 or 1).
+        `split_backward` (0 or 1), `shares` (of replicas, how many microbatches each runs).
       scan_splits: scans of the core that are cut into several, by position of their equation before any is: the trips
         of each piece (`program.scan_split`).
       transfers: what stages send each other, by source, target and value.
@@ -240,6 +240,16 @@ class Plan:
     def num_devices(self) -> int:
         """How many devices the stages use together; stages of one rank (interleaving) share theirs."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """Of replicas, how many microbatches each runs; empty where every stage runs all."""
+        shares = dict(self.schedule_options).get("shares", ())
+        return shares if isinstance(shares, tuple) else (shares,)
+
+    def microbatches_of(self, stage: int) -> int:
+        """How many microbatches a stage runs in a step."""
+        return self.shares[stage] if self.shares else self.microbatches
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:

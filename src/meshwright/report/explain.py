@@ -50,8 +50,9 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Se
             found = why(plan)
             parts.append(_section("Where a step of each device goes", why_table(found).split("\n")))
             parts.append(_section("What binds", found.binds))
-        for number, stage in enumerate(plan.stages, start=1):
-            parts.append(_section(f"STAGE {number} of {len(plan.stages)}", [*_staged(plan, stage)]))
+        for number in range(len(plan.stages)):
+            name = f"{'REPLICA' if plan.shares else 'STAGE'} {number + 1} of {len(plan.stages)}"
+            parts.append(_section(name, [*_staged(plan, number)]))
     if alternatives and plan.predicted is not None:
         parts.append(_section("Nearest alternatives", _alternatives(alternatives, plan.predicted.step_seconds)))
     if considered:
@@ -89,7 +90,10 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.microbatches > 1:
         cut = f"{plan.microbatches}" + (", one after the other" if len(plan.stages) == 1 else "")
     yield f"microbatches: {cut}"
-    yield f"stages: {len(plan.stages)}" + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
+    if plan.shares:
+        yield f"replicas: {len(plan.stages)} of the whole program, which share the microbatches out"
+    else:
+        yield f"stages: {len(plan.stages)}" + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
     predicted = plan.predicted
     if predicted is None:
         yield "predicted step time: none, the plan has not been priced"
@@ -99,11 +103,9 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"predicted rate: {rate} of the model a device, {format_flops(predicted.flops_per_device)} executed a device"
     gap = predicted.optimality_gap
     if isfinite(gap):
-        of = (
-            "under the cost model"
-            if len(plan.stages) == 1
-            else "among plans whose stages share no devices, by estimates"
-        )
+        of = "among plans whose stages share no devices, by estimates"
+        if len(plan.stages) == 1 or plan.shares:
+            of = "under the cost model" + (" for these shares" if plan.shares else "")
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"
 
 
@@ -120,11 +122,12 @@ def _where_it_goes(plan: Plan, step_seconds: float) -> str:
     return f" = {' + '.join(said)}" if rest > -1e-3 * step_seconds else ""
 
 
-def _staged(plan: Plan, stage: Stage) -> Iterator[str]:
+def _staged(plan: Plan, number: int) -> Iterator[str]:
     """One stage of several: what its axes are for, and why; parameter by parameter is in the saved plan."""
+    stage = plan.stages[number]
     roles = axis_roles(stage)
     yield from (f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names)
-    yield from _reasons(plan, stage, roles)
+    yield from _reasons(plan.microbatches_of(number), stage, roles)
 
 
 def _stage(plan: Plan, stage: Stage) -> Iterator[str]:
@@ -144,7 +147,7 @@ def _stage(plan: Plan, stage: Stage) -> Iterator[str]:
     if stage.inputs:
         rows = [(given.name, _shape(given.shape), _layout(given.shape, given.spec)) for given in stage.inputs]
         yield _section("Inputs", format_table(("input", "shape", "layout"), rows, left=3).split("\n"))
-    yield _section("Why", [*_reasons(plan, stage, roles)])
+    yield _section("Why", [*_reasons(plan.microbatches, stage, roles)])
 
 
 def _memory(stage: Stage) -> str:
@@ -199,13 +202,13 @@ def _shape(shape: tuple[int, ...]) -> str:
 # Why
 
 
-def _reasons(plan: Plan, stage: Stage, roles: Sequence[AxisRole]) -> Iterator[str]:
+def _reasons(microbatches: int, stage: Stage, roles: Sequence[AxisRole]) -> Iterator[str]:
     for role in roles:
         if role.summed:
             by = " by one device, a parameter server" if role.central else ""
             yield f"gradients of {_parameters_of(role.summed)} summed over {role.axis}{by}: {_cause(role)}"
-    if plan.microbatches > 1 and any(role.summed for role in roles):
-        yield f"gradients of the {plan.microbatches} microbatches are added up first: one sum over devices a step"
+    if microbatches > 1 and any(role.summed for role in roles):
+        yield f"gradients of the {microbatches} microbatches are added up first: one sum over devices a step"
     yield from _storage(stage, [role.axis for role in roles if role.stored])
     for role in roles:
         if role.gathered:

@@ -28,6 +28,9 @@ def stage_table(plan: Plan) -> str:
         "stage", "layers", "devices", "mesh", "forward", "backward", "synchronise", "update", "in flight",
         "memory (of the limit)", "remat",
     )  # fmt: skip
+    if plan.shares:  # what replicas differ in
+        heads = ("replica", "microbatches", *heads[2:])
+        rows = [(row[0], f"{n} of {plan.microbatches}", *row[2:]) for row, n in zip(rows, plan.shares, strict=True)]
     kinds = [stage.device_kind for stage in plan.stages]
     if len(set(kinds)) > 1:
         heads = (*heads[:3], "of kind", *heads[3:])

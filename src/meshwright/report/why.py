@@ -121,7 +121,7 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
         yield f"memory binds on stage {_numbers(full)}: up to {format_percent(most)} of what a device has"
     again = [number for number, stage in enumerate(plan.stages) if stage.rematerialised]
     if again:
-        forward = {n: plan.microbatches * plan.stages[n].forward_seconds for n in again}
+        forward = {n: plan.microbatches_of(n) * plan.stages[n].forward_seconds for n in again}
         work = max(sum(forward.get(n, 0.0) for n in rank.stages) for rank in ranks) / step
         yield (
             f"memory makes stage {_numbers(again)} rematerialise: up to {format_percent(work)} of the step is spent on "

@@ -27,5 +27,6 @@ from .order import (
     transfer_order as transfer_order,
 )
 from .pipedream import pipedream as pipedream
+from .replicas import replicas as replicas
 from .schedule import Mode as Mode, Schedule as Schedule, neighbours as neighbours
 from .zero_bubble import zero_bubble as zero_bubble

@@ -15,6 +15,7 @@ from .inference import inference
 from .interleaved import interleaved_one_f_one_b
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
+from .replicas import replicas
 from .schedule import Schedule
 from .zero_bubble import zero_bubble
 
@@ -29,6 +30,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
         interleaved_one_f_one_b,
         zero_bubble,
         inference,
+        replicas,
     )
 }
 

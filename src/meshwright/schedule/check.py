@@ -1,8 +1,8 @@
 """What every schedule must satisfy, proved instruction by instruction.
 
-Each pair (stage, microbatch) has each of its instructions exactly once, on the rank that holds the stage; on that rank
-forward comes before backward, input gradient before weight gradient, all gradients before the update; the ranks do not
-wait for each other in a circle; and no rank has more in flight than the schedule promises.
+Each pair of a stage and a microbatch that it runs has each of its instructions exactly once, on the rank that holds the
+stage; on that rank forward comes before backward, input gradient before weight gradient, all gradients before the
+update; the ranks do not wait for each other in a circle; and no rank has more in flight than the schedule promises.
 
 Cost: linear in the instructions.
 """
@@ -49,10 +49,13 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
     for what, got, needed in (
         ("stage_ranks", len(schedule.stage_ranks), schedule.stages),
         ("in_flight_limit", len(schedule.in_flight_limit), count),
+        ("shares", len(schedule.shares) or schedule.stages, schedule.stages),
     ):
         if got != needed:
             yield f"{what}: got {got} numbers; needed {needed}"
             return
+    if schedule.shares and (min(schedule.shares) < 1 or sum(schedule.shares) != schedule.microbatches):
+        yield f"shares: got {schedule.shares}; needed at least one each, {schedule.microbatches} together"
     for stage, rank in enumerate(schedule.stage_ranks):
         if not 0 <= rank < count:
             yield f"stage {stage}: got rank {rank}; needed one of 0..{count - 1}"
@@ -73,10 +76,12 @@ def _not_once(schedule: Schedule) -> Iterator[str]:
     counts = Counter((one.stage, one.microbatch, one.kind) for program in schedule.ranks for one in program)
     split = schedule.splits_backward
     for stage in range(schedule.stages):
+        mine = schedule.microbatches_of(stage)
         for microbatch in (*range(schedule.microbatches), None):
             for kind in Kind:
                 got = counts[stage, microbatch, kind]
-                needed = _needed(kind, microbatch, schedule.mode, split)
+                others = microbatch is not None and microbatch not in mine
+                needed = 0 if others else _needed(kind, microbatch, schedule.mode, split)
                 if got != needed:
                     where = f"stage {stage}" + ("" if microbatch is None else f", microbatch {microbatch}")
                     yield f"{where}: got {got} times {kind}; needed {'once' if needed else 'none'}"
@@ -107,17 +112,17 @@ def _out_of_order(schedule: Schedule) -> Iterator[str]:
     for rank, program in enumerate(schedule.ranks):
         seen: set[tuple[Kind, int, int | None]] = set()
         for one in program:
-            for before in _befores(one, last, schedule.microbatches):
+            for before in _befores(one, last, schedule.microbatches_of(one.stage)):
                 if (before.kind, before.stage, before.microbatch) not in seen:
                     yield f"rank {rank}: got {one} before {before}; needed it after"
             seen.add((one.kind, one.stage, one.microbatch))
 
 
-def _befores(one: Instruction, last: Kind, microbatches: int) -> Iterator[Instruction]:
+def _befores(one: Instruction, last: Kind, microbatches: range) -> Iterator[Instruction]:
     if one.kind in _AFTER:
         yield Instruction(kind=_AFTER[one.kind], stage=one.stage, microbatch=one.microbatch)
     elif one.kind is Kind.UPDATE:
-        for microbatch in range(microbatches) if one.microbatch is None else (one.microbatch,):
+        for microbatch in microbatches if one.microbatch is None else (one.microbatch,):
             yield Instruction(kind=last, stage=one.stage, microbatch=microbatch)
 
 

@@ -50,6 +50,8 @@ class Schedule:
       edges: which stages read what which others compute, sorted.
       in_flight_limit: for each rank, the most pairs (stage, microbatch) whose forward has begun and whose last backward
         instruction has not ended, as the schedule promises.
+      shares: where stages are copies of one program, how many microbatches each runs, the first of them those from the
+        beginning; empty where every stage runs all.
     """
 
     name: str
@@ -60,6 +62,14 @@ class Schedule:
     stage_ranks: tuple[int, ...]
     edges: tuple[Edge, ...]
     in_flight_limit: tuple[int, ...]
+    shares: tuple[int, ...] = ()
+
+    def microbatches_of(self, stage: int) -> range:
+        """The microbatches that a stage runs."""
+        if not self.shares:
+            return range(self.microbatches)
+        first = sum(self.shares[:stage])
+        return range(first, first + self.shares[stage])
 
     def __str__(self) -> str:
         counts = f"{self.stages} stages on {len(self.ranks)} ranks, {self.microbatches} microbatches"

@@ -53,7 +53,7 @@ def assemble(
         for rank in ranks
     ]
     parts = [
-        _stage(
+        planned_stage(
             costs, stage, scheduled.schedule.in_flight[number], scheduled.schedule.delayed[number],
             staged.timing.stages[number].synchronise_seconds, workspaces[number],
         )
@@ -96,11 +96,20 @@ def _solved(stage: PlacedStage) -> SolvedStage:
     return stage.option.tag
 
 
-def _stage(
+def planned_stage(
     costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, synchronise_seconds: float,
     workspace_bytes: float,
 ) -> Stage:  # fmt: skip
-    """A stage at its place; the solution may be that of an equal range elsewhere, so names and paths are its own."""
+    """A stage at its place; the solution may be that of an equal range elsewhere, so names and paths are its own.
+
+    Args:
+      costs: that solved it.
+      placed: the solved stage.
+      in_flight: the most microbatches that it holds.
+      delayed: the most of them that wait for their weight gradient.
+      synchronise_seconds: of its gradients, once a step.
+      workspace_bytes: its share of its devices' workspace.
+    """
     solved, program = _solved(placed), costs.program
     cut = costs.solver.cut(placed.first, placed.last)
     graph, chosen, sizes = cut.graph, solved.chosen, solved.problem.sizes

@@ -54,7 +54,11 @@ def plan_timing(plan: Plan) -> Timing:
                 target_bytes=size / sizes[target],
             )
         )
-    return Timing(stages=tuple(_stage(stage, splits=splits) for stage in plan.stages), edges=tuple(edges))
+    return Timing(
+        stages=tuple(_stage(stage, splits=splits) for stage in plan.stages), edges=tuple(edges),
+        # Every replica waits for the gradients of all.
+        updates_wait_for_all=bool(plan.shares),
+    )  # fmt: skip
 
 
 def simulate_plan(plan: Plan) -> Timeline:

@@ -180,7 +180,7 @@ def _staged(given: Program | StagedProgram, plan: Plan) -> StagedProgram:
     _check(program, plan)
     if isinstance(given, StagedProgram) and dict(given.scan_splits) == dict(plan.scan_splits):
         return given
-    cuts = [stage.equations[0] for stage in plan.stages[1:] if stage.equations is not None]
+    cuts = [stage.equations[0] for stage in plan.stages[1:] if stage.equations is not None and not plan.shares]
     return staged_program(program, layers=1, cuts=cuts, scan_splits=dict(plan.scan_splits))
 
 
@@ -202,8 +202,26 @@ def _check(program: Program, plan: Plan) -> None:
             refused="the plan", got="a stage without a range of equations", needed="one for each stage",
             where="plan=", try_="planning again",
         )  # fmt: skip
+    if plan.shares:
+        check_replicas(program)
     if plan.schedule == "inference" and program.parameter_inputs:
         raise PlanError(
             refused="the schedule inference", got="a step with gradients", needed="one that goes forward only",
             where="plan=", try_="one_f_one_b, or the forward step alone (program.inference.trace_inference)",
+        )  # fmt: skip
+
+
+def check_replicas(program: Program) -> None:
+    """Refuse steps that replicas cannot share.
+
+    Raises:
+      PlanError: saying why.
+    """
+    if not program.marked or any(dim is not None for dim in grown_dims(program)):
+        no_core = "a step without meshwright.value_and_grad, whose microbatches are shared out"
+        raise PlanError(
+            refused="the schedule replicas", where="the step",
+            got="results of the loss function that grow with the batch" if program.marked else no_core,
+            needed="one call of meshwright.value_and_grad, and of its function losses and sums alone",
+            try_="the sums or means of these results, or another schedule",
         )  # fmt: skip

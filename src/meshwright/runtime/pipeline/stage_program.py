@@ -65,6 +65,7 @@ class StageProgram:
       cut: the stage's equations as a graph.
       stage: its part of the plan.
       microbatches: of a step.
+      own: those of them that the stage runs: all, or a replica's share.
       asynchronous: as given.
       sent: pairs of a value that is sent and the stage that reads it.
       source_of: for each received value the stage it comes from.
@@ -81,6 +82,8 @@ class StageProgram:
         self.asynchronous = asynchronous
         self._staged = staged
         self.microbatches = plan.microbatches
+        first = sum(plan.shares[:number])
+        self.own = range(first, first + plan.microbatches_of(number))
         self.cut: Cut = staged.cutter.cut(*self.stage.equations)
         self.sizes = self.stage.sizes
         _check_transfers(staged, plan, number, self.cut)
@@ -197,7 +200,7 @@ class StageProgram:
         aval = self._aval(slot)
         shape = tuple(aval.shape)
         if slot.role is Role.INPUT and self.stacked_dim(slot) is not None:
-            shape = (self.microbatches, *shape)
+            shape = (len(self.own), *shape)
         return jax.ShapeDtypeStruct(shape, aval.dtype)
 
     def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
@@ -287,7 +290,8 @@ class StageProgram:
             found[slot] = outs[out_of[self._output_value(slot)]]
         for slot in self.sums:
             out = outs[out_of[self._output_value(slot)]]
-            found[slot] = combined(self.reduction(slot), given[Slot(Role.INDEX)], given[slot], out)
+            place = given[Slot(Role.INDEX)] - self.own.start
+            found[slot] = combined(self.reduction(slot), place, given[slot], out)
         gradients, back = pull([self._cotangent(v, x, given) for v, x in zip(moving_values, results, strict=True)])
         for slot, gradient in zip(self.gradients, gradients, strict=True):
             found[slot] = gradient if self.asynchronous else given[slot] + gradient
@@ -319,7 +323,7 @@ class StageProgram:
         if self.microbatches == 1:
             return x
         if self.stacked_dim(slot) is not None:
-            return lax.dynamic_index_in_dim(x, index, keepdims=False)
+            return lax.dynamic_index_in_dim(x, index - self.own.start, keepdims=False)
         core = open_jaxpr(self._staged.core)
         return of_microbatch(x, index, self._raw_keys.get(core.invars[self.cut.program_inputs[slot.position]]))
 

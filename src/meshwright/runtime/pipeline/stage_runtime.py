@@ -161,16 +161,17 @@ class StageRuntime:
         return Compiled(run=jax.jit(run, out_shardings=shardings), inputs=program.inputs, outputs=program.outputs)
 
     def stacking(self, slot: Slot) -> Callable[[Any], Any] | None:
-        """How an input at the size of the whole batch becomes its microbatches, stacked in front; None if it is not
-        cut. Microbatches are contiguous, whatever the layout of a stage, so that all stages have the same examples."""
+        """How an input at the size of the whole batch becomes the stage's microbatches, stacked in front; None if it is
+        not cut. Microbatches are contiguous, whatever a stage's layout, so that all stages have the same examples."""
         dim = self.stage.stacked_dim(slot) if slot.role is Role.INPUT else None
         if dim is None:
             return None
-        count, *_ = self.stage.global_shape(slot).shape
+        count, own = self.stage.microbatches, self.stage.own
 
         def cut(x: Any) -> Any:
             parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
-            return (jnp if isinstance(x, jax.Array) else np).moveaxis(parts, dim, 0)
+            stacked = (jnp if isinstance(x, jax.Array) else np).moveaxis(parts, dim, 0)
+            return stacked if len(own) == count else stacked[own.start : own.stop]
 
         return cut
 

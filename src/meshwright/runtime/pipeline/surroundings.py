@@ -19,7 +19,7 @@ Cost: linear in equations x stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,10 @@ class Surroundings:
         self.operands = list(marker.invars)
         self._consts = set(jaxpr.constvars)
         count = len(open_jaxpr(staged.core).outvars)
-        made = {i: number for number, cut in enumerate(cuts) for i in cut.program_outputs}
+        made: dict[int, list[int]] = {}
+        for number, cut in enumerate(cuts):
+            for i in cut.program_outputs:
+                made.setdefault(i, []).append(number)
         self.totals: list[Any] = []
         alias = self._aliases(staged, marker, made, count)
 
@@ -109,7 +112,7 @@ class Surroundings:
         self.outvars = [read(a) for a in jaxpr.outvars]
         self.results = {i: marker.outvars[i] for i in sorted(made)}
         self.gradients = list(marker.outvars[count:])
-        self.maker_of_result = made
+        self._makers_of_result = made
         self.holders: list[Stages] = [
             frozenset(n for n, cut in enumerate(cuts) if any(h.parameter == p for h in cut.parameters))
             for p in range(len(self.gradients))
@@ -128,7 +131,7 @@ class Surroundings:
         self.stages = self._share_out()
         self._find_rounds()
 
-    def _aliases(self, staged: StagedProgram, marker: Equation, made: dict[int, int], count: int) -> dict[Any, Any]:
+    def _aliases(self, staged: StagedProgram, marker: Equation, made: Collection[int], count: int) -> dict[Any, Any]:
         """Outputs of the core that no stage computes: literals, and inputs handed through."""
         core = open_jaxpr(staged.core)
         places: dict[Any, int] = {var: i for i, var in enumerate(core.invars)}
@@ -191,7 +194,12 @@ class Surroundings:
                 home = self.holders[leaf.parameter] if leaf is not None else everywhere
             at[var] = home or everywhere
         for i, var in self.results.items():
-            at[var] = frozenset({self.maker_of_result[i]})
+            makers, how = self._makers_of_result[i], reduction_of(program, i)
+            at[var] = frozenset(makers)
+            if len(makers) > 1 and how != "same":
+                # Replicas have results of their own microbatches; their means are sums over the count of all.
+                self.contributions[var] = ("sum" if how == "mean" else how), tuple(makers)
+                at[var] = everywhere
         for p, var in enumerate(self.gradients):
             at[var] = self.holders[p] or everywhere
         for var in self._consts:
@@ -288,7 +296,8 @@ class Surroundings:
             for source in sources:
                 self._readers.setdefault((atom, source), set()).add(number)
                 if atom in self.contributions:
-                    stack += [(source, a) for a in self.equations[self._maker[atom]].invars]
+                    made_of = self.equations[self._maker[atom]].invars if atom in self._maker else ()
+                    stack += [(source, a) for a in made_of]
                 else:
                     stack.append((source, atom))
             if sources:
@@ -332,7 +341,7 @@ class Surroundings:
                     rounds[number][var] = 1 if tied else 0
         for (var, source), _ in self._readers.items():
             if var not in self._maker:
-                sent[source][var] = rounds[source][var]
+                sent[source][var] = 0 if var in self.contributions else rounds[source][var]
         for equation in self.equations:
             atoms = [a for a in equation.invars if not is_literal(a)]
             for number, wanted in enumerate(self.stages):

@@ -355,7 +355,8 @@ class UpdateProgram:
         read = {a for e in equations for a in e.invars if not is_literal(a)} | {a for a in wanted if not is_literal(a)}
         found = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
         for slot in (*self._stage.sums, *self._stage.collected):
-            if around.results[slot.position] in read:
+            var = around.results[slot.position]
+            if var in read and (number == 0 or var not in around.contributions):
                 joined = slot.role is Role.COLLECTED and not self._stage.asynchronous
                 found.append(Slot(Role.JOINED, slot.position) if joined else slot)
         if number == 0:

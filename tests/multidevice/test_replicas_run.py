@@ -1,0 +1,142 @@
+"""Replicas of unlike size with unequal shares of the batch give the numbers of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from one_device import assert_equal_trees, copy
+from pipelines import whole
+from test_pipeline import data, perceptron, predict
+
+import meshwright as mw
+from meshwright import zoo
+from meshwright.cluster import Cluster, load_cluster
+from meshwright.errors import PlanError
+from meshwright.planning import plan_for
+from meshwright.runtime.pipeline.step import PipelinedStep
+
+
+def mixed(*devices: int) -> Cluster:
+    """Hosts of so many devices, each host three times as fast as the one after it."""
+    (like,) = load_cluster("cpu:1").hosts
+    hosts = []
+    for number, count in enumerate(devices):
+        slower = 3.0**number
+        device = replace(
+            like.device, peak_flops={name: peak / slower for name, peak in like.device.peak_flops.items()},
+            memory_bandwidth_bytes_per_second=like.device.memory_bandwidth_bytes_per_second / slower,
+            kernel_launch_seconds=like.device.kernel_launch_seconds * slower,
+        )  # fmt: skip
+        hosts.append(replace(like, devices=count, device=device))
+    return Cluster(name="mixed", hosts=tuple(hosts))
+
+
+def assert_as_on_one_device(
+    step: Any, state: Any, *batch: Any, devices: tuple[int, ...] = (4, 2), microbatches: int = 8, **options: Any
+) -> PipelinedStep:
+    found = plan_for(
+        step, (state, *batch), cluster=mixed(*devices), microbatches=microbatches, stages=None, schedule="replicas",
+        **options,
+    )  # fmt: skip
+    assert len(set(found.plan.shares)) > 1
+    parallel, alone = PipelinedStep(found.program, found.plan, jax.devices()), jax.jit(step)
+    expected, again = state, copy(state)
+    metrics = wanted = None
+    for _ in range(3):
+        expected, wanted = alone(expected, *batch)
+        again, metrics = parallel(again, *batch)
+    assert_equal_trees(whole((again, metrics)), whole((expected, wanted)))
+    return parallel
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_and_results_beside_them(reduction: str) -> None:
+    """Sums, means, extremes and counts are those of the whole batch; a frozen value is itself."""
+    reduce = jnp.mean if reduction == "mean" else jnp.sum
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            hidden = jnp.tanh(x @ params[0]["w"] + params[0]["b"])
+            out = predict(params[1:], hidden)
+            aux = {
+                "max": (out - 100).max(), "min": jnp.min(out + 100, axis=0), "sum": out.sum(),
+                "mean": jnp.abs(out).mean(), "count": jnp.array(out.shape[0]), "positive": jnp.sum(out[:, 0] > 0),
+                "weight": jnp.sum(params[1]["w"]), "truth": jnp.array(True),
+            }  # fmt: skip
+            return reduce((out - y) ** 2) / 64, aux
+
+        (value, aux), grads = mw.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, **aux}
+
+    assert_as_on_one_device(step, perceptron(), *data())
+
+
+def test_adam_with_a_global_norm_and_state_of_its_own() -> None:
+    """The norm is of gradients that replicas have exchanged; the running mean reads the loss of all."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-5))
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        value, grads = mw.value_and_grad(lambda p: jnp.mean((predict(p, x) - y) ** 2))(state["params"])
+        updates, kept = optimizer.update(grads, state["optimizer"], state["params"])
+        running = 0.9 * state["running"] + 0.1 * value
+        params = optax.apply_updates(state["params"], updates)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return {"params": params, "optimizer": kept, "running": running}, {"loss": value, "norm": norm}
+
+    state = {"params": perceptron(), "optimizer": optimizer.init(perceptron()), "running": jnp.ones(())}
+    assert_as_on_one_device(step, state, *data())
+    # ZeRO-3 inside each replica: what they exchange is split otherwise on each.
+    assert_as_on_one_device(step, state, *data(), zero=3, devices=(2, 4, 1))
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "moe-tiny"])
+def test_models(name: str) -> None:
+    target = zoo.build(name, global_batch=16)
+    state, batch = target.init(jax.random.key(0)), target.make_batch(jax.random.key(1))
+    parallel = assert_as_on_one_device(target.step, state, batch, devices=(4, 4), microbatches=4)
+    assert parallel.plan.shares[0] > parallel.plan.shares[1]
+
+
+def test_states_are_made_and_kept_by_each_replica() -> None:
+    target = zoo.mlp(width=32, layers=2, batch=32)
+    found = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=mixed(2, 2), microbatches=4, stages=None,
+        schedule="replicas",
+    )  # fmt: skip
+    parallel = PipelinedStep(found.program, found.plan, jax.devices())
+    state = parallel.create(target.init, jax.random.key(0))
+    batch = target.make_batch(jax.random.key(1))
+    losses = []
+    for _ in range(3):
+        state, metrics = parallel(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+    for leaf in jax.tree.leaves(state["params"]):
+        first, *others = [np.asarray(part) for part in leaf.parts.values()]
+        for other in others:  # bit for bit: both sum in the same order
+            np.testing.assert_array_equal(first, other)
+
+
+def test_a_plan_for_another_step_is_refused() -> None:
+    """One whose results grow with the batch."""
+
+    def step(params: Any, x: Any, y: Any, grown: bool) -> Any:
+        def loss(params: Any) -> Any:
+            out = predict(params, x)
+            return jnp.mean((out - y) ** 2), out if grown else out.sum()
+
+        (value, aux), grads = mw.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, aux)
+
+    args = (perceptron(), *data())
+    options: dict[str, Any] = {"cluster": mixed(4, 2), "microbatches": 4, "stages": None}
+    good = plan_for(lambda *a: step(*a, False), args, schedule="replicas", **options)
+    other = plan_for(lambda *a: step(*a, True), args, **options)
+    with pytest.raises(PlanError, match="results of the loss function that grow with the batch"):
+        PipelinedStep(other.program, replace(good.plan, program=other.plan.program), jax.devices())

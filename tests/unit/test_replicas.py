@@ -1,0 +1,205 @@
+"""Replicas on unlike devices: shares of the batch by speed, held to hand calculation and to all other shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, strategies as st
+from test_mixed_clusters import FAST, LINK, SLOW, chain, cluster_of, host
+
+from meshwright.cluster import Cluster, Device
+from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.plan import Plan
+from meshwright.plan.check import check_plan
+from meshwright.plan.io import plan_from_dict, plan_to_dict
+from meshwright.planning import plan_for
+from meshwright.report.explain import explain_plan
+from meshwright.schedule import ScheduleError, check_schedule, replicas
+from meshwright.search.replicas import like_groups, shared_out
+from meshwright.simulate import simulate_plan
+
+ARGS = ([jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 12, jax.ShapeDtypeStruct((12 * 4096, 2048), jnp.float32))
+
+
+def planned(cluster: Cluster, **options: Any) -> Plan:
+    return plan_for(chain, ARGS, cluster=cluster, **{"stages": None, "schedule": "replicas", **options}).plan
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+def ways_to_share(microbatches: int, replicas: int) -> list[tuple[int, ...]]:
+    if replicas == 1:
+        return [(microbatches,)]
+    return [
+        (first, *rest)
+        for first in range(1, microbatches - replicas + 2)
+        for rest in ways_to_share(microbatches - first, replicas - 1)
+    ]
+
+
+@given(
+    times=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=4),
+    more=st.integers(0, 8),
+)
+def test_no_other_shares_are_done_earlier(times: list[tuple[int, int]], more: int) -> None:
+    count = len(times) + more
+    each, once = [float(s) for s, _ in times], [float(o) for _, o in times]
+
+    def last(shares: tuple[int, ...]) -> float:
+        return max(n * s + o for n, s, o in zip(shares, each, once, strict=True))
+
+    found = shared_out(count, each, once)
+    assert sum(found) == count
+    assert min(found) >= 1
+    assert last(found) == min(last(shares) for shares in ways_to_share(count, len(times)))
+
+
+def test_shares_are_as_large_as_devices_are_fast() -> None:
+    """By hand: the fast device takes half the time for everything, so of 12 microbatches it runs 8 while the slow one
+    runs 4. Who takes both for the slow kind gives each 6, and the slow one takes 6 / 4 times as long."""
+    plan = planned(cluster_of(host(FAST), host(SLOW)), microbatches=12, remat="none")
+    assert plan.shares == (8, 4)
+    assert [stage.device_kind for stage in plan.stages] == ["fast", "slow"]
+    slow = plan.stages[1]
+    once = slow.synchronise_seconds + slow.update_seconds
+    microbatch = slow.forward_seconds + slow.backward_seconds
+    assert seconds(plan) == pytest.approx(4 * microbatch + once, rel=0.01)
+    even = simulate_plan(replace(plan, schedule_options=(("shares", (6, 6)),))).step_seconds
+    assert even / seconds(plan) == pytest.approx((6 * microbatch + once) / (4 * microbatch + once), rel=0.01)
+    assert even / seconds(plan) > 1.4
+
+
+@pytest.mark.parametrize("ratio", [1.5, 3.0])
+def test_no_share_is_faster(ratio: float) -> None:
+    """Brute force over all shares, three kinds of device."""
+    third = replace(
+        SLOW, kind="third", kernel_launch_seconds=SLOW.kernel_launch_seconds / ratio,
+        peak_flops={"float32": ratio * 10e12}, memory_bandwidth_bytes_per_second=ratio * 1e12,
+    )  # fmt: skip
+    plan = planned(cluster_of(host(SLOW), host(third), host(FAST)), microbatches=16, remat="none")
+    others = [
+        simulate_plan(replace(plan, schedule_options=(("shares", shares),))).step_seconds
+        for shares in ways_to_share(16, 3)
+    ]
+    assert seconds(plan) == pytest.approx(min(others), rel=1e-9)
+
+
+def test_replicas_are_taken_where_stages_would_send_much() -> None:
+    """Over a slow link activations of 128 MB a microbatch cost more than 200 MB of gradients once a step."""
+    slow_link = replace(LINK, bandwidth_bytes_per_second=5e9)
+    hosts = [replace(host(device), nic=slow_link) for device in (FAST, SLOW)]
+    cluster = cluster_of(*hosts)
+    found = plan_for(chain, ARGS, cluster=cluster, microbatches=4, stages=None, remat="none")
+    assert found.plan.schedule == "replicas"
+    assert any("one_f_one_b" in one.what for one in found.alternatives)
+    stages = plan_for(chain, ARGS, cluster=cluster, microbatches=4, stages=2, schedule="one_f_one_b", remat="none")
+    assert found.step_seconds < stages.step_seconds
+    # Where moving values is free, stages that keep their weights need not exchange gradients.
+    free = plan_for(chain, ARGS, cluster=cluster_of(host(FAST), host(SLOW)), microbatches=4, stages=None)
+    assert free.step_seconds <= seconds(planned(cluster_of(host(FAST), host(SLOW)), microbatches=4)) * (1 + 1e-9)
+
+
+def test_groups_of_several_hosts_are_meshes_of_their_own() -> None:
+    cluster = cluster_of(host(SLOW, 2), host(FAST, 2), host(SLOW, 2))
+    plan = planned(cluster, microbatches=8, remat="none")
+    assert [(stage.device_kind, stage.devices) for stage in plan.stages] == [("slow", (0, 1, 4, 5)), ("fast", (2, 3))]
+    # Four slow devices are as fast as two that are twice as fast.
+    assert plan.shares == (4, 4)
+    assert plan_from_dict(plan_to_dict(plan)) == plan
+    text = explain_plan(plan)
+    for words in ("replicas: 2 of the whole program", "4 of 8", "REPLICA 1 of 2", "work is even"):
+        assert words in text
+
+
+def test_memory_of_the_smaller_kind_holds() -> None:
+    """Its replica keeps less: a step in finer microbatches, or none at all. Parameters, gradients and those that arrive
+    are three times the state, its share of the batch the third part of two."""
+    state = 12 * 2048 * 2048 * 4
+    small = replace(SLOW, kind="small", memory_bytes=4.5 * state)
+    plan = planned(cluster_of(host(FAST), host(small)))
+    assert plan.stages[1].memory.total <= plan.stages[1].memory_limit_bytes == 4.5 * state
+    none = replace(SLOW, kind="none", memory_bytes=1.5 * state)
+    with pytest.raises(MemoryExceeded, match=r"replicas on the 2 kinds of device of cluster mixed.*try stages"):
+        planned(cluster_of(host(FAST), host(none)))
+    # Stages of unequal length fit there.
+    fits = plan_for(chain, ARGS, cluster=cluster_of(host(FAST), host(none)), stages=None).plan
+    assert fits.schedule != "replicas"
+
+
+def test_schedule() -> None:
+    schedule = replicas(3, 6, shares=(3, 1, 2))
+    assert check_schedule(schedule) == ()
+    assert [list(schedule.microbatches_of(stage)) for stage in range(3)] == [[0, 1, 2], [3], [4, 5]]
+    assert schedule.in_flight == (1, 1, 1)
+    missing = replace(schedule, ranks=(schedule.ranks[0][2:], *schedule.ranks[1:]))
+    assert check_schedule(missing) == (
+        "stage 0, microbatch 0: got 0 times forward; needed once",
+        "stage 0, microbatch 0: got 0 times backward; needed once",
+    )
+    twice = replace(schedule, ranks=(schedule.ranks[0], (*schedule.ranks[2][:2], *schedule.ranks[1]), ()))
+    assert check_schedule(twice)
+    assert "shares: got (3, 1, 1)" in check_schedule(replace(schedule, shares=(3, 1, 1)))[0]
+
+
+@pytest.mark.parametrize("shares", [(), (4,), (4, 0), (2, 1), (1, 1, 2)])
+def test_shares_that_are_none(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ScheduleError, match=r"2 numbers of at least 1 that add up to 4 microbatches"):
+        replicas(2, 4, shares=shares)
+
+
+def test_plans_that_contradict_themselves() -> None:
+    plan = planned(cluster_of(host(FAST), host(SLOW)), microbatches=4, remat="none")
+    with pytest.raises(PlanError, match=r"the shares 1, 1; needed 2 numbers of at least 1 that add up to 4"):
+        check_plan(replace(plan, schedule_options=(("shares", (1, 1)),)))
+    with pytest.raises(PlanError, match=r"shares under the schedule none; needed the schedule replicas"):
+        check_plan(replace(plan, stages=plan.stages[:1], schedule="none"))
+    shorter = replace(plan.stages[1], equations=(0, 3))
+    with pytest.raises(PlanError, match=r"equations \(0, 3\); needed .* as the replica before has"):
+        check_plan(replace(plan, stages=(plan.stages[0], shorter)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "message"),
+    [
+        ((SLOW, SLOW), {}, r"got cluster mixed of slow; needed several kinds of device"),
+        ((SLOW, FAST), {"mesh": (2,)}, r"needed several kinds of device.* no mesh"),
+        ((SLOW, FAST), {"stages": 3}, r"needed several kinds of device.* a replica for each"),
+        ((SLOW, FAST), {"microbatches": 1}, r"at most 1 microbatches; needed one for each of 2 kinds"),
+    ],
+)
+def test_replicas_that_cannot_be(devices: tuple[Device, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(cluster_of(*map(host, devices)), **options)
+
+
+def test_results_that_grow_with_the_batch_are_refused() -> None:
+    from meshwright import value_and_grad
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            out = x @ weights
+            return jnp.sum(out), out
+
+        (_, out), grads = value_and_grad(loss, has_aux=True)(weights)
+        return weights - grads, out
+
+    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    mixed = cluster_of(host(FAST), host(SLOW))
+    with pytest.raises(PlanError, match=r"results of the loss function that grow with the batch"):
+        plan_for(step, args, cluster=mixed, stages=None, schedule="replicas")
+    assert plan_for(step, args, cluster=mixed, stages=None).plan.schedule != "replicas"
+
+
+def test_groups() -> None:
+    cluster = cluster_of(host(SLOW, 2), host(SLOW), host(FAST, 4))
+    assert [(group.first, group.stop) for group in like_groups(cluster)] == [(0, 3), (3, 7)]
+    bounds = [group.first for group in like_groups(cluster)]
+    assert all(a < b for a, b in pairwise(bounds))
