@@ -130,10 +130,9 @@ def row(family: str, cluster: Cluster, arguments: Any) -> dict[str, Any]:
             "predicted_communication_seconds": stage.communication_seconds,
             "collectives": {c.kind: {"count": c.count, "bytes": c.bytes} for c in stage.communication},
         })  # fmt: skip
-    correlation = spearmanr([e["predicted_seconds"] for e in entries], [e["measured_seconds"] for e in entries])
     ratios = [e["predicted_seconds"] / e["measured_seconds"] for e in entries]
     return {
-        "model": target.name, "plans": entries, "rank_correlation": float(correlation.statistic),
+        "model": target.name, "plans": entries, "rank_correlation": _correlation(entries),
         "ties": sum(
             a.low <= b.high and b.low <= a.high for place, a in enumerate(samples) for b in samples[:place]
         ),
@@ -141,7 +140,14 @@ def row(family: str, cluster: Cluster, arguments: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _correlation(entries: Sequence[dict[str, Any]]) -> float:
+    """Spearman's, of predicted and measured seconds."""
+    found = spearmanr([e["predicted_seconds"] for e in entries], [e["measured_seconds"] for e in entries])
+    return float(found.statistic)
+
+
 def show(result: dict[str, Any]) -> None:
+    print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
     for one in result["results"]:
         print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {one['ties']} of 15 pairs tied")
         for plan in sorted(one["plans"], key=lambda plan: plan["measured_seconds"]):
@@ -178,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(given).items()}
     result = record("rank correlation of predicted and measured step times", config, rows)
     result["cluster"], result["calibration_median_errors"] = cluster.to_toml(), worth
+    plans = [plan for one in rows for plan in one["plans"]]
+    result["rank_correlation_of_all"] = _correlation(plans)
     result["lowest_rank_correlation"] = min(one["rank_correlation"] for one in rows)
     print(json.dumps(result)) if given.json else show(result)
 
