@@ -76,19 +76,27 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
         return profile.fused_share * profile.passes * traffic
     if kernel.kind == "stored":
         return profile.passes * traffic + launch
+    arithmetic = arithmetic_seconds(kernel, device, profile)
+    if kernel.kind == "attention":
+        return arithmetic + launch
+    # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
+    if kernel.kind == "product" and profile.tiles and kernel.shape and min(kernel.shape[1:]) > 1:
+        arithmetic /= _filled(kernel.shape, device.kind)
+    return max(arithmetic, traffic) + (1.0 - device.memory_overlap) * min(arithmetic, traffic) + launch
+
+
+def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -> float:
+    """Seconds of a kernel's arithmetic alone, in full tiles: however it is split, its parts take no less together."""
+    if kernel.kind in ("fused", "stored"):
+        return 0.0
     peak = device.peak_flops.get(kernel.dtype, device.peak_flops["float32"])
     if kernel.kind == "attention":
         # A causal mask leaves half of the scores.
-        return 0.5 * kernel.flops / (profile.attention * peak) + launch
+        return 0.5 * kernel.flops / (profile.attention * peak)
     if kernel.kind == "convolution":
-        reached = profile.convolution
-    else:
-        reached = profile.narrow if kernel.dtype.startswith("float8") else profile.matmul
-        # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
-        if profile.tiles and kernel.shape and min(kernel.shape[1:]) > 1:
-            reached *= _filled(kernel.shape, device.kind)
-    arithmetic = kernel.flops / (reached * peak)
-    return max(arithmetic, traffic) + (1.0 - device.memory_overlap) * min(arithmetic, traffic) + launch
+        return kernel.flops / (profile.convolution * peak)
+    reached = profile.narrow if kernel.dtype.startswith("float8") else profile.matmul
+    return kernel.flops / (reached * peak)
 
 
 def _filled(shape: tuple[float, ...], kind: str) -> float:

@@ -150,7 +150,7 @@ class Interleaving:
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
-        for count, ranks, ways in self._tries(finished, known, below_seconds):
+        for count, ranks, ways in self._tries(finished, known, below_seconds) if not late() else ():
             for chunks, expected in ways.items():
                 if late() or expected >= below_seconds:
                     continue

@@ -17,6 +17,7 @@ from math import inf, isfinite
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import InterOpProblem
+from .least_work import least_work_seconds
 from .microbatch_costs import MicrobatchCosts
 from .stage_costs import StageCosts
 
@@ -48,6 +49,7 @@ class MicrobatchBounds:
         self._costs, self._problem = costs, problem
         self.searched: set[int] = set()
         self.fills_ends = False
+        self._floor: float | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -57,6 +59,14 @@ class MicrobatchBounds:
         self.given_up = inf
         # Numbers that only a split backward may make fast, with what that is told from.
         self._doubtful: dict[int, StageCosts] = {}
+
+    @property
+    def floor(self) -> float:
+        """Seconds that any number takes at least, which is soon known: all arithmetic, shared evenly."""
+        if self._floor is None:
+            base = self._costs.base
+            self._floor = least_work_seconds(base.program, base.submeshes.cluster) if base is not None else 0.0
+        return self._floor
 
     def promising(
         self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None, *, first: bool

@@ -116,8 +116,7 @@ class StageSearch:
         self._simulations: dict[tuple[int, tuple[PlacedStage, ...]], Candidate | None] = {}
         self.considered: list[str] = []
         self.simulated: dict[str, float] = {}
-        # What plans take at least that were not looked at to the end.
-        self.unsearched = inf
+        self.unsearched = inf  # what plans take at least that were not looked at to the end
         self._bounds.reset()
 
     @property
@@ -163,7 +162,7 @@ class StageSearch:
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
         if isfinite(known) and (best is None or best.weight >= known):
-            raise NothingFaster(self.unsearched, tuple(dict.fromkeys(self.considered)))
+            raise NothingFaster(max(self.unsearched, self._bounds.floor), tuple(dict.fromkeys(self.considered)))
         if best is None:
             # What was thought possible was not: nothing is left out then.
             self.unsearched, self.best_objective = inf, known
@@ -178,7 +177,7 @@ class StageSearch:
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
-        gap = max(1 - self.unsearched / best.seconds, 0.0) if best.seconds > 0 else 0.0
+        gap = max(1 - max(self.unsearched, self._bounds.floor) / best.seconds, 0.0) if best.seconds > 0 else 0.0
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
@@ -209,6 +208,8 @@ class StageSearch:
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
         for (number, stages), _ in sorted(last.items(), key=lambda one: one[1])[:_AGAIN]:
+            if self.over:
+                break
             costs = self.costs(number)
             found = self._order_of[number, stages]
             # What a split backward takes is a guess, and bounds nothing.
@@ -221,10 +222,10 @@ class StageSearch:
         return self._simulate(None, suggesting=last) if last else None
 
     def _search(self, *, bounded: bool) -> None:
-        expected = dict.fromkeys(self.counts, 0.0)
+        expected = dict.fromkeys(self.counts, self._bounds.floor)
         if bounded:
             self._bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
-            if not self._probing and self._near() is None:
+            if not self._probing and self._near() is None and not self.over:
                 expected = self._bounds.of_all(self.best_objective)
             self.unsearched = min(self.unsearched, self._bounds.given_up)
         left = sorted(self.counts, reverse=True)
@@ -250,7 +251,7 @@ class StageSearch:
             count = self._bounds.promising(left, expected, self.best_objective, self._near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
-            if bounded and not self._probing and expected[count] <= self.best_objective:
+            if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
                 expected[count] = max(expected[count], self._bounds.of(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self._bounds.given_up)
             if expected[count] > self.best_objective:

@@ -1,0 +1,34 @@
+"""What no plan of a program can take less than, whatever its layouts: all arithmetic, shared evenly by all devices."""
+
+from __future__ import annotations
+
+from ..cluster import Cluster
+from ..cost.efficiency import profile_of
+from ..cost.kernels import arithmetic_seconds
+from ..program.staged import StagedProgram
+from .choices import operator_choices
+from .operator_kernels import operator_kernels
+
+
+def least_work_seconds(program: StagedProgram, cluster: Cluster) -> float:
+    """Seconds of a step in which every product, convolution and attention of both passes runs once, in full tiles, on
+    all devices at once; of several kinds of device each kernel at the rate of the best for it.
+
+    Args:
+      program: in any number of microbatches.
+      cluster: where it runs.
+    """
+    devices, graph = list(dict.fromkeys(host.device for host in cluster.hosts)), program.graph
+    total = 0.0
+    for operator in graph.operators:
+        if operator.is_link or not operator.matmul:
+            continue
+        (whole,) = operator_choices(graph, operator, {}, of_parameters=False)
+        seconds = []
+        for device in devices:
+            profile = profile_of(device)
+            found = operator_kernels(graph, operator, whole.algorithm, {}, device, stored=False)
+            backward = sum(one.runs * arithmetic_seconds(one.kernel, device, profile) for one in found.gradients)
+            seconds.append(arithmetic_seconds(found.forward, device, profile) + backward)
+        total += operator.repeats * min(seconds)
+    return program.microbatches * total / cluster.num_devices

@@ -1,0 +1,40 @@
+"""The least that any plan takes: all arithmetic, shared evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright import value_and_grad, zoo
+from meshwright.cluster import load_cluster
+from meshwright.planning import plan_for
+from meshwright.program.traces import traces_of
+from meshwright.search.least_work import least_work_seconds
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny", "moe-tiny", "mlp-tiny"])
+@pytest.mark.parametrize("cluster", ["p3.16xlarge:1", "p3.16xlarge:1+p4d.24xlarge:1", "tpu-v5e:8"])
+def test_no_plan_takes_less_than_its_arithmetic(name: str, cluster: str) -> None:
+    target, where = zoo.build(name, global_batch=64), load_cluster(cluster)
+    traces, args = traces_of(target.step), (target.example_state, target.example_batch)
+    floors = [least_work_seconds(traces.staged(traces.program(args, microbatches=count)), where) for count in (1, 4)]
+    assert floors[0] == pytest.approx(floors[1], rel=1e-6), "cutting a batch makes no work more or less"
+    for stages in (1, 2):
+        found = plan_for(traces, args, cluster=where, stages=stages, microbatches=4)
+        assert 0 < floors[0] < found.step_seconds
+
+
+def test_arithmetic_of_a_product_by_hand() -> None:
+    """[64, 128] x [128, 256] and the gradient of its weights: 2 x 2 x 64 x 128 x 256 FLOPs, on 8 devices."""
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = value_and_grad(lambda w: jnp.sum(x @ w))(weights)
+        return weights - grads, value
+
+    args = jax.ShapeDtypeStruct((128, 256), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    where, traces = load_cluster("p3.16xlarge:1"), traces_of(step)
+    found = least_work_seconds(traces.staged(traces.program(args)), where)
+    assert found == pytest.approx(2 * 2 * 64 * 128 * 256 / (8 * where.device.achievable_flops("float32")))
