@@ -29,6 +29,7 @@ from .search.ahead import Ahead
 from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
+from .search.shared_work import begin, of_base
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
@@ -126,7 +127,7 @@ def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) 
     search = StageSearch(_request(asked, stages, programs))
     # Without a base it would have to trace other numbers.
     finest_first = (None, *sorted(programs, reverse=True)) if search.costs.base is not None else ()
-    return Ahead(finest_first, lambda count: search.of_base(count, MissedMemory(MARGIN)))
+    return Ahead(finest_first, lambda count: of_base(search, count, MissedMemory(MARGIN)))
 
 
 def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:
@@ -183,7 +184,9 @@ def _plan_in_order(
         probes -= 1
         asked.tell("searching stages")
         begun = time.perf_counter()
-        if not probing:
+        if probing:
+            begin(search, others)
+        else:
             for known_parts in others.taken():
                 search.costs.learn_base(known_parts)
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright import stage_planning
 from meshwright.planning import plan_for
-from meshwright.search import ahead, pipeline
+from meshwright.search import ahead, shared_work
 from meshwright.search.ahead import Ahead
 from meshwright.zoo import gpt
 
@@ -60,7 +60,7 @@ def test_what_a_copy_finds_out_arrives() -> None:
         wait_until(others, lambda: None in others._found)
         assert others.take(4) == 16
         assert others.take(None) == 0
-        assert others.take(4) is None
+        assert others.take(4) is None, "it is given once, and nobody waits for it again"
         assert others.take(5) is None
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
@@ -133,10 +133,12 @@ def test_without_a_copy_there_is_nothing_to_take(monkeypatch: pytest.MonkeyPatch
 
 
 @linux
-def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scanned GPT, planned as large programs are: presets first, then numbers of microbatches."""
+@pytest.mark.parametrize("scan", [True, False])
+def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPT, planned as large programs are: where it is a scan presets first, else one number of microbatches; then the
+    others."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
-    monkeypatch.setattr(pipeline, "_LONG_PROGRAM", 0)
+    monkeypatch.setattr(shared_work, "_LONG_PROGRAM", 0)
     learned: list[int] = []
     plain = Ahead.take
 
@@ -153,7 +155,7 @@ def test_plans_are_the_same_with_a_copy_and_without(monkeypatch: pytest.MonkeyPa
     for allowed in (True, False):
         monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed)
         target = gpt.build(gpt.GPTConfig(
-            name="gpt", hidden=256, layers=4, heads=8, sequence=128, global_batch=8, vocabulary=1024, scan=True,
+            name="gpt", hidden=256, layers=4, heads=8, sequence=128, global_batch=8, vocabulary=1024, scan=scan,
         ))  # fmt: skip
         args = (target.example_state, target.example_batch)
         plans.append(plan_for(target.step, args, cluster="p3.16xlarge", stages=None).plan)

@@ -53,6 +53,7 @@ class Ahead:
         self._keys = list(keys) if can_copy() else []
         self._found: dict[Hashable, Any] = {}
         self._begun: set[Hashable] = set()
+        self._given: set[Hashable] = set()
         self._process = 0
         if not self._keys:
             return
@@ -78,6 +79,11 @@ class Ahead:
             self._messages.close()
             self._process = 0
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there is a copy."""
+        return bool(self._process)
+
     def taken(self) -> list[Any]:
         """What came of all work so far; the copy is gone then."""
         found = [self.take(key, wait_seconds=0.0) for key in self._keys]
@@ -85,18 +91,22 @@ class Ahead:
         return [one for one in found if one is not None]
 
     def take(self, key: Hashable, *, wait_seconds: float = _MOST_SECONDS) -> Any:
-        """What came of a piece of work, if the copy has begun it; None if not, and then it never will.
+        """What came of a piece of work, if the copy has begun it; None if not, and then it never will. It is given
+        once.
 
         Args:
           key: of the work.
           wait_seconds: for it to be done.
         """
         self._listen(0.0)
-        if wait_seconds > 0 and key in self._begun and key not in self._found:
+        if wait_seconds > 0 and key in self._begun and key not in self._found and key not in self._given:
             self._listen(min(wait_seconds, _MOST_SECONDS), until=key)
         if self._process and key in self._keys and key not in self._begun:
             self._mine[self._keys.index(key)] = 1
-        return self._found.pop(key, None)
+        found = self._found.pop(key, None)
+        if found is not None:
+            self._given.add(key)
+        return found
 
     def _listen(self, seconds: float, until: Hashable = _NOTHING) -> None:
         """Hear what the copy has to say, for so long or until it has said this."""

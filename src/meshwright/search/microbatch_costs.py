@@ -24,11 +24,13 @@ class MicrobatchCosts:
     Attributes:
       counts: numbers of microbatches, the fewest first.
       reserve: what the search may not count on a device in so many microbatches.
+      late: whether estimating is to end with `OutOfTime`.
     """
 
     def __init__(self, request: StageRequest, submeshes: Submeshes, places: Sequence[Submesh]) -> None:
         self.counts = sorted(request.by_microbatches)
         self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
+        self.late: Callable[[], bool] = lambda: False
         self._request, self._submeshes, self._places = request, submeshes, places
         self._made: dict[int, StageCosts | PlanError] = {}
 
@@ -88,10 +90,12 @@ class MicrobatchCosts:
         """
         request = self._request
         own = dict(zip(self._places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
-        return StageCosts(
+        made = StageCosts(
             program, parameters=request.parameters, submeshes=self._submeshes, pins=request.pins, remat=request.remat,
             meshes=request.mesh, own_meshes=own, coarser=coarser,
         )  # fmt: skip
+        made.estimates.late = lambda: self.late()
+        return made
 
     def _coarser(self, count: int) -> StageCosts | None:
         """Of the most microbatches, fewer than these, that have been looked at; or of the fewest."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
@@ -31,8 +32,9 @@ from .interleaving import Interleaving
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
+from .shared_work import estimated, every_second
 from .stage_costs import StageCosts
-from .stage_estimates import KnownParts
+from .stage_estimates import OutOfTime
 from .stage_request import (
     INTERLEAVED,
     SIMULATED as SIMULATED,
@@ -55,9 +57,6 @@ _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 # An estimated plan may turn out to take this much longer: less is tried first.
 _ESTIMATE_SLACK = (1.1, 1.5)
 
-# Where no plan is known, it takes at most so many times what is expected of the fastest number of microbatches.
-_EXPECTED_OF_OTHERS = 2.0
-
 # What is said of numbers of microbatches and orders that are out of the question.
 _NOTHING = "nothing that fits or is as fast"
 
@@ -66,12 +65,6 @@ _MOST_LABELS, _MANY_PLACES = 256, 400
 
 # Plans of the last run that are looked at again in a repeated search.
 _AGAIN = 3
-
-# The search of a program that runs so many operators pays to be shared with a second process.
-_LONG_PROGRAM = 1200
-
-# Numbers of microbatches that are estimated ahead: later ones are often ruled out before their turn.
-_MOST_AHEAD = 6
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
@@ -100,11 +93,12 @@ class StageSearch:
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
         self._known = request.faster_than_seconds
-        self._taken = request.begin_with  # then microbatches of the last run's plan
+        self.taken = request.begin_with  # then microbatches of the last run's plan
         self._taken_interleaved = False
-        self._probing = False
+        self._probing = self._may_stop = False
+        self.costs.late = lambda: self._may_stop and self.over
         self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
-        self._bounds = MicrobatchBounds(self.costs, lambda costs, n: self._problem(costs, "one_f_one_b", (), n))
+        self.bounds = MicrobatchBounds(self.costs, lambda costs, n: self._problem(costs, "one_f_one_b", (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self._reset()
@@ -117,12 +111,17 @@ class StageSearch:
         self.considered: list[str] = []
         self.simulated: dict[str, float] = {}
         self.unsearched = inf  # what plans take at least that were not looked at to the end
-        self._bounds.reset()
+        self.bounds.reset()
 
     @property
     def late(self) -> bool:
         """Whether the time is over."""
         return time.perf_counter() - self.start > self._seconds
+
+    @property
+    def worth_a_look(self) -> float:
+        """Objectives up to this may be those of the best simulated plan."""
+        return self.best_objective * _WORTH_SIMULATING
 
     @property
     def over(self) -> bool:
@@ -162,22 +161,22 @@ class StageSearch:
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
         if isfinite(known) and (best is None or best.weight >= known):
-            raise NothingFaster(max(self.unsearched, self._bounds.floor), tuple(dict.fromkeys(self.considered)))
+            raise NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
         if best is None:
             # What was thought possible was not: nothing is left out then.
             self.unsearched, self.best_objective = inf, known
-            self._bounds.reset()
+            self.bounds.reset()
             self._search(bounded=False)
             best = self._simulate(None)
         if best is None:
             raise self.costs.nothing_fits()
         searched, taken = best.costs, best.words(best.scheduled.name)
-        self._taken = searched.program.microbatches
+        self.taken = searched.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
-        gap = max(1 - max(self.unsearched, self._bounds.floor) / best.seconds, 0.0) if best.seconds > 0 else 0.0
+        gap = max(1 - max(self.unsearched, self.bounds.floor) / best.seconds, 0.0) if best.seconds > 0 else 0.0
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
@@ -186,24 +185,6 @@ class StageSearch:
             considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
             alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
-
-    def of_base(self, count: int | None, reserve: Callable[[int], MemoryReserve]) -> KnownParts:
-        """What is found out of parts in the fewest microbatches before any plan is known.
-
-        Args:
-          count: a number of microbatches to bound; None for the fastest way to run each part.
-          reserve: as of `run`.
-        """
-        self.costs.reserve = reserve
-        if (base := self.costs.base) is None:
-            return {}
-        if count is None:
-            for place in self.places:
-                base.least(place)
-        else:
-            found = self._bounds.of(count, self.best_objective)
-            self.best_objective = min(self.best_objective, _EXPECTED_OF_OTHERS * found)
-        return base.estimates.known()
 
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
@@ -222,19 +203,19 @@ class StageSearch:
         return self._simulate(None, suggesting=last) if last else None
 
     def _search(self, *, bounded: bool) -> None:
-        expected = dict.fromkeys(self.counts, self._bounds.floor)
+        expected = dict.fromkeys(self.counts, self.bounds.floor)
         if bounded:
-            self._bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
-            if not self._probing and self._near() is None and not self.over:
-                expected = self._bounds.of_all(self.best_objective)
-            self.unsearched = min(self.unsearched, self._bounds.given_up)
+            self.bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
+            if not self._probing and self.near() is None and not self.over:
+                expected = self.bounds.of_all(self.best_objective)
+            self.unsearched = min(self.unsearched, self.bounds.given_up)
         left = sorted(self.counts, reverse=True)
         if bounded:
             for count in [count for count in left if not isfinite(expected[count])]:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
-        ahead = self._every_second(left, expected) if bounded and not self._probing and self._is_long else []
-        with Ahead(ahead, self._estimated) as others:
+        ahead = every_second(self, left, expected) if bounded and not self._probing else []
+        with Ahead(ahead, lambda count: estimated(self, count)) as others:
             refused = self._search_each(left, expected, others, bounded=bounded)
         if refused is not None and not self.costs.all:
             raise refused
@@ -248,24 +229,29 @@ class StageSearch:
         begun_with: int | None = None  # where nothing is known the next finer number is the next best guess
         refused: PlanError | None = None
         while left:
-            count = self._bounds.promising(left, expected, self.best_objective, self._near(begun_with), first=not tried)
+            count = self.bounds.promising(left, expected, self.best_objective, self.near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
             if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
-                expected[count] = max(expected[count], self._bounds.of(count, self.best_objective))
-                self.unsearched = min(self.unsearched, self._bounds.given_up)
+                with self._in_time(expected[count]):
+                    expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
+                self.unsearched = min(self.unsearched, self.bounds.given_up)
             if expected[count] > self.best_objective:
                 least = expected[count]
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
                 self.considered.append(f"{count} microbatches: {reason}")
                 continue
+            slower = False
+            if bounded and not self.over:
+                with self._in_time(expected[count]):
+                    slower = self.bounds.is_slower(count, self.best_objective)
+            if slower:
+                self.considered.append(f"{count} microbatches: {_NOTHING}")
+                continue
             if self.over or (self._probing and tried and self.finished):
                 reason = "out of time" if self.over else "a first plan was enough"
                 self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
-                continue
-            if bounded and self._bounds.is_slower(count, self.best_objective):
-                self.considered.append(f"{count} microbatches: {_NOTHING}")
                 continue
             known = others.take(count, wait_seconds=self.start + self._seconds - time.perf_counter())
             try:
@@ -279,58 +265,37 @@ class StageSearch:
             tried += 1
             if not bounded:
                 costs.forget_estimates()
-            for problem in self._problems_of(count, costs):
+            for problem in self.problems_of(count, costs):
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
-                    self._refine(count, costs, problem, bounded=bounded)
+                    with self._in_time(expected[count]):
+                        self._refine(count, costs, problem, bounded=bounded)
             for _ in self._worth_simulating(count):
                 pass  # what it takes bounds other numbers
-            self._bounds.searched.add(count)
+            self.bounds.searched.add(count)
         return refused
 
-    def _near(self, otherwise: int | None = None) -> int | None:
+    @contextmanager
+    def _in_time(self, least_seconds: float) -> Iterator[None]:
+        """Break off what is looked at when the time is over; it takes so long at least."""
+        self._may_stop = True
+        try:
+            yield
+        except OutOfTime:
+            self.unsearched = min(self.unsearched, least_seconds)
+            for costs in self.costs.all:
+                costs.forget_estimates()
+        finally:
+            self._may_stop = False
+
+    def near(self, otherwise: int | None = None) -> int | None:
         """The number of microbatches around which to look: that of the best plan."""
         if self.finished:
             return min(self.finished, key=self.finished.__getitem__)[0]
-        return self._taken or otherwise
+        return self.taken or otherwise
 
-    @property
-    def _is_long(self) -> bool:
-        """Whether a search takes long enough to share it; what comes of it is the same."""
-        return self.costs.base is not None and self.costs.base.program.source.graph.runs > _LONG_PROGRAM
-
-    def _every_second(self, left: Sequence[int], expected: Mapping[int, float]) -> list[int]:
-        """Of the numbers of microbatches that may be looked at, in their order, every second of the first few; they are
-        traced, as far as there is time."""
-        order: list[int] = []
-        rest = [count for count in left if expected[count] <= self.best_objective]
-        while rest:
-            near = self._near()
-            order.append(self._bounds.promising(rest, expected, self.best_objective, near, first=not order))
-            rest.remove(order[-1])
-        found = []
-        for count in order[1 : 2 * _MOST_AHEAD : 2]:
-            if self.late:
-                break
-            try:
-                self.request.by_microbatches[count]
-                found.append(count)
-            except PlanError:
-                continue  # who needs it finds that out again
-        return found
-
-    def _estimated(self, count: int) -> KnownParts:
-        """What is found out of parts where a number of microbatches is looked at for the first time."""
-        if self._bounds.of(count, self.best_objective) > self.best_objective:
-            return {}
-        costs = self.costs(count)
-        for problem in self._problems_of(count, costs):
-            self._bound(costs, problem)
-            solve_inter_op(problem, beam=self.beam, upper_bound=self.best_objective * _WORTH_SIMULATING)
-        return costs.estimates.known()
-
-    def _problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
+    def problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
         """What to solve for a number of microbatches; for a split backward by what the others have found."""
         crossings = costs.crossings()
         for order in ORDERS:
@@ -353,7 +318,7 @@ class StageSearch:
         counts = set(_POWERS_OF_TWO)
         if not self._only_splits:
             # Smaller bubbles allow more stages than the best plan with a whole backward has.
-            worth = self.best_objective * _WORTH_SIMULATING
+            worth = self.worth_a_look
             known = {
                 len(stages) for (n, stages), s in self.finished.items()
                 if n == microbatches and s * least_share_split(len(stages), n) <= worth
@@ -373,10 +338,10 @@ class StageSearch:
         """Search, solve what the best plan uses, and search again until it uses nothing else."""
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
-            self._bound(costs, problem)
+            self.bound(costs, problem)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            found = solve_inter_op(problem, beam=self.beam, upper_bound=self.best_objective * _WORTH_SIMULATING)
+            found = solve_inter_op(problem, beam=self.beam, upper_bound=self.worth_a_look)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
@@ -394,10 +359,10 @@ class StageSearch:
                 break
         self.unsearched = min(self.unsearched, least)
 
-    def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
+    def bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound = self.best_objective * _WORTH_SIMULATING
+        bound = self.worth_a_look
         if not isfinite(bound):
             costs.estimates.only_easy = True
             easy = solve_inter_op(problem, beam=1)
@@ -426,7 +391,7 @@ class StageSearch:
         if costs.unsolved(problem, stages):
             return
         fixed = restricted(problem, chain, len(stages))
-        found = solve_inter_op(fixed, upper_bound=self.best_objective * _WORTH_SIMULATING)
+        found = solve_inter_op(fixed, upper_bound=self.worth_a_look)
         if found is not None:
             self._learn(problem, found)
             # Another order may have found the same stages, and thought them faster or slower.
@@ -468,7 +433,7 @@ class StageSearch:
             if number is not None and count != number:
                 continue
             if (count, stages) not in self._simulations:
-                if seconds > best * _WORTH_SIMULATING or seconds > self.best_objective * _WORTH_SIMULATING**2:
+                if seconds > best * _WORTH_SIMULATING or seconds > self.worth_a_look * _WORTH_SIMULATING:
                     continue
                 self._simulations[count, stages] = self._scheduled(self.costs(count), stages)
             candidate = self._simulations[count, stages]

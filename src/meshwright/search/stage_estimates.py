@@ -19,7 +19,7 @@ alone has to finish them; a parameter that several parts of a range read counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log
@@ -52,6 +52,10 @@ _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
 # Of a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight: a row of a column
 # and its workspace.
 KnownParts = dict[tuple[Any, ...], tuple[tuple[float, ...], float]]
+
+
+class OutOfTime(Exception):
+    """There was no time to find out what a part takes; what has been found out is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,7 @@ class StageEstimates:
         self.solver = solver
         # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
+        self.late: Callable[[], bool] = lambda: False  # whether to end with `OutOfTime`
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
@@ -176,12 +181,16 @@ class StageEstimates:
             both, forward = self._coarser.least(kind)
             return share * both, share * forward
         if kind not in self._fastest:
-            sums = [self._sum(kind, n, self._wishes[0], 0, 1) for n in range(len(self.solver.meshes[kind]))]
+            sums = self.free(kind)
             none = np.full((1, len(self._starts), len(self._starts)), np.inf)
             forward = np.concatenate([none, *(one[None, _FORWARD] for one in sums)]).min(axis=0)
             both = np.concatenate([none, *(one[None, _FORWARD] + one[None, _BACKWARD] for one in sums)]).min(axis=0)
             self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
         return self._fastest[kind]
+
+    def free(self, kind: int) -> list[np.ndarray]:
+        """What all ranges take on each logical mesh of a kind where memory has no price: `[field, first, last]`."""
+        return [self._sum(kind, n, self._wishes[0], 0, 1) for n in range(len(self.solver.meshes[kind]))]
 
     def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
@@ -352,16 +361,8 @@ class StageEstimates:
     def _shared(self, sums: np.ndarray, share: float) -> np.ndarray:
         """The fields of microbatches of this share, workspace among what is there throughout."""
         forward, backward, weight, once, constant, kept, workspace = sums
-        return np.array(
-            [
-                share * forward,
-                share * backward,
-                share * weight,
-                once,
-                constant + share * workspace,
-                share * kept,
-            ]
-        )
+        fixed = constant + share * workspace
+        return np.array([share * forward, share * backward, share * weight, once, fixed, share * kept])
 
     def _least(self, kind: int, number: int, remat: str) -> np.ndarray:
         """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while
@@ -449,6 +450,8 @@ class StageEstimates:
         """A part by itself at one price of memory (0 for none): a row of a column, and its workspace."""
         about = self.solver.number(place.first, place.last), place.kind, place.mesh, remat
         if (*about, price, in_flight) not in self._parts:
+            if self.late():
+                raise OutOfTime
             # It may have nothing to compute again.
             wish = remat if remat == "none" or self.solver.segments(place.first, place.last) else "none"
             if price == 0:
