@@ -107,7 +107,10 @@ class Planning:
     def as_alternative(self) -> Alternative:
         """It as one that another plan was preferred to."""
         plan = self.plan
-        if len(plan.stages) == 1:
+        if plan.shares:
+            kinds = " and ".join(f"{n} on {s.device_kind}" for n, s in zip(plan.shares, plan.stages, strict=True))
+            what = f"{plan.microbatches} microbatches, replicas, {kinds}"
+        elif len(plan.stages) == 1:
             again = bool(plan.stages[0].rematerialised)
             what = one_stage_words(plan.microbatches, plan.stages[0].mesh, rematerialised=again)
         else:

@@ -138,13 +138,16 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
     """The fastest plan of so many stages or of any number; or on a cluster of several kinds of device, of replicas."""
     if asked.schedule == REPLICAS:
         return plan_replicas(asked, stages)
-    refused: MemoryExceeded | None = None
+    refused: PlanError | None = None
     found: Planning | None = None
     try:
         found = plan_stages(asked, stages) if stages else _any_stages(asked)
-    except MemoryExceeded as error:
+    except PlanError as error:
         refused = error
-    if asked.schedule is None and may_have_replicas(asked, stages):
+    wanted = asked.schedule is None and may_have_replicas(asked, stages)
+    if wanted and found is not None and asked.left_seconds < 0:
+        return replace(found, considered=(*found.considered, "replicas: not searched, out of time"))
+    if wanted:
         most = found.step_seconds if found is not None else inf
         if found is not None and len(found.plan.stages) == 1:
             most *= 1 - _WORTH_STAGES  # one stage is simpler to run than copies of it

@@ -4,7 +4,7 @@ batch by their speed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import inf, isfinite
 
 from .cluster import Cluster, HostOrder, host_orders
@@ -30,6 +30,9 @@ _ATTEMPTS = 4
 # The fewest microbatches by whose estimate a step takes this much longer than by the best are looked at first.
 _AS_GOOD = 1.03
 
+# So many numbers in a row that are no faster end the search on their side.
+_PATIENCE = 2
+
 
 def may_have_replicas(asked: PlanRequest, stages: int | None) -> bool:
     """Whether the cluster has several kinds of device, and the request leaves open what each of them does."""
@@ -41,8 +44,8 @@ def may_have_replicas(asked: PlanRequest, stages: int | None) -> bool:
 def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> Planning:
     """The fastest plan of replicas.
 
-    The estimates of the fewest microbatches say how many balance the devices and fit; from there numbers are tried
-    until a finer one is slower.
+    The estimates of the fewest microbatches say how many balance the devices and fit; from there finer and coarser
+    numbers are tried until two of them in a row are no faster.
 
     Args:
       asked: the request.
@@ -69,63 +72,107 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
             needed=f"one for each of {kinds} kinds of device", where="microbatches=", try_="a larger batch",
         )  # fmt: skip
     asked.tell("sharing microbatches out")
-    coarsest = _replicas(asked, order, asked.program(counts[0]))
+    tries = _Tries(asked, order)
+    coarsest = tries.coarsest(counts)
+    counts = [count for count in counts if count >= coarsest.request.program.microbatches]
     expected = {count: coarsest.expected(count)[0] for count in counts}
     least = min(expected.values())
     if not isfinite(least):
         raise _over(asked, coarsest, counts[-1])
     if least >= faster_than_seconds:
-        raise NothingFaster(least, (f"replicas: not searched, {least:.6g} s at the very least",))
-    known: dict[Hashable, StageMemory] = {}
-    best: tuple[Program, Plan, float] | None = None
-    over: MemoryExceeded | None = None
-    considered: list[str] = []
-    for count in counts[next(n for n, c in enumerate(counts) if expected[c] <= _AS_GOOD * least) :]:
-        asked.tell(f"sharing out {count} microbatches")
-        program = asked.program(count)
-        try:
-            plan = _fitting(asked, coarsest if count == counts[0] else _replicas(asked, order, program), known)
-        except MemoryExceeded as error:
-            over = over or error
-            considered.append(f"{count} microbatches, replicas: {error}")
-            continue
-        assert plan.predicted is not None  # the search prices what it finds
-        seconds = plan.predicted.step_seconds
-        considered.append(f"{count} microbatches, replicas: {seconds:.6g} s with {', '.join(map(str, plan.shares))}")
-        if best is not None and seconds >= best[2]:
-            break
-        best = program, plan, seconds
-        if asked.left_seconds < 0:
-            break
-    if best is None:
-        assert over is not None  # some number was tried
-        raise over
-    program, plan, seconds = best
+        raise NothingFaster(least, (f"replicas: not searched, {least:.6g} s by estimates at best",))
+    first = next(number for number, count in enumerate(counts) if expected[count] <= _AS_GOOD * least)
+    # Finer ones balance better and fit sooner, coarser ones start fewer kernels, which no estimate knows.
+    for run in (counts[first:], [count for count in reversed(counts[:first]) if isfinite(expected[count])]):
+        worse = 0
+        for count in run:
+            if worse == _PATIENCE or (asked.left_seconds < 0 and (tries.best or isfinite(faster_than_seconds))):
+                break
+            worse = 0 if tries.look_at(count) else worse + 1
+    if tries.best is None:
+        assert tries.refused is not None  # some number was tried
+        raise tries.refused
+    program, plan, seconds = tries.best
     if seconds >= faster_than_seconds:
-        raise NothingFaster(seconds, tuple(considered))
+        raise NothingFaster(seconds, tuple(tries.considered))
     return Planning(
         program=program, plan=in_cluster(plan, order, asked.cluster), cluster=asked.cluster,
         seconds=time.perf_counter() - asked.started, trace_seconds=0.0, solve_seconds=time.perf_counter() - begun,
-        considered=tuple(considered),
+        considered=tuple(tries.considered),
     )  # fmt: skip
+
+
+class _Tries:
+    """Numbers of microbatches that were looked at.
+
+    Args:
+      asked: the request.
+      order: of the hosts, those of a kind together.
+
+    Attributes:
+      best: the fastest plan, with its program and its seconds.
+      refused: why the first number without a plan has none.
+      considered: a line for each.
+    """
+
+    def __init__(self, asked: PlanRequest, order: HostOrder) -> None:
+        self._asked, self._order = asked, order
+        self._known: dict[Hashable, StageMemory] = {}
+        self._made: dict[int, Replicas] = {}
+        self.best: tuple[Program, Plan, float] | None = None
+        self.refused: PlanError | None = None
+        self.considered: list[str] = []
+
+    def coarsest(self, counts: Sequence[int]) -> Replicas:
+        """Of the fewest microbatches into which the step can be cut.
+
+        Raises:
+          PlanError: if there are none, or replicas cannot share the step.
+        """
+        refused: PlanError | None = None
+        for count in counts:
+            try:
+                return self._replicas(count)
+            except PlanError as error:
+                refused = refused or error
+        assert refused is not None  # there is a number
+        raise refused
+
+    def look_at(self, count: int) -> bool:
+        """Find a plan in so many microbatches; whether it is the best so far, or the first fits yet to come."""
+        self._asked.tell(f"sharing out {count} microbatches")
+        try:
+            replicas = self._replicas(count)
+            plan = _fitting(self._asked, replicas, self._known)
+        except PlanError as error:
+            self.refused = self.refused or error
+            self.considered.append(f"{count} microbatches, replicas: {error}")
+            return self.best is None
+        assert plan.predicted is not None  # the search prices what it finds
+        seconds = plan.predicted.step_seconds
+        shares = ", ".join(map(str, plan.shares))
+        self.considered.append(f"{count} microbatches, replicas: {seconds:.6g} s with {shares}")
+        if self.best is not None and seconds >= self.best[2]:
+            return False
+        self.best = replicas.request.program.source, plan, seconds
+        return True
+
+    def _replicas(self, count: int) -> Replicas:
+        if count not in self._made:
+            asked, program = self._asked, self._asked.program(count)
+            asked.pins.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+            check_replicas(program)
+            self._made[count] = Replicas(
+                ReplicaRequest(
+                    program=staged_program(program, layers=1, scan_splits={}), parameters=parameter_infos(program),
+                    cluster=self._order.cluster, pins=asked.pins, remat=asked.remat,
+                )
+            )  # fmt: skip
+        return self._made[count]
 
 
 def _kinds(cluster: Cluster) -> int:
     return len({host.device for host in cluster.hosts})
-
-
-def _replicas(asked: PlanRequest, order: HostOrder, program: Program) -> Replicas:
-    """Of a traced step.
-
-    Raises:
-      PlanError: if it is one that replicas cannot share.
-    """
-    check_replicas(program)
-    staged = staged_program(program, layers=1, scan_splits={})
-    infos = parameter_infos(program)
-    return Replicas(
-        ReplicaRequest(program=staged, parameters=infos, cluster=order.cluster, pins=asked.pins, remat=asked.remat)
-    )
 
 
 def _fitting(asked: PlanRequest, replicas: Replicas, known: dict[Hashable, StageMemory]) -> Plan:

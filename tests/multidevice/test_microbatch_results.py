@@ -41,11 +41,32 @@ def test_results_beside_the_loss_are_those_of_the_whole_batch() -> None:
     assert_as_on_one_device(step, PARAMETERS, (X, Y), microbatches=2, reduction="mean", **TENSOR)
 
 
-def test_a_result_that_does_not_combine_is_said_to() -> None:
+@pytest.mark.parametrize("row", [0, 31])
+def test_any_and_all_are_of_the_whole_batch(row: int) -> None:
+    """What one example decides, in the first microbatch or in the last."""
+
     def step(p, b):
         def loss(p):
             y = b[0] @ p["out"]
-            return error(y, b[1]), jnp.std(y)
+            return error(y, b[1]), {
+                "any": jnp.any(b[0] > 50),
+                "all": jnp.all(b[0] < 50),
+                "finite": jnp.isfinite(y).all(),
+            }
+
+        (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
+        return jax.tree.map(lambda p, g: p - 1e-4 * aux["all"] * g, p, gradients), {"loss": value, **aux}
+
+    assert_as_on_one_device(step, PARAMETERS, (X.at[row, 3].set(100.0), Y), microbatches=4)
+    assert_as_on_one_device(step, PARAMETERS, (X.at[row, 3].set(100.0), Y), microbatches=4, **TENSOR)
+
+
+@pytest.mark.parametrize("other", [jnp.std, lambda y: jnp.argmax(y) == 3], ids=["deviation", "truth"])
+def test_a_result_that_does_not_combine_is_said_to(other) -> None:
+    def step(p, b):
+        def loss(p):
+            y = b[0] @ p["out"]
+            return error(y, b[1]), other(y)
 
         (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
         return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), (value, aux)

@@ -19,6 +19,7 @@ from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import PlanError
 from meshwright.planning import plan_for
+from meshwright.program.reduction import ReductionWarning
 from meshwright.runtime.pipeline.step import PipelinedStep
 
 
@@ -68,6 +69,7 @@ def test_losses_and_results_beside_them(reduction: str) -> None:
                 "max": (out - 100).max(), "min": jnp.min(out + 100, axis=0), "sum": out.sum(),
                 "mean": jnp.abs(out).mean(), "count": jnp.array(out.shape[0]), "positive": jnp.sum(out[:, 0] > 0),
                 "weight": jnp.sum(params[1]["w"]), "truth": jnp.array(True),
+                "any": jnp.any(out > jnp.max(y) + 1), "all": jnp.all(out < 2), "finite": jnp.isfinite(out).all(),
             }  # fmt: skip
             return reduce((out - y) ** 2) / 64, aux
 
@@ -75,6 +77,35 @@ def test_losses_and_results_beside_them(reduction: str) -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, **aux}
 
     assert_as_on_one_device(step, perceptron(), *data())
+
+
+def test_replicas_agree_on_what_no_reduction_is() -> None:
+    """The position of the largest is that of the last microbatch, for all replicas, as for one stage."""
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def loss(params: Any) -> Any:
+            error = jnp.mean((predict(params, x) - y) ** 2, axis=1)
+            return error.mean(), jnp.argmax(error)
+
+        (value, place), grads = mw.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - (0.1 + 0.01 * place) * g, params, grads), (value, place)
+
+    state, batch = perceptron(), data()
+    options: dict[str, Any] = {"microbatches": 8, "cluster": mixed(4, 2)}
+    with pytest.warns(ReductionWarning):
+        found = plan_for(step, (state, *batch), stages=None, schedule="replicas", **options)
+    parallel = PipelinedStep(found.program, found.plan, jax.devices())
+    alone = mw.parallelize(step, cluster="local", microbatches=8)
+    expected, again = copy(state), copy(state)
+    with pytest.warns(ReductionWarning):
+        expected, wanted = alone(expected, *batch)
+    again, metrics = parallel(again, *batch)
+    expected, wanted = alone(expected, *batch)
+    again, metrics = parallel(again, *batch)
+    assert_equal_trees(whole((again, metrics)), whole((expected, wanted)))
+    for leaf in jax.tree.leaves(again):
+        first, second = (np.asarray(part) for part in leaf.parts.values())
+        np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
 def test_adam_with_a_global_norm_and_state_of_its_own() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from test_mixed_clusters import FAST, LINK, SLOW, chain, cluster_of, host
 
+from meshwright import value_and_grad
 from meshwright.cluster import Cluster, Device
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
@@ -161,6 +162,9 @@ def test_plans_that_contradict_themselves() -> None:
         check_plan(replace(plan, schedule_options=(("shares", (1, 1)),)))
     with pytest.raises(PlanError, match=r"shares under the schedule none; needed the schedule replicas"):
         check_plan(replace(plan, stages=plan.stages[:1], schedule="none"))
+    alone = replace(plan, stages=plan.stages[:1], schedule_options=(("shares", (4,)),))
+    with pytest.raises(PlanError, match=r"1 replica with the options shares; needed several replicas"):
+        check_plan(alone)
     shorter = replace(plan.stages[1], equations=(0, 3))
     with pytest.raises(PlanError, match=r"equations \(0, 3\); needed .* as the replica before has"):
         check_plan(replace(plan, stages=(plan.stages[0], shorter)))
@@ -181,8 +185,6 @@ def test_replicas_that_cannot_be(devices: tuple[Device, ...], options: dict[str,
 
 
 def test_results_that_grow_with_the_batch_are_refused() -> None:
-    from meshwright import value_and_grad
-
     def step(weights: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
             out = x @ weights
@@ -196,6 +198,30 @@ def test_results_that_grow_with_the_batch_are_refused() -> None:
     with pytest.raises(PlanError, match=r"results of the loss function that grow with the batch"):
         plan_for(step, args, cluster=mixed, stages=None, schedule="replicas")
     assert plan_for(step, args, cluster=mixed, stages=None).plan.schedule != "replicas"
+
+
+def test_pins_of_nothing_are_refused() -> None:
+    with pytest.raises(PlanError, match="nonsense"):
+        planned(cluster_of(host(FAST), host(SLOW)), microbatches=4, pins={"*nonsense*": (None, "x")})
+
+
+def test_no_number_of_microbatches_is_faster() -> None:
+    """Coarser ones start fewer kernels; finer ones than the step can be cut into are left out."""
+    slow_start = [replace(device, kernel_launch_seconds=2e-3) for device in (FAST, SLOW)]
+    cluster = cluster_of(*map(host, slow_start))
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = value_and_grad(lambda w: jnp.sum(jnp.tanh(x.reshape(-1, 8, 256) @ w)))(weights)
+        return weights - 1e-3 * grads, value
+
+    args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    options: dict[str, Any] = {"cluster": cluster, "stages": None, "schedule": "replicas"}
+    found = plan_for(step, args, **options)
+    each = [plan_for(step, args, microbatches=count, **options).step_seconds for count in (2, 4, 8, 16, 32)]
+    assert found.step_seconds == pytest.approx(min(each))
+    assert found.plan.microbatches == 2
+    with pytest.raises(PlanError):
+        plan_for(step, args, microbatches=64, **options)
 
 
 def test_groups() -> None:

@@ -1,11 +1,9 @@
-"""Convolutions in the one form that XLA's CPU compiler has fast code for.
+"""Convolutions in the one form that XLA's CPU compiler has fast code for wherever they stand.
 
 The compiler brings a convolution's dims into order (batch, space, features) before it looks for fast code, but as
 compiled programs show (JAX 0.10.2) only in a program's entry, not in the bodies of its loops. There, what is not in
 order runs as plain nested loops: the gradient of a kernel, whose batch stands where features do, takes 20 times as
-long. Here the order is made in the traced program. What is dilated on the right runs as plain loops wherever it stands:
-the gradient of a strided convolution's kernel takes five times as long as with the zeros written out, which is what is
-done here.
+long. Here the order is made in the traced program.
 
 Known limit: loops inside of conditionals, of functions with derivatives of their own and of rematerialised parts are
 left as they are, and so are grouped convolutions.
@@ -48,13 +46,12 @@ def _holds_others(closed: ClosedJaxpr) -> bool:
 
 
 def _is_other(equation: Equation) -> bool:
-    """Whether it is a convolution of one group whose dims are in another order, or that is dilated on the right."""
+    """Whether it is a convolution of one group whose dims are in another order."""
     if equation.primitive.name != "conv_general_dilated":
         return False
     if equation.params["feature_group_count"] > 1 or equation.params["batch_group_count"] > 1:
         return False
-    dilated = max(equation.params["rhs_dilation"], default=1) > 1
-    return dilated or any(order != tuple(range(len(order))) for order in _orders(equation))
+    return any(order != tuple(range(len(order))) for order in _orders(equation))
 
 
 def _orders(equation: Equation) -> tuple[tuple[int, ...], ...]:
@@ -75,17 +72,11 @@ def _ordered(equation: Equation, operands: Sequence[Any]) -> Sequence[Any] | Non
     numbers = lax.ConvDimensionNumbers(
         lhs_spec=(0, rank - 1, *space), rhs_spec=(rank - 1, rank - 2, *range(rank - 2)), out_spec=(0, rank - 1, *space)
     )
-    between = [(0, 0, apart - 1) for apart in params["rhs_dilation"]]
     with user_context(equation):
-        right = lax.transpose(operands[1], kernel)
-        if max(params["rhs_dilation"]) > 1:
-            # The compiler would take the zeros back into the convolution.
-            right = lax.pad(right, np.zeros((), right.dtype), [*between, (0, 0, 0), (0, 0, 0)])
-            right = lax.optimization_barrier(right)
         made = lax.conv_general_dilated(
-            lax.transpose(operands[0], image), right,
+            lax.transpose(operands[0], image), lax.transpose(operands[1], kernel),
             window_strides=params["window_strides"], padding=params["padding"], lhs_dilation=params["lhs_dilation"],
-            dimension_numbers=numbers, precision=params["precision"],
+            rhs_dilation=params["rhs_dilation"], dimension_numbers=numbers, precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )  # fmt: skip
         return [lax.transpose(made, tuple(np.argsort(result)))]

@@ -145,6 +145,10 @@ def _check_shares(plan: Plan, source: str) -> None:
             raise refusal(source, "schedule_options", f"shares under the schedule {plan.schedule}", needed)
         return
     shares = plan.shares
+    if len(plan.stages) < 2 or len(plan.schedule_options) > 1:
+        names = ", ".join(name for name, _ in plan.schedule_options)
+        got = f"{len(plan.stages)} replica{'s' * (len(plan.stages) != 1)} with the options {names}"
+        raise refusal(source, "schedule_options", got, "several replicas, and shares alone")
     if len(shares) != len(plan.stages) or min(shares) < 1 or sum(shares) != plan.microbatches:
         needed = f"{len(plan.stages)} numbers of at least 1 that add up to {plan.microbatches}"
         raise refusal(source, "schedule_options", f"the shares {', '.join(map(str, shares))}", needed)

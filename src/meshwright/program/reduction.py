@@ -164,6 +164,12 @@ def loss_reduction(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, spl
     )
 
 
+# Of truths one is the largest where any is, the least where all are.
+_EXTREMES: Mapping[str, Reduction] = {
+    "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min",
+}  # fmt: skip
+
+
 class ReductionWarning(UserWarning):
     """A result whose value over the batch does not follow from its values over microbatches."""
 
@@ -191,11 +197,12 @@ def aux_reductions(
             )  # fmt: skip
         numbers = jnp.issubdtype(x.aval.dtype, jnp.number)
         extreme = _extreme(a, b, made, x)
-        if _is_batched(x, y) or not numbers or (growth.degree == 0 and not growth.varies):
+        truth = x.aval.dtype == jnp.bool_
+        if _is_batched(x, y) or not (numbers or truth) or (growth.degree == 0 and not growth.varies):
             found.append("same")
         elif extreme is not None:
             found.append(extreme)
-        elif growth.degree == 1 and growth.sums < 2:
+        elif growth.degree == 1 and growth.sums < 2 and numbers:
             found.append("sum")
         else:
             mean = jnp.issubdtype(x.aval.dtype, jnp.inexact)
@@ -216,11 +223,11 @@ def _extreme(full: Jaxpr, small: Jaxpr, made: Mapping[Any, int], atom: Any) -> R
         position = made[atom]
         equation, other = full.eqns[position], small.eqns[position]
         name = equation.primitive.name
-        if name in ("reduce_max", "reduce_min"):
+        if name in _EXTREMES and (name in ("reduce_max", "reduce_min") or atom.aval.dtype == jnp.bool_):
             shapes = equation.invars[0].aval.shape, other.invars[0].aval.shape
             pooled = [d for d, (x, y) in enumerate(zip(*shapes, strict=True)) if x != y]
             if pooled and set(pooled) <= set(equation.params["axes"]):
-                return "max" if name == "reduce_max" else "min"
+                return _EXTREMES[name]
         elif name not in _PASSED_ON:
             return None
         atom = equation.invars[0]

@@ -114,9 +114,14 @@ class StageSearch:
         self.bounds.reset()
 
     @property
+    def left_seconds(self) -> float:
+        """Of the time; negative once it is over."""
+        return self.start + self._seconds - time.perf_counter()
+
+    @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return time.perf_counter() - self.start > self._seconds
+        return self.left_seconds < 0
 
     @property
     def worth_a_look(self) -> float:
@@ -233,7 +238,7 @@ class StageSearch:
             left.remove(count)
             begun_with = count if self._probing else None
             if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
-                with self._in_time(expected[count]):
+                with self._in_time(count, expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if expected[count] > self.best_objective:
@@ -243,7 +248,7 @@ class StageSearch:
                 continue
             slower = False
             if bounded and not self.over:
-                with self._in_time(expected[count]):
+                with self._in_time(count, expected[count]):
                     slower = self.bounds.is_slower(count, self.best_objective)
             if slower:
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
@@ -253,7 +258,7 @@ class StageSearch:
                 self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
-            known = others.take(count, wait_seconds=self.start + self._seconds - time.perf_counter())
+            known = others.take(count, wait_seconds=self.left_seconds)
             try:
                 costs = self.costs(count)
             except PlanError as error:
@@ -269,7 +274,7 @@ class StageSearch:
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
-                    with self._in_time(expected[count]):
+                    with self._in_time(count, expected[count]):
                         self._refine(count, costs, problem, bounded=bounded)
             for _ in self._worth_simulating(count):
                 pass  # what it takes bounds other numbers
@@ -277,13 +282,14 @@ class StageSearch:
         return refused
 
     @contextmanager
-    def _in_time(self, least_seconds: float) -> Iterator[None]:
-        """Break off what is looked at when the time is over; it takes so long at least."""
+    def _in_time(self, count: int, least_seconds: float) -> Iterator[None]:
+        """Break off what is looked at of a number of microbatches when the time is over; it takes so long at least."""
         self._may_stop = True
         try:
             yield
         except OutOfTime:
             self.unsearched = min(self.unsearched, least_seconds)
+            self.considered.append(f"{count} microbatches: broken off, out of time")
             for costs in self.costs.all:
                 costs.forget_estimates()
         finally:
@@ -365,8 +371,10 @@ class StageSearch:
         bound = self.worth_a_look
         if not isfinite(bound):
             costs.estimates.only_easy = True
-            easy = solve_inter_op(problem, beam=1)
-            costs.estimates.only_easy = False
+            try:
+                easy = solve_inter_op(problem, beam=1)
+            finally:
+                costs.estimates.only_easy = False
             plain = (
                 [easy] if easy is not None else [stages_of_like_work(costs.program, problem, n) for n in _POWERS_OF_TWO]
             )

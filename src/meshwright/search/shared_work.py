@@ -39,7 +39,7 @@ def begin(search: StageSearch, others: Ahead) -> None:
         costs = search.costs(first)
         for kind in sorted({costs.solver.kind_of[place] for place in search.places}):
             costs.estimates.free(kind)
-        search.costs.learn_base(others.take(None) or {})
+        search.costs.learn_base(others.take(None, wait_seconds=search.left_seconds) or {})
 
 
 def of_base(search: StageSearch, count: int | None, reserve: Callable[[int], MemoryReserve]) -> KnownParts:

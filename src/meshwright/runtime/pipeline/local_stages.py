@@ -75,7 +75,8 @@ class LocalStages:
         are the same program one is traced."""
         splits, found = self.schedule.splits_backward, []
         for stage, update in zip(self.stages, self.updates, strict=True):
-            key = likeness(self._core, stage, update, self.around), stage.microbatches, splits, self._platform
+            counts = stage.microbatches, len(stage.own)
+            key = likeness(self._core, stage, update, self.around), counts, splits, self._platform
             if key not in self._counted:
                 counted = stage_memory(stage, update, splits_backward=splits, platform=self._platform)
                 self._counted[key] = counted

@@ -195,7 +195,8 @@ class Surroundings:
             at[var] = home or everywhere
         for i, var in self.results.items():
             makers, how = self._makers_of_result[i], reduction_of(program, i)
-            at[var] = frozenset(makers)
+            # Of what is that of the last microbatch, the last replica's.
+            at[var] = frozenset({max(makers)})
             if len(makers) > 1 and how != "same":
                 # Replicas have results of their own microbatches; their means are sums over the count of all.
                 self.contributions[var] = ("sum" if how == "mean" else how), tuple(makers)

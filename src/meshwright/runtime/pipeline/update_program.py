@@ -356,7 +356,8 @@ class UpdateProgram:
         found = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
         for slot in (*self._stage.sums, *self._stage.collected):
             var = around.results[slot.position]
-            if var in read and (number == 0 or var not in around.contributions):
+            mine = number == 0 if var in around.contributions else me in around.at[var]
+            if var in read and mine:
                 joined = slot.role is Role.COLLECTED and not self._stage.asynchronous
                 found.append(Slot(Role.JOINED, slot.position) if joined else slot)
         if number == 0:
