@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright.resharding import Network, ReshardError, uniform_network
 from meshwright.runtime.pipeline.transport import PlannedTransport
 from meshwright.runtime.resharding.mover import Mover
+from meshwright.runtime.resharding.reshard import _described
 
 Dims = Sequence[str | tuple[str, ...] | None]
 
@@ -282,3 +283,15 @@ def test_the_plan_of_keys_host_arrays_and_shapes() -> None:
     key = jax.device_put(jax.random.split(jax.random.key(0), 4), on((0,), (1,), ()))
     tree = [key, np.zeros(4), jax.ShapeDtypeStruct((8,), "float32", sharding=on(range(2), (2,), ("x",)))]
     assert mw.reshard_plan(tree, target, network=hosts(2)).bytes_between_domains == 4 * 8 + 8 * 4
+
+
+def test_processes_may_write_one_sharding_in_several_ways() -> None:
+    """They agree on what is moved by its text."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    whole, split = ({_described(NamedSharding(mesh, spec)) for spec in specs} for specs in (
+        [PartitionSpec(), PartitionSpec(None), PartitionSpec(None, None), PartitionSpec(())],
+        [PartitionSpec(None, "x"), PartitionSpec((), ("x",)), PartitionSpec(None, "x", None)],
+    ))  # fmt: skip
+    assert (len(whole), len(split)) == (1, 1)
+    others = {_described(NamedSharding(mesh, spec)) for spec in (PartitionSpec("x"), PartitionSpec(("x", "y")))}
+    assert len(whole | split | others) == 4

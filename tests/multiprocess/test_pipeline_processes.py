@@ -219,7 +219,6 @@ state, _ = one(state, batch)
 """
 
 
-@pytest.mark.slow
 def test_the_state_of_another_plan_is_moved_by_reshard(tmp_path: Path) -> None:
     assert_runs(
         tmp_path,

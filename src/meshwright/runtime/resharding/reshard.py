@@ -278,7 +278,11 @@ def _described(sharding: Sharding) -> str:
     """The same text in every process for the same sharding of the same devices."""
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
-        return repr((mesh.axis_names, mesh.devices.shape, [d.id for d in mesh.devices.flat], sharding.spec))
+        # A spec may be written in several ways: what a process computed itself comes out without its last Nones.
+        dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in sharding.spec]
+        while dims and dims[-1] == ():
+            dims.pop()
+        return repr((mesh.axis_names, mesh.devices.shape, [d.id for d in mesh.devices.flat], dims))
     return repr((type(sharding).__name__, sorted(d.id for d in sharding.device_set)))
 
 
