@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,9 +78,13 @@ def test_what_several_stages_hold_is_one_leaf() -> None:
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state["params"]))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_results_beside_the_loss_are_those_of_the_whole_batch(reduction: str) -> None:
-    """Whatever the loss's scale: sums, means, extremes, counts, and what grows with the batch."""
+def step_with_results(reduction: str, *, rows: bool) -> Callable[..., Any]:
+    """A step of a perceptron that returns sums, means, extremes and counts of its batch, whatever the loss's scale.
+
+    Args:
+      reduction: "mean" or "sum", of the loss.
+      rows: whether it also returns what grows with the batch.
+    """
     reduce = jnp.mean if reduction == "mean" else jnp.sum
 
     def step(params: Any, x: Any, y: Any) -> Any:
@@ -87,15 +92,22 @@ def test_results_beside_the_loss_are_those_of_the_whole_batch(reduction: str) ->
             hidden = jnp.tanh(x @ params[0]["w"] + params[0]["b"])
             out = predict(params[1:], hidden)
             aux = {
-                "early": jnp.max(hidden), "max": out.max(), "min": jnp.min(out, axis=0), "sum": out.sum(),
-                "mean": jnp.abs(out).mean(), "count": jnp.array(out.shape[0]), "positive": jnp.sum(out[:, 0] > 0),
-                "weight": jnp.sum(params[1]["w"]), "rows": out * 2, "truth": jnp.array(True),
+                "early": jnp.max(hidden), "max": (out - 100).max(), "min": jnp.min(out + 100, axis=0),
+                "sum": out.sum(), "mean": jnp.abs(out).mean(), "count": jnp.array(out.shape[0]),
+                "positive": jnp.sum(out[:, 0] > 0), "weight": jnp.sum(params[1]["w"]), "truth": jnp.array(True),
+                "any": jnp.any(out > jnp.max(y) + 1), "all": jnp.all(out < 2), "finite": jnp.isfinite(out).all(),
             }  # fmt: skip
-            return reduce((out - y) ** 2) / 64, aux
+            return reduce((out - y) ** 2) / 64, {**aux, "rows": out * 2} if rows else aux
 
         (value, aux), grads = mw.value_and_grad(loss, has_aux=True)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, **aux}
 
+    return step
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_results_beside_the_loss_are_those_of_the_whole_batch(reduction: str) -> None:
+    step = step_with_results(reduction, rows=True)
     for schedule in ("gpipe", "zero_bubble"):
         pipeline = Pipeline(submeshes=(2, 2, 4), schedule=schedule)
         assert_as_on_one_device(step, perceptron(), *data(), pipeline=pipeline)

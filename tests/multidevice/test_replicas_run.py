@@ -13,6 +13,7 @@ import pytest
 from one_device import assert_equal_trees, copy
 from pipelines import whole
 from test_pipeline import data, perceptron, predict
+from test_pipeline_surroundings import step_with_results
 
 import meshwright as mw
 from meshwright import zoo
@@ -58,25 +59,8 @@ def assert_as_on_one_device(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losses_and_results_beside_them(reduction: str) -> None:
-    """Sums, means, extremes and counts are those of the whole batch; a frozen value is itself."""
-    reduce = jnp.mean if reduction == "mean" else jnp.sum
-
-    def step(params: Any, x: Any, y: Any) -> Any:
-        def loss(params: Any) -> Any:
-            hidden = jnp.tanh(x @ params[0]["w"] + params[0]["b"])
-            out = predict(params[1:], hidden)
-            aux = {
-                "max": (out - 100).max(), "min": jnp.min(out + 100, axis=0), "sum": out.sum(),
-                "mean": jnp.abs(out).mean(), "count": jnp.array(out.shape[0]), "positive": jnp.sum(out[:, 0] > 0),
-                "weight": jnp.sum(params[1]["w"]), "truth": jnp.array(True),
-                "any": jnp.any(out > jnp.max(y) + 1), "all": jnp.all(out < 2), "finite": jnp.isfinite(out).all(),
-            }  # fmt: skip
-            return reduce((out - y) ** 2) / 64, aux
-
-        (value, aux), grads = mw.value_and_grad(loss, has_aux=True)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, **aux}
-
-    assert_as_on_one_device(step, perceptron(), *data())
+    """Sums, means, extremes and counts are those of the whole batch."""
+    assert_as_on_one_device(step_with_results(reduction, rows=False), perceptron(), *data())
 
 
 def test_replicas_agree_on_what_no_reduction_is() -> None:

@@ -39,8 +39,10 @@ def compare(found, expected):
     return count
 
 def check(step, state, batch, pipeline, steps=3, reference=None, **options):
-    alone = jax.jit(reference or step)
-    parallel = pipelined(step, (state, batch), pipeline, **options)
+    return follow(pipelined(step, (state, batch), pipeline, **options), reference or step, state, batch, steps)
+
+def follow(parallel, step, state, batch, steps=3):
+    alone = jax.jit(step)
     expected, found = jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, state)
     for _ in range(steps):
         expected, metrics = alone(expected, batch)
@@ -271,11 +273,6 @@ found = plan_for(
     target.step, (state, batch), cluster=mixed(4, 4), microbatches=8, stages=None, schedule="replicas", zero=1
 )
 assert found.plan.shares[0] > found.plan.shares[1], found.plan.shares
-parallel = PipelinedStep(found.program, found.plan, jax.devices())
-expected, again = state, parallel.create(target.init, jax.random.key(0))
-for _ in range(3):
-    expected, metrics = jax.jit(target.step)(expected, batch)
-    again, measured = parallel(again, batch)
-print("compared", compare((again, measured), (expected, metrics)), "loss", float(measured["loss"]))
+follow(PipelinedStep(found.program, found.plan, jax.devices()), target.step, state, batch)
 """,
     )

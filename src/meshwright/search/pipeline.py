@@ -238,7 +238,7 @@ class StageSearch:
             left.remove(count)
             begun_with = count if self._probing else None
             if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
-                with self._in_time(count, expected[count]):
+                with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if expected[count] > self.best_objective:
@@ -248,7 +248,7 @@ class StageSearch:
                 continue
             slower = False
             if bounded and not self.over:
-                with self._in_time(count, expected[count]):
+                with self._in_time(expected[count]):
                     slower = self.bounds.is_slower(count, self.best_objective)
             if slower:
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
@@ -274,7 +274,7 @@ class StageSearch:
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
-                    with self._in_time(count, expected[count]):
+                    with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
                         self._refine(count, costs, problem, bounded=bounded)
             for _ in self._worth_simulating(count):
                 pass  # what it takes bounds other numbers
@@ -282,14 +282,14 @@ class StageSearch:
         return refused
 
     @contextmanager
-    def _in_time(self, count: int, least_seconds: float) -> Iterator[None]:
-        """Break off what is looked at of a number of microbatches when the time is over; it takes so long at least."""
+    def _in_time(self, least_seconds: float, *words: str) -> Iterator[None]:
+        """Break off what is looked at when the time is over, and say so; it takes so long at least."""
         self._may_stop = True
         try:
             yield
         except OutOfTime:
             self.unsearched = min(self.unsearched, least_seconds)
-            self.considered.append(f"{count} microbatches: broken off, out of time")
+            self.considered += words
             for costs in self.costs.all:
                 costs.forget_estimates()
         finally:

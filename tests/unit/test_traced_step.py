@@ -1,0 +1,61 @@
+"""A step is traced at its full batch once, and its numbers of microbatches share what is known of its equations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright import value_and_grad, zoo
+from meshwright._jax.jaxpr import open_jaxpr
+from meshwright.program.rules import Rules
+from meshwright.program.trace import trace_program
+from meshwright.program.traces import Traces
+
+
+def test_numbers_of_microbatches_share_one_trace_of_the_whole() -> None:
+    sizes: list[int] = []
+
+    def step(weights: Any, x: Any) -> Any:
+        sizes.append(x.shape[0])
+        value, grads = value_and_grad(lambda w: jnp.mean(jax.nn.relu(x @ w)))(weights)
+        return weights - grads, value
+
+    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    traces = Traces(step)
+    programs = [traces.program(args, microbatches=count) for count in (1, 2, 4)]
+    assert sizes == [16, 8, 4]
+    assert len({id(program.rules) for program in programs}) == 1
+    assert all(program.outer is programs[0].outer for program in programs)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny", "moe-tiny"])
+def test_what_is_shared_changes_no_program(name: str) -> None:
+    target = zoo.build(name, global_batch=16)
+    args, traces = (target.example_state, target.example_batch), Traces(target.step)
+    for count in (1, 2, 4):
+        shared, alone = traces.program(args, microbatches=count), trace_program(target.step, args, microbatches=count)
+        assert shared.fingerprint == alone.fingerprint
+        assert shared.state == alone.state
+        assert [one.rule for one in shared.graph.operators] == [one.rule for one in alone.graph.operators]
+
+
+def test_calls_with_derivatives_of_their_own_have_rules_of_their_own() -> None:
+    """The same program forwards, and once a derivative that mixes the rows."""
+
+    def doubled(derivative: Any) -> Any:
+        function = jax.custom_jvp(lambda x: 2.0 * x)
+        function.defjvp(lambda given, moved: (2.0 * given[0], derivative(moved[0])))
+        return function
+
+    plain, mixing = doubled(lambda d: 2.0 * d), doubled(lambda d: 2.0 * jnp.cumsum(d, axis=0))
+    closed = jax.make_jaxpr(lambda x: (plain(x), mixing(x), plain(x)))(jnp.ones((8, 4)))
+    calls = [e for e in open_jaxpr(closed).eqns if e.primitive.name == "custom_jvp_call"]
+    rules = Rules()
+    rules.prepare([(call, True) for call in calls])
+    first, second, third = (rules.rule(call, differentiated=True) for call in calls)
+    assert first == third
+    assert len(first.splittable()) == 2
+    assert len(second.splittable()) == 1
