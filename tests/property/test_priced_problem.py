@@ -46,10 +46,10 @@ def test_each_price_has_its_optimum(monkeypatch: pytest.MonkeyPatch, many: int, 
         if not np.isfinite(min(seconds for seconds, _, _ in every)):
             impossible += 1
             with pytest.raises(Infeasible):
-                PricedProblem(problem, constant=constant, kept=kept).choices(PRICES)
+                PricedProblem(problem, constant=constant, kept=kept).best(PRICES)
             continue
         ready = PricedProblem(problem, constant=constant, kept=kept)
-        for (price, times), choices in zip(PRICES, ready.choices(PRICES), strict=True):
+        for (price, times), choices in zip(PRICES, (one.choices for one in ready.best(PRICES)), strict=True):
             assert choices is not None
             once, each = held(choices)
             best = min(seconds + price * (a + times * b) for seconds, a, b in every)

@@ -244,8 +244,8 @@ def test_equal_ranges_are_solved_once() -> None:
     for layer in range(1, 5):
         costs.solve(layer, layer + 1, Submesh(0, 1), 1)
         solves.append(costs.solves)
-    # The first layer, one of the four in the middle, the last.
-    assert solves == [3] * 4
+    # The first layer, one of the four in the middle, the last: as parts; and the one in the middle as a stage.
+    assert solves == [4] * 4
     # Elsewhere, on an equal submesh, it is solved already.
     assert costs.is_solved(2, 3, Submesh(5, 6), 1)
     assert program.microbatches == 4
@@ -284,7 +284,8 @@ def test_prices_of_memory_trade_it_for_seconds() -> None:
     numbers = problem.problem(UNLIMITED)
     before = (0.0, float("inf"))
     for price in (0.0, 1e-12, 1e-9, 1e-6, 1.0):
-        (choices,) = problem.priced([(price, 3)], gap=0.0, time_limit_seconds=60.0)
+        (one,) = problem.priced([(price, 3)], gap=0.0, time_limit_seconds=60.0)
+        choices = one.choices
         assert choices is not None
         assert numbers.memory is not None
         costs = tuple(seconds + price * size for seconds, size in zip(numbers.costs, numbers.memory, strict=True))

@@ -9,10 +9,10 @@ import pytest
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
-from meshwright.search import pipeline
+from meshwright.search import pipeline, stage_estimates
 from meshwright.search.microbatch_costs import MicrobatchCosts
 from meshwright.search.pipeline import StageSearch
-from meshwright.search.stage_estimates import OutOfTime, StageEstimates
+from meshwright.search.stage_estimates import OutOfTime
 from meshwright.zoo import gpt
 
 CLUSTER = load_cluster("p3.16xlarge:1")
@@ -42,11 +42,11 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
     def over(self: StageSearch) -> bool:
         return bool(self.finished) and left[0] <= 0
 
-    plain = StageEstimates._part_of
+    plain = stage_estimates.part_row
 
-    def part_of(self: StageEstimates, stage: Any) -> Any:
+    def part_row(*args: Any) -> Any:
         left[0] -= bool(found)
-        return plain(self, stage)
+        return plain(*args)
 
     keep = StageSearch._keep
 
@@ -56,7 +56,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
 
     monkeypatch.setattr(StageSearch, "over", property(over))
     monkeypatch.setattr(StageSearch, "_keep", kept)
-    monkeypatch.setattr(StageEstimates, "_part_of", part_of)
+    monkeypatch.setattr(stage_estimates, "part_row", part_row)
     short = planned()
     assert best <= seconds(short.plan) * (1 + 1e-9)
     assert short.plan.predicted is not None

@@ -1,11 +1,12 @@
 """One problem at many prices of memory: what is forbidden and the order of elimination are found once.
 
 The stage search asks of every layer what it would do if a byte cost so and so much. A price changes the costs of nodes
-and nothing else: not which choices have no finite edge, not which others are never better, nor the order in which
-nodes are best eliminated, and nothing at nodes that hold no memory, most of which are eliminated once for all prices.
-What is left is eliminated at all prices at once where tables are little: ten prices take hardly longer than one. Where
-they are large, one price is looked at after another, and none between two that have the same best choices: it has them
-too, for the least total is concave in the price.
+and nothing else: not the forest that bounds all prices at once (`solve.forest`), and mostly finds what is best or as
+good; and where it does not, not which choices have no finite edge, not which others are never better, nor the order in
+which nodes are best eliminated, and nothing at nodes that hold no memory, most of which are eliminated once for all
+prices. What is left is eliminated at all prices at once where tables are little: ten prices take hardly longer than
+one. Where they are large, one price is looked at after another, and none between two that have the same best choices:
+it has them too, for the least total is concave in the price.
 
 Known limit: graphs too wide for elimination are solved anew for every price, to a gap.
 """
@@ -13,11 +14,15 @@ Known limit: graphs too wide for elimination are solved anew for every price, to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 
 import numpy as np
 
 from ..solve import Infeasible, Problem, Unsolved, solve
 from ..solve.eliminate import Elimination
+from ..solve.forest import Forest
 from ..solve.presolve import presolve
 
 # Elimination of more table entries than these takes longer than what `solve` does instead.
@@ -27,26 +32,147 @@ _MOST_ENTRIES = 1 << 24
 # than another one are worth looking for.
 _MANY_ENTRIES = 1 << 18
 
+# Sums of the same numbers in another order differ by less.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """What was found at one price.
+
+    Args:
+      choices: of each node; None where nothing was found.
+      bound: no choices have less seconds with what their bytes cost.
+      share: of the seconds of these choices, without what their bytes cost, what is certain to be needed: 1 where
+        nothing is better.
+    """
+
+    choices: tuple[int, ...] | None
+    bound: float
+    share: float = 1.0
+
 
 class PricedProblem:
     """A problem without a limit, made ready for many prices.
 
     >>> bytes = ([8.0, 1.0], [8.0, 1.0])
     >>> priced = PricedProblem(Problem(costs=([0.0, 3.0], [0.0, 4.0])), constant=bytes, kept=([0.0] * 2,) * 2)
-    >>> priced.choices([(0.0, 1), (0.5, 1), (1.0, 1)])
+    >>> [one.choices for one in priced.best([(0.0, 1), (0.5, 1), (1.0, 1)])]
     [(0, 0), (1, 0), (1, 1)]
 
     Args:
       problem: seconds of nodes and edges.
       constant: bytes of each choice of each node, held once.
       kept: bytes of each choice of each node, held for each microbatch in flight.
+    """
+
+    def __init__(self, problem: Problem, *, constant: Sequence[np.ndarray], kept: Sequence[np.ndarray]) -> None:
+        self._problem = problem
+        self._held = [np.stack([once, each], axis=1) for once, each in zip(constant, kept, strict=True)]
+
+    @cached_property
+    def _forest(self) -> Forest:
+        return Forest(self._problem)
+
+    @cached_property
+    def _exact(self) -> _Exact:
+        return _Exact(self._problem, self._held)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what `solved` finds is the best there."""
+        return self._exact.is_exact
+
+    def best(
+        self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
+    ) -> list[Priced]:
+        """The best choice of each node at each price; no choices where the time ran out.
+
+        Args:
+          prices: of memory, in seconds per byte, each with the microbatches that are kept.
+          gap: at which to stop, relative to the seconds without what bytes cost.
+          time_limit_seconds: for each price, where the graph is too wide for elimination.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        found = self.relaxed(prices, gap=gap)
+        left = [number for number, one in enumerate(found) if one.choices is None]
+        if left:
+            wanted = [prices[number] for number in left]
+            solved = self.solved(wanted, gap=gap, time_limit_seconds=time_limit_seconds)
+            for number, one in zip(left, solved, strict=True):
+                found[number] = one
+        return found
+
+    def relaxed(self, prices: Sequence[tuple[float, float]], *, gap: float = inf) -> list[Priced]:
+        """What the forest finds, and its bounds; no choices where the gap is larger than this.
+
+        Args:
+          prices: as of `best`.
+          gap: the same.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
+        costs = [seconds[:, None] + row @ at.T for seconds, row in zip(self._problem.costs, self._held, strict=True)]
+        choices, totals, bounds = self._forest.minimise_each(costs)
+        if not np.isfinite(bounds).all():
+            raise Infeasible.no_finite("the spanning forest")
+        held = np.zeros_like(at)
+        for row, chosen in zip(self._held, choices.T, strict=True):
+            held += row[chosen]
+        found = []
+        for one, total, bound, bytes_cost in zip(
+            choices.tolist(), totals.tolist(), bounds.tolist(), (held * at).sum(axis=1).tolist(), strict=True
+        ):
+            over = total - bound - _ROUNDING * total
+            seconds = total - bytes_cost
+            if total == inf or over > gap * seconds:
+                found.append(Priced(choices=None, bound=bound))
+            else:
+                share = max(1 - over / seconds, 0.0) if over > 0 else 1.0
+                found.append(Priced(choices=tuple(one), bound=bound, share=share))
+        return found
+
+    def solved(
+        self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
+    ) -> list[Priced]:
+        """What elimination finds, which is the best, or where the graph is too wide for it something as good.
+
+        Args:
+          prices: as of `best`.
+          gap: the same.
+          time_limit_seconds: the same.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        found = []
+        for (price, in_flight), choices in zip(
+            prices, self._exact.choices(prices, gap=gap, time_limit_seconds=time_limit_seconds), strict=True
+        ):
+            bound = -inf
+            if choices is not None and self.is_exact:
+                once, each = np.sum([row[c] for row, c in zip(self._held, choices, strict=True)], axis=0)
+                bound = self._problem.objective(choices) + price * float(once + in_flight * each)
+            found.append(Priced(choices=choices, bound=bound))
+        return found
+
+
+class _Exact:
+    """The same by elimination.
+
+    Args:
+      problem: seconds of nodes and edges.
+      held: bytes of each choice of each node, once and for each microbatch in flight, shape (k_v, 2).
 
     Raises:
       Infeasible: some node has no choice left.
     """
 
-    def __init__(self, problem: Problem, *, constant: Sequence[np.ndarray], kept: Sequence[np.ndarray]) -> None:
-        held = [np.stack([once, each], axis=1) for once, each in zip(constant, kept, strict=True)]
+    def __init__(self, problem: Problem, held: Sequence[np.ndarray]) -> None:
         self._steps = [presolve(problem, held=held, dominance=False)]
         self._small, self._held = self._steps[0].problem, self._left(held)
         self._elimination = self._eliminated()
@@ -73,18 +199,9 @@ class PricedProblem:
         return self._elimination is not None
 
     def choices(
-        self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
+        self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float
     ) -> list[tuple[int, ...] | None]:
-        """The best choice of each node at each price, None where the time ran out.
-
-        Args:
-          prices: of memory, in seconds per byte, each with the microbatches that are kept.
-          gap: relative, at which to stop where the graph is too wide for elimination.
-          time_limit_seconds: the same, for each price.
-
-        Raises:
-          Infeasible: every assignment is forbidden.
-        """
+        """As `PricedProblem.best`."""
         if not self._small.costs:
             return [self._restored(())] * len(prices)
         if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:

@@ -30,6 +30,7 @@ import numpy as np
 from ..program.staged import StagedProgram
 from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
+from .part_row import NO_PART, PartRow, part_row
 from .stage_solver import Place, SolvedStage, StageSolver
 from .workspace import AS_BAD
 
@@ -42,6 +43,9 @@ _EASY = 0.5
 # Ranges solved whole can be faster than their parts by themselves, by no more than this.
 _PARTS_ALONE = 0.97
 
+# A part counts as what it takes at least, where no more than this is uncertain; else it is solved to the end.
+_LOOSE = 0.03
+
 # Less than this between two ways is no difference worth looking at.
 _SAME = 1.01
 
@@ -49,9 +53,8 @@ _SAME = 1.01
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
 
 
-# Of a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight: a row of a column
-# and its workspace.
-KnownParts = dict[tuple[Any, ...], tuple[tuple[float, ...], float]]
+# By a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
+KnownParts = dict[tuple[Any, ...], PartRow]
 
 
 class OutOfTime(Exception):
@@ -446,7 +449,7 @@ class StageEstimates:
             self._columns[key] = _Column(sums=np.cumsum(rows, axis=0), fixed=tuple(fixed), workspace=tuple(workspace))
         return self._columns[key]
 
-    def _part(self, place: Place, remat: str, price: int, in_flight: float) -> tuple[tuple[float, ...], float]:
+    def _part(self, place: Place, remat: str, price: int, in_flight: float) -> PartRow:
         """A part by itself at one price of memory (0 for none): a row of a column, and its workspace."""
         about = self.solver.number(place.first, place.last), place.kind, place.mesh, remat
         if (*about, price, in_flight) not in self._parts:
@@ -454,29 +457,19 @@ class StageEstimates:
                 raise OutOfTime
             # It may have nothing to compute again.
             wish = remat if remat == "none" or self.solver.segments(place.first, place.last) else "none"
-            if price == 0:
-                solved = {0: self.solver.free(place, wish)}
-            else:
-                solved = dict(enumerate(self._ladder(place, wish, in_flight), start=1))
-            for rung, stage in solved.items():
-                self._parts[*about, rung, in_flight] = self._part_of(stage)
+            for rung, found in self._rungs(place, wish, price, in_flight).items():
+                self._parts[*about, rung, in_flight] = part_row(*found) if found is not None else NO_PART
         return self._parts[*about, price, in_flight]
 
-    def _part_of(self, stage: SolvedStage | None) -> tuple[tuple[float, ...], float]:
-        if stage is None:
-            return (*(0.0,) * 8, 1.0), 0.0
-        boundary, fixed = stage.boundary
-        one = stage.seconds
-        row = (
-            one.forward_seconds, one.backward_seconds, one.weight_seconds, boundary,
-            one.synchronise_seconds + one.update_seconds, fixed, one.constant_bytes, one.in_flight_bytes, 0.0,
-        )  # fmt: skip
-        return row, one.workspace_bytes
-
-    def _ladder(self, place: Place, remat: str, in_flight: float) -> list[SolvedStage | None]:
-        """A part by itself at all prices of memory."""
+    def _rungs(
+        self, place: Place, remat: str, price: int, in_flight: float
+    ) -> dict[int, tuple[SolvedStage, float] | None]:
+        """A part by itself at no price of memory, or at all others."""
+        if price == 0:
+            return dict(enumerate(self.solver.priced(place, remat, [(0.0, 1)], gap=_LOOSE)))
         unit = self._free_weight(place.kind, place.mesh) / self._usable(place.kind)
-        return self.solver.priced(place, remat, [(price * unit, in_flight) for price in _PRICES])
+        prices = [(price * unit, in_flight) for price in _PRICES]
+        return dict(enumerate(self.solver.priced(place, remat, prices, gap=_LOOSE), start=1))
 
     def _free_weight(self, kind: int, number: int) -> float:
         """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""

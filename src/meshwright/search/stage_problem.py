@@ -7,7 +7,7 @@ And the stage search needs the two passes apart, since a pipeline's transfers an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -25,7 +25,7 @@ from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import pass_seconds
 from .pins import Pins
-from .priced import PricedProblem
+from .priced import Priced, PricedProblem
 from .workspace import AS_BAD, Moment, Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
@@ -189,23 +189,21 @@ class StageProblem(IntraOpProblem):
     @cached_property
     def _free(self) -> tuple[Problem, PricedProblem]:
         """The problem without a limit, and made ready for prices."""
-        plain = Problem(costs=tuple(self._seconds), edges=dict(self._edges))
+        plain = Problem.unchecked(costs=tuple(self._seconds), edges=dict(self._edges))
         return plain, PricedProblem(plain, constant=self._constant_bytes, kept=self._kept_by_node)
 
-    def priced(
-        self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float
-    ) -> list[tuple[int, ...] | None]:
-        """The best choice of each node where memory has no limit but a price: `PricedProblem.choices`.
+    def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
+        """The best choice of each node where memory has no limit but a price: `PricedProblem.best`.
 
         Args:
           prices: in seconds per byte, each with the microbatches in flight.
-          gap: relative, where the graph is too wide to be solved exactly.
-          time_limit_seconds: the same, for each price.
+          gap: at which to stop, relative to the seconds without what bytes cost.
+          time_limit_seconds: for each price, where the graph is too wide to be solved exactly.
 
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        return self._free[1].choices(prices, gap=gap, time_limit_seconds=time_limit_seconds)
+        return self._free[1].best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
 
     def within(self, limit_bytes: float, in_flight: int, *, gap: float) -> IntraOpSolution | None:
         """The best solution within a limit of memory, as far as a price on memory finds it (Everett, 1963): at every
@@ -222,30 +220,35 @@ class StageProblem(IntraOpProblem):
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        plain, ready = self._free
-        if not ready.is_exact or limit_bytes <= 0:
+        if limit_bytes <= 0:
             return None
-        (free,) = self.priced([(0.0, in_flight)], gap=0.0, time_limit_seconds=inf)
-        assert free is not None
-        unit = max(plain.objective(free), 1e-12) / limit_bytes
+        _, ready = self._free
+        found = self._within(ready.relaxed, limit_bytes, in_flight, gap)
+        return found if found or not ready.is_exact else self._within(ready.solved, limit_bytes, in_flight, gap)
+
+    def _within(
+        self, priced: Callable[[Sequence[tuple[float, float]]], list[Priced]], limit_bytes: float, in_flight: int,
+        gap: float,
+    ) -> IntraOpSolution | None:  # fmt: skip
+        """The same by what this finds at prices."""
+        plain, _ = self._free
+        (free,) = priced([(0.0, in_flight)])
+        unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
-        bound = -inf
+        bound = free.bound
         prices = unit * np.array(_FIRST_PRICES)
         for _ in range(_ROUNDS_OF_PRICES):
-            for price, choices in zip(
-                prices.tolist(),
-                self.priced([(price, in_flight) for price in prices.tolist()], gap=0.0, time_limit_seconds=inf),
-                strict=True,
-            ):
-                assert choices is not None
-                seconds, held = plain.objective(choices), self._held(choices, in_flight)
-                bound = max(bound, seconds + price * (held - limit_bytes))
-                if held > limit_bytes:
+            for price, one in zip(prices.tolist(), priced([(p, in_flight) for p in prices.tolist()]), strict=True):
+                bound = max(bound, one.bound - price * limit_bytes)
+                if one.choices is None:
+                    continue
+                if self._held(one.choices, in_flight) > limit_bytes:
                     cheap = max(cheap, price)
                 else:
                     dear = min(dear, price)
-                    best = min(best, (seconds, choices)) if best is not None else (seconds, choices)
+                    seconds = plain.objective(one.choices)
+                    best = min(best, (seconds, one.choices)) if best is not None else (seconds, one.choices)
             if best is None or not cheap < dear:
                 return None
             if best[0] - bound <= gap * abs(best[0]):

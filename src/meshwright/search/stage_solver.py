@@ -329,22 +329,34 @@ class StageSolver:
         """The best solution whatever its memory, or None if no layout exists."""
         key = self._key(place, remat)
         if key not in self._free:
-            self._free[key] = self.priced(place, remat, [(0.0, 1)])[0]
+            (found,) = self.priced(place, remat, [(0.0, 1)])
+            self._free[key] = found[0] if found is not None else None
         return self._free[key]
 
-    def priced(self, place: Place, remat: str, prices: Sequence[tuple[float, float]]) -> list[SolvedStage | None]:
-        """The best solutions where memory has no limit but a price, in seconds per byte, for so many microbatches in
-        flight; None for none."""
+    def priced(
+        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float = _GAP
+    ) -> list[tuple[SolvedStage, float] | None]:
+        """The best solutions where memory has no limit but a price, each with the share of its seconds that is certain
+        to be needed there; None for none.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          prices: in seconds per byte, each with the microbatches in flight.
+          gap: at which to stop, relative to the seconds.
+        """
         built = self.problem(place, remat)
         if built is None:
             return [None] * len(prices)
         problem = built[0]
         self.solves += len(prices)
         try:
-            found = problem.priced(prices, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
+            found = problem.priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)
         except Infeasible:
-            return self.priced(place, remat, prices) if self._relax(place) else [None] * len(prices)
-        return [None if choices is None else self._once(place, remat, built, choices) for choices in found]
+            return self.priced(place, remat, prices, gap=gap) if self._relax(place) else [None] * len(prices)
+        return [
+            None if one.choices is None else (self._once(place, remat, built, one.choices), one.share) for one in found
+        ]
 
     def _once(
         self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...]

@@ -56,7 +56,7 @@ def relaxed(problem: Problem, kept: Iterable[tuple[int, int]]) -> Problem:
     for (u, v), table in problem.edges.items():
         if (u, v) not in edges:
             costs[u] = costs[u] + table.min(axis=1)
-    return Problem(costs=tuple(costs), edges=edges, memory=problem.memory, memory_limit=problem.memory_limit)
+    return Problem.unchecked(costs=tuple(costs), edges=edges, memory=problem.memory, memory_limit=problem.memory_limit)
 
 
 def _by_importance(problem: Problem) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

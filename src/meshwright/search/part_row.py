@@ -1,0 +1,28 @@
+"""What a part of a program takes by itself, as a row of numbers that ranges of parts are summed up from."""
+
+from __future__ import annotations
+
+from .stage_solver import SolvedStage
+
+# A row of a column of `stage_estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared
+# once; bytes throughout and in flight; 1 for a part that has no layout. And its workspace, bytes.
+PartRow = tuple[tuple[float, ...], float]
+
+NO_PART: PartRow = (*(0.0,) * 8, 1.0), 0.0
+
+
+def part_row(stage: SolvedStage, share: float) -> PartRow:
+    """Of a part what it takes at least.
+
+    Args:
+      stage: the part as solved.
+      share: of its seconds, what is certain to be needed.
+    """
+    boundary, fixed = stage.boundary
+    one = stage.seconds
+    seconds = (
+        one.forward_seconds, one.backward_seconds, one.weight_seconds, boundary,
+        one.synchronise_seconds + one.update_seconds, fixed,
+    )  # fmt: skip
+    row = (*(share * each for each in seconds), one.constant_bytes, one.in_flight_bytes, 0.0)
+    return row, one.workspace_bytes

@@ -1,0 +1,98 @@
+"""Bounds and assignments from a spanning forest of the graph, for many node costs at once.
+
+Edges that matter little are left out and charge their ends what they cost at least (`thin.relaxed`); on the forest that
+is left the least total is exact, and found in one pass from the leaves to the roots. Going back, each node takes what
+is best beside all neighbours that have chosen, those over left-out edges too. On the graphs of programs, chains with
+few cross-links, bound and assignment are mostly equal, in a twentieth of the time of exact elimination.
+
+Cost: for all cases together about ten microseconds a node and edge, as long as tables have few entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.solve.problem import Problem
+from meshwright.solve.thin import relaxed, spanning_forest
+
+
+class Forest:
+    """A spanning forest of one graph made ready, to be run with any node costs.
+
+    >>> p = Problem(costs=([1.0, 0.0], [0.0, 0.0]), edges={(0, 1): [[0.0, 2.0], [3.0, 3.0]]})
+    >>> choices, totals, bounds = Forest(p).minimise_each([np.array(c)[:, None] for c in p.costs])
+    >>> choices.tolist(), totals.tolist(), bounds.tolist()
+    ([[0, 0]], [1.0], [1.0])
+
+    Args:
+        problem: its edges; its node costs are those that are there in any case and are not looked at.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        kept = dict.fromkeys(spanning_forest(problem))
+        nodes = len(problem.costs)
+        self._edges = problem.edges
+        nothing = Problem.unchecked(costs=tuple(np.zeros(k) for k in problem.sizes), edges=problem.edges)
+        # What edges that are left out cost at least, by the choice of one end.
+        self._left_out = relaxed(nothing, kept).costs
+        in_forest: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
+        for u, v in kept:
+            in_forest[u].append((v, problem.edges[u, v]))
+            in_forest[v].append((u, problem.edges[u, v].T))
+        # Roots first; each node with its parent and the table (own choices, parent's), or None for a root.
+        self._order: list[tuple[int, int, np.ndarray | None]] = []
+        seen = [False] * nodes
+        for root in range(nodes):
+            stack: list[tuple[int, int, np.ndarray | None]] = [] if seen[root] else [(root, -1, None)]
+            seen[root] = True
+            while stack:
+                one = stack.pop()
+                self._order.append(one)
+                for u, table in in_forest[one[0]]:
+                    if not seen[u]:
+                        seen[u] = True
+                        stack.append((u, one[0], np.ascontiguousarray(table.T)))
+        # Of each node the left-out edges to nodes that have chosen before it.
+        position = {v: i for i, (v, _, _) in enumerate(self._order)}
+        self._before: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
+        for (u, v), table in problem.edges.items():
+            if (u, v) not in kept:
+                later, earlier, own = (u, v, table) if position[v] < position[u] else (v, u, table.T)
+                self._before[later].append((earlier, own))
+
+    def minimise_each(self, costs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """An assignment of little total cost in each case.
+
+        Args:
+            costs: per node, the seconds of each choice in each case, shape (k_v, cases).
+
+        Returns:
+            The choices, shape (cases, nodes); their totals, infinite where they are forbidden; and what no assignment
+            is below, infinite where all are forbidden: each of shape (cases,).
+        """
+        cases = costs[0].shape[1] if costs else 1
+        bounds = np.zeros(cases)
+        summed = [own + least[:, None] for own, least in zip(costs, self._left_out, strict=True)]
+        for v, parent, table in reversed(self._order):
+            if table is None:
+                bounds += summed[v].min(axis=0)
+            else:
+                summed[parent] = summed[parent] + (table[:, :, None] + summed[v][:, None, :]).min(axis=0)
+        choices = np.empty((len(costs), cases), dtype=int)
+        for v, parent, table in self._order:
+            vector = summed[v] if table is None else summed[v] + table[:, choices[parent]]
+            for u, left_out in self._before[v]:
+                vector = vector + left_out[:, choices[u]]
+            choices[v] = vector.argmin(axis=0)
+        return choices.T, self._totals(costs, choices), bounds
+
+    def _totals(self, costs: Sequence[np.ndarray], choices: np.ndarray) -> np.ndarray:
+        case = np.arange(choices.shape[1])
+        totals = np.zeros(choices.shape[1])
+        for own, chosen in zip(costs, choices, strict=True):
+            totals += own[chosen, case]
+        for (u, v), table in self._edges.items():
+            totals += table[choices[u], choices[v]]
+        return totals
