@@ -10,6 +10,7 @@ Exit status: 0; 1 if a comparison failed; 2 if the request was refused.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -53,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
       argv: the arguments; those of the process by default.
     """
-    app(args=None if argv is None else list(argv), prog_name="meshwright")
+    try:
+        app(args=None if argv is None else list(argv), prog_name="meshwright")
+    finally:
+        gc.freeze()  # the process ends: to look at all that a search has made once more would take a second
 
 
 def _version(asked: bool) -> None:

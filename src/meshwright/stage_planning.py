@@ -29,7 +29,7 @@ from .search.ahead import Ahead
 from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
-from .search.shared_work import begin, of_base
+from .search.shared_work import learn_of_base, of_base
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
@@ -120,7 +120,7 @@ def _plan_in_orders(
 
 
 def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) -> Ahead:
-    """A copy of this process, at what a search for stages asks first while presets are looked at, or one number."""
+    """A copy of this process, at what a search for stages asks first while presets are looked at."""
     programs = _Programs(asked, stages, microbatch_counts(asked))
     if len(orders) > 1 or not is_large(programs.any.source):
         return Ahead((), lambda key: None)
@@ -184,11 +184,7 @@ def _plan_in_order(
         probes -= 1
         asked.tell("searching stages")
         begun = time.perf_counter()
-        if probing:
-            begin(search, others)
-        else:
-            for known_parts in others.taken():
-                search.costs.learn_base(known_parts)
+        learn_of_base(search, others.taken())
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(

@@ -12,8 +12,9 @@ import pytest
 
 from meshwright import stage_planning
 from meshwright.planning import plan_for
-from meshwright.search import ahead, shared_work
+from meshwright.search import ahead, in_two as halves
 from meshwright.search.ahead import Ahead
+from meshwright.search.in_two import in_two
 from meshwright.zoo import gpt
 
 CAN_COPY = ahead.can_copy
@@ -133,12 +134,57 @@ def test_without_a_copy_there_is_nothing_to_take(monkeypatch: pytest.MonkeyPatch
 
 
 @linux
+def test_a_copy_makes_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "can_copy", CAN_COPY)
+    with Ahead((1,), lambda key: ahead.can_copy()) as others:
+        if others._process:  # there is a second core
+            wait_until(others, lambda: 1 in others._begun)
+            assert others.take(1) is False
+
+
+@linux
+@pytest.mark.parametrize("fault", [None, "exits", "raises"])
+def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "_SHORT_SECONDS", 0.0)
+    here = os.getpid()
+    learned: list[int] = []
+
+    def work(key: int) -> tuple[int, int]:
+        time.sleep(0.02)
+        if os.getpid() != here and fault == "exits":
+            os._exit(1)
+        if os.getpid() != here and fault == "raises":
+            raise ValueError(key)
+        if os.getpid() == here:
+            learned.append(key)
+        return key, os.getpid()
+
+    others: list[int] = []
+
+    def learn(found: tuple[int, int]) -> None:
+        assert found[1] != here
+        others.append(found[0])
+
+    in_two(range(8), work, learn)
+    assert sorted(learned + others) == list(range(8))
+    assert bool(others) == (fault is None)
+    assert learned == sorted(learned)
+    assert not set(learned) & set(others)
+
+
+def test_what_is_soon_done_is_done_here() -> None:
+    done: list[int] = []
+    in_two(range(5), done.append, lambda found: pytest.fail("nothing was to be copied"))
+    assert done == list(range(5))
+
+
+@linux
 @pytest.mark.parametrize("scan", [True, False])
 def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPT, planned as large programs are: where it is a scan presets first, else one number of microbatches; then the
     others."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
-    monkeypatch.setattr(shared_work, "_LONG_PROGRAM", 0)
+    monkeypatch.setattr(halves, "_SHORT_SECONDS", 0.0)
     learned: list[int] = []
     plain = Ahead.take
 

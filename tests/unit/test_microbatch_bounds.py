@@ -40,11 +40,21 @@ def pipeline(share: float) -> InterOpProblem:
     )  # fmt: skip
 
 
+class OneKind:
+    """Submeshes are all alike, with one logical mesh."""
+
+    meshes = ((None,),)
+
+    def __getitem__(self, submesh: Submesh) -> int:
+        return 0
+
+
 def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
     base = SimpleNamespace(
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
-        forget_estimates=lambda: None,
+        forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts=(0,), known=lambda since: [], learn=None),
+        solver=SimpleNamespace(kind_of=OneKind()),
     )  # fmt: skip
     costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)
     bounds = MicrobatchBounds(costs, lambda costs, share: pipeline(share))

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..plan import Collective
 from ..sharding import Conversion, Spec, convert
-from .intra_op import IntraOpProblem, IntraOpSolution, central_messages
+from .intra_op import IntraOpProblem, IntraOpSolution
+from .parameter_prices import central_messages
 
 
 @dataclass(slots=True)

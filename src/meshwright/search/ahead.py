@@ -1,9 +1,8 @@
 """Work that a second process does ahead of time.
 
-A search looks at one number of microbatches after the other, and most of its time goes into what the parts of a program
-cost in each: numbers that follow from the program alone. A copy of this process finds out those of every second number
-while this one is at the one before. It sends what this process would have found out itself, so that plans are the same
-with it and without; where it cannot be, or comes to nothing, nothing is lost but time.
+A copy of this process does pieces of work in an order of their own. It sends what this process would have found out
+itself, so that plans are the same with it and without; where it cannot be, or comes to nothing, nothing is lost but
+time.
 
 Threads of a runtime do not survive in a copy: its work must not call JAX, and none is made beside accelerators that are
 open, in runs of several processes, or where there is but one core.
@@ -34,9 +33,16 @@ _MOST_SECONDS = 60.0
 _NOTHING = object()
 
 
+# Of results that wait.
+_PIPE_BYTES = 1 << 20
+
+# Whether this process is a copy itself.
+_is_copy = False
+
+
 def can_copy() -> bool:
     """Whether a second process is of use, and safe: on Linux alone libraries of the system bear being copied."""
-    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
+    if _is_copy or sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
         return False
     return not is_connected() and not accelerators_are_in_use()
 
@@ -60,6 +66,7 @@ class Ahead:
         # A byte for each: whether this process does it after all.
         self._mine = mmap.mmap(-1, len(self._keys))
         self._messages, sender = Pipe(duplex=False)
+        _widen(sender)
         with warnings.catch_warnings():
             # Of threads of this process, which the copy does not have and does not wait for.
             warnings.simplefilter("ignore")
@@ -78,11 +85,6 @@ class Ahead:
                 os.waitpid(self._process, 0)
             self._messages.close()
             self._process = 0
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether there is a copy."""
-        return bool(self._process)
 
     def taken(self) -> list[Any]:
         """What came of all work so far; the copy is gone then."""
@@ -128,6 +130,8 @@ class Ahead:
 
     def _work(self, work: Callable[[Any], Any], sender: Connection) -> None:
         """What the copy does; it never returns."""
+        global _is_copy
+        _is_copy = True
         gc.disable()  # what it would look at lies in pages that the two share
         self._messages.close()  # so that sending fails where nobody is left to hear
         parent = os.getppid()
@@ -138,3 +142,11 @@ class Ahead:
                     sender.send((key, work(key)))
         finally:
             os._exit(0)
+
+
+def _widen(sender: Connection) -> None:
+    """Let results wait until somebody listens, rather than the copy."""
+    import fcntl  # not on every system; copies are made on Linux alone
+
+    with suppress(OSError):  # where so much is not allowed
+        fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

@@ -16,7 +16,7 @@ from ..solve import Infeasible
 from .account import account
 from .alternative import Alternative, nearest, one_stage_words
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
-from .passes import pass_seconds
+from .passes import Passes
 from .pins import Pins
 from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
 
@@ -272,7 +272,8 @@ def _contradiction(request: SearchRequest) -> PlanError:
 
 def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
     problem, chosen, graph = best.problem, best.chosen, best.problem.graph
-    totals, passes = account(problem, chosen), pass_seconds(problem, chosen)
+    totals, solution = account(problem, chosen), chosen.solution
+    passes = Passes(problem).seconds(solution.choices, solution.objective)
     infos = request.parameters
     num_devices = prod(problem.sizes.values())
     stage = Stage(

@@ -140,7 +140,8 @@ class Interleaving:
         below_seconds: float, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None],
         late: Callable[[], bool],
     ) -> Iterator[Candidate]:  # fmt: skip
-        """Plans that are expected to take less than these seconds, and than those before.
+        """Plans that are expected to take less than these seconds, and than those before, were they to take as much
+        more than expected as what is most like them and was tried.
 
         Args:
           finished: seconds of the plans so far, by their microbatches and stages.
@@ -150,9 +151,13 @@ class Interleaving:
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
+        # What estimates leave out depends on how many stages send each other something how often.
+        missed: dict[tuple[str, int, int], float] = {}
         for count, ranks, ways in self._tries(finished, known, below_seconds) if not late() else ():
             for chunks, expected in ways.items():
-                if late() or expected >= below_seconds:
+                alike = ("microbatches", count, ranks), ("stages", ranks, chunks)
+                least = min((ratio for (_, *key), ratio in missed.items() if ranks in key), default=1.0)
+                if late() or max(least, *(missed.get(one, 1.0) for one in alike)) * expected >= below_seconds:
                     continue
                 try:
                     costs = self._in_stages(costs_in(count), ranks * chunks)
@@ -166,6 +171,8 @@ class Interleaving:
                 if candidate is None:
                     break  # more stages a rank have more in flight: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
+                if expected:
+                    missed |= dict.fromkeys(alike, candidate.seconds / expected)
                 yield candidate
 
     def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:

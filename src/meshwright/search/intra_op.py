@@ -21,7 +21,7 @@ from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator, once_for_each_graph
 from ..program.origins import dim_origins
 from ..program.residuals import is_cheap, is_stored, kept_values, needed_again, read_by_backward
-from ..sharding import Spec, convert
+from ..sharding import Spec
 from ..solve import Problem, Solution, solve
 from .choices import (
     OperatorChoice,
@@ -31,6 +31,7 @@ from .choices import (
     spec_choices,
     values_of_parameters,
 )
+from .parameter_prices import ParameterPrices, parameter_prices
 from .pins import Pins
 from .prices import OperatorPrices, prices_of
 from .spec_row import SpecRow
@@ -47,6 +48,27 @@ class ParameterInfo:
 
     name: str
     optimizer_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A conversion that each microbatch makes so many times, between what two nodes choose.
+
+    Args:
+      source: node whose choices say what there is.
+      target: node whose choices say what is read; the same where sums are taken and no more.
+      value: that is converted.
+      times: in a microbatch.
+      sources: of each choice of the one node, the spec.
+      targets: of each choice of the other.
+    """
+
+    source: int
+    target: int
+    value: int
+    times: int
+    sources: SpecRow
+    targets: SpecRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +88,6 @@ class IntraOpSolution:
     parameters: tuple[ParameterChoice, ...]
     inputs: tuple[Spec, ...]
     solution: Solution
-
-
-def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """How many messages the link of a server carries one after the other: one from each other device, one to each."""
-    return 2 * (prod(sizes[axis] for axis in axes) - 1)
 
 
 def trips_of(operator: Operator, value: int) -> int:
@@ -148,6 +165,8 @@ class IntraOpProblem:
         self.operator_prices: dict[int, OperatorPrices] = {}
         self.shared_node: dict[int, int] = {}
         self.input_node: dict[int, int] = {}
+        self.parameter_prices: dict[int, ParameterPrices] = {}
+        self.moves: list[Move] = []
         self._defines: dict[int, tuple[int, SpecRow]] = {}
         self._add_inputs()
         self._agree_on_batch(split_dims)
@@ -169,10 +188,11 @@ class IntraOpProblem:
             value = graph.values[index]
             if position in graph.parameters:
                 info = self.parameters[graph.parameters.index(position)]
-                choices, seconds, held = self._parameter_node(index, info)
-                node = self._node(choices, seconds)
-                self._bytes[node] += held
-                self._defines[index] = (node, SpecRow(choice.use for choice in choices))
+                known = self._parameter_prices(index, info)
+                node = self._node(known.choices, known.seconds(self.microbatches))
+                self.parameter_prices[node] = known
+                self._bytes[node] += known.held_bytes
+                self._defines[index] = (node, SpecRow(choice.use for choice in known.choices))
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
                 specs = specs or (Spec.replicated(len(value.shape)),)
@@ -186,24 +206,21 @@ class IntraOpProblem:
                 self._defines[index] = (node, SpecRow(specs))
             self.input_node[index] = node
 
-    def _parameter_node(
-        self, index: int, info: ParameterInfo
-    ) -> tuple[tuple[ParameterChoice, ...], np.ndarray, np.ndarray]:
-        """Choices of a parameter, their seconds and their bytes."""
+    def _parameter_prices(self, index: int, info: ParameterInfo) -> ParameterPrices:
+        """Of each choice of a parameter; those of parameters that may lie in any way are found once for a mesh."""
         value, pins = self.graph.values[index], self._pins
         free = pins.roles is None and pins.zero is None and not self._is_pinned(info.name, value.shape)
-        key = (
-            value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), self.gradient_exchange,
-            self.microbatches,
-        )  # fmt: skip
+        central = self.gradient_exchange == "central"
+        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central
         if free and key in self.prices.parameters:
             return self.prices.parameters[key]
         choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
         if pins.roles is not None and not self._is_pinned(info.name, value.shape):
             choices = pins.roles.parameter(dim_origins(self.graph, index), choices)
         choices = tuple(pins.parameter(info.name, choices, self.sizes))
-        priced = np.array([self.parameter_price(value.bytes, info, choice) for choice in choices]).reshape(-1, 2)
-        found = choices, priced[:, 0], priced[:, 1]
+        found = parameter_prices(
+            self.prices, choices, value.bytes, info.optimizer_bytes, parameters=len(self.parameters), central=central
+        )
         if free:
             self.prices.parameters[key] = found
         return found
@@ -224,42 +241,6 @@ class IntraOpProblem:
                     if a.dims[left_dim][:shared] != b.dims[right_dim][:shared]:
                         table[i, j] = np.inf
             self._connect(u, v, table)
-
-    def parameter_price(self, value_bytes: float, info: ParameterInfo, choice: ParameterChoice) -> tuple[float, float]:
-        """Seconds a step for gradient accumulation, synchronisation and update, and bytes on one device."""
-        prices, sizes = self.prices, self.sizes
-        use, storage = choice.use, choice.storage
-        local = value_bytes / use.shards(sizes)
-        gradient = convert(Spec(use.dims, partial=use.broadcast), storage)
-        fetch = convert(storage, Spec(use.dims))
-        assert gradient is not None
-        assert fetch is not None
-        seconds = 0.0
-        for step in (*gradient, *fetch):
-            if step.forward is None:
-                continue
-            buffer = value_bytes * step.buffer_fraction(sizes)
-            kind, count = step.forward, 1
-            if kind == "all_reduce" and self.gradient_exchange == "central":
-                kind, count = "permute", central_messages(step.axes, sizes)
-            seconds += count * prices.collective(kind, buffer, step.axes)
-            if step.forward == "all_reduce":
-                # Plain sums of all gradients run as one collective: its fixed cost is shared.
-                fixed = count * prices.collective(kind, 1.0, step.axes)
-                seconds -= fixed * (1 - 1 / max(len(self.parameters), 1))
-        seconds += self.accumulate_seconds(value_bytes, choice)
-        optimizer = info.optimizer_bytes / storage.shards(sizes)
-        # The update reads and writes optimizer state and parameter once and reads the gradient.
-        seconds += elementwise_seconds(2 * optimizer + 3 * value_bytes / storage.shards(sizes), prices.device)
-        return seconds, local + local + optimizer
-
-    def accumulate_seconds(self, value_bytes: float, choice: ParameterChoice) -> float:
-        """Seconds a step of adding up a parameter's gradients: each microbatch reads the sum and its own,
-        and writes the sum."""
-        if self.microbatches == 1:
-            return 0.0
-        moved = 3 * value_bytes / choice.use.shards(self.sizes)
-        return self.microbatches * elementwise_seconds(moved, self.prices.device)
 
     def _is_constant(self, operator: Operator) -> bool:
         return all(v is None or self.graph.values[v].constant for v in operator.results)
@@ -321,7 +302,9 @@ class IntraOpProblem:
         self.shared_node[index] = node
         made_by = self.graph.operators[self.graph.producer[index][0]]
         table = self._conversions(index, specs, choices, self.forward_runs_of(index, made_by))
-        self._connect(producer, node, self.microbatches * self.trips(made_by, index) * table)
+        times = self.trips(made_by, index)
+        self._connect(producer, node, self.microbatches * times * table)
+        self.moves.append(Move(producer, node, index, times, specs, choices))
         self._defines[index] = (node, choices)
         if index in self._kept:
             self._bytes[node] += self._kept_bytes(index, choices)
@@ -365,7 +348,9 @@ class IntraOpProblem:
                 source, specs = self._defines[index]
                 targets = self.operator_prices[operator.index].operands[position]
                 table = self._conversions(index, specs, targets, self.forward_runs_of(index, operator))
-                self._connect(source, node, m * operator.operand_repeats[position] * table)
+                times = operator.operand_repeats[position]
+                self._connect(source, node, m * times * table)
+                self.moves.append(Move(source, node, index, times, specs, targets))
                 if index in self._kept and index not in self.shared_node and index not in self.input_node:
                     self._bytes[node] += self._kept_bytes(index, targets)
                 elif index not in gathered and self._keeps_gathered(operator, index):
@@ -398,7 +383,9 @@ class IntraOpProblem:
             if position < self.carried:
                 target, wanted = self._defines[self.graph.inputs[position]]
                 self._connect(node, target, self._conversions(index, specs, wanted, 1))
+                self.moves.append(Move(node, target, index, 1, specs, wanted))
                 continue
+            self.moves.append(Move(node, node, index, 1, specs, SpecRow(Spec(spec.dims) for spec in specs)))
             for i, spec in enumerate(specs):
                 if spec.partial or spec.broadcast:
                     self._seconds[node][i] += (

@@ -19,6 +19,7 @@ from .inter_op_bounds import most_seconds
 from .inter_op_problem import InterOpProblem
 from .least_work import least_work_seconds
 from .microbatch_costs import MicrobatchCosts
+from .shared_work import estimates_found, least_found
 from .stage_costs import StageCosts
 
 # Labels of a state: a plan is only wanted to compare numbers of microbatches.
@@ -167,7 +168,9 @@ class MicrobatchBounds:
         """What a plan with a whole backward takes at least; infinite if that is more than the bound."""
         costs.reserve(self._costs.reserve(count))
         problem = self._problem(costs, costs.program.microbatches / count)
+        least_found(problem, costs)
         costs.focus(most_seconds(problem, bound))
+        estimates_found(problem, costs)
         best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
         return best.lower_bound if best is not None else inf
 

@@ -8,7 +8,6 @@ from ..errors import MemoryExceeded, PlanError
 from ..program.staged import StagedProgram
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .stage_costs import StageCosts
-from .stage_estimates import KnownParts
 from .stage_request import StageRequest, check_layers, nothing_fits
 from .submeshes import Submesh, Submeshes
 
@@ -64,11 +63,6 @@ class MicrobatchCosts:
             return self(self.counts[0])
         except PlanError:
             return None
-
-    def learn_base(self, known: KnownParts) -> None:
-        """Take over what another search of the same request has found out of parts in the fewest microbatches."""
-        if known and (base := self.base) is not None:
-            base.estimates.learn(known)
 
     def nothing_fits(self) -> MemoryExceeded:
         """What to say where no plan fits."""

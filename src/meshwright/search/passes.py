@@ -7,12 +7,15 @@ included, once what happens once a step (gradient synchronisation, the optimizer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from ..cost.compute import elementwise_seconds
-from ..program.graph import Operator
-from ..sharding import Spec
-from .intra_op import IntraOpProblem, IntraOpSolution
+from ..solve.flat import FlatEdges, FlatNodes
+from .intra_op import IntraOpProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,80 +37,94 @@ class PassSeconds:
     update: float
 
 
-def pass_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> PassSeconds:
-    """What a solution of a problem takes, pass by pass; all of it together is the objective."""
-    synchronise = update = accumulate = 0.0
-    for info, position, choice in zip(problem.parameters, problem.graph.parameters, chosen.parameters, strict=True):
-        size = problem.graph.values[problem.graph.inputs[position]].bytes
-        both, _ = problem.parameter_price(size, info, choice)
-        shards = choice.storage.shards(problem.sizes)
-        mine = elementwise_seconds((2 * info.optimizer_bytes + 3 * size) / shards, problem.prices.device)
-        added = problem.accumulate_seconds(size, choice)
-        synchronise += both - mine - added
-        update += mine
-        accumulate += added / problem.microbatches
-    forward = _forward_seconds(problem, chosen)
-    backward = max(0.0, (chosen.solution.objective - synchronise - update) / problem.microbatches - forward)
-    return PassSeconds(
-        forward=forward, backward=backward, weight=min(backward, _weight_seconds(problem, chosen) + accumulate),
-        synchronise=max(0.0, synchronise), update=update,
-    )  # fmt: skip
+class Passes:
+    """The passes of one problem, for any of its solutions.
 
+    Args:
+      problem: whose operators, parameters and conversions these are.
+    """
 
-def _forward_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
-    """Of one microbatch."""
-    graph, prices = problem.graph, problem.prices
-    total = 0.0
-    spec_of: dict[int, Spec] = dict(zip(graph.inputs, chosen.inputs, strict=True))
-    for position, value in enumerate(graph.inputs):
-        if position not in graph.parameters:
-            total += elementwise_seconds(
-                graph.values[value].bytes / spec_of[value].shards(problem.sizes), prices.device
+    def __init__(self, problem: IntraOpProblem) -> None:
+        self._problem = problem
+
+    def seconds(self, picked: Sequence[int], objective: float) -> PassSeconds:
+        """What a solution takes, pass by pass; all of it together is the objective.
+
+        Args:
+          picked: its choice of each node.
+          objective: its seconds in a step.
+        """
+        choices = np.array(picked)
+        microbatches = self._problem.microbatches
+        synchronise, update = float(self._synchronise.sum(choices)), float(self._update.sum(choices))
+        made, weight = self._operators(picked)
+        forward = made + float(self._forward.sum(choices) + self._moves.sum(choices))
+        backward = max(0.0, (objective - synchronise - update) / microbatches - forward)
+        accumulate = float(self._accumulate.sum(choices)) if microbatches > 1 else 0.0
+        return PassSeconds(
+            forward=forward, backward=backward, weight=min(backward, weight + accumulate),
+            synchronise=max(0.0, synchronise), update=update,
+        )  # fmt: skip
+
+    @cached_property
+    def _forward(self) -> FlatNodes:
+        """Of one microbatch, what inputs and sums for outputs take."""
+        problem = self._problem
+        rows = [np.zeros(len(choices)) for choices in problem.choices]
+        write = elementwise_seconds(1.0, problem.prices.device)
+        for position, value in enumerate(problem.graph.inputs):
+            if position not in problem.graph.parameters:
+                node = problem.input_node[value]
+                shards = np.array([spec.shards(problem.sizes) for spec in problem.choices[node]], dtype=float)
+                rows[node] += write * problem.graph.values[value].bytes / shards
+        for source, target, table in self._tables:
+            if source == target:
+                rows[source] += np.diag(table)
+        return FlatNodes(rows)
+
+    @cached_property
+    def _moves(self) -> FlatEdges:
+        return FlatEdges([one for one in self._tables if one[0] != one[1]])
+
+    @cached_property
+    def _tables(self) -> list[tuple[int, int, np.ndarray]]:
+        """Forward collectives of one microbatch, by the choices of two nodes."""
+        problem, found = self._problem, []
+        for move in problem.moves:
+            value = problem.graph.values[move.value]
+            table = problem.prices.forward_table(
+                move.sources, move.targets, value.bytes, differentiated=value.differentiated
             )
-    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
-        if choice is None:
-            continue
-        total += operator.repeats * _operator_passes(problem, chosen, operator)[0]
-        spec_of.update({v: choice.algorithm.results[i] for i, v in enumerate(operator.results) if v is not None})
-    for value, target in chosen.settled.items():
-        maker = graph.operators[graph.producer[value][0]]
-        total += problem.trips(maker, value) * _moved_seconds(problem, value, spec_of[value], target)
-        spec_of[value] = target
-    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
-        if choice is None:
-            continue
-        for position, value in enumerate(operator.operands):
-            if value is not None and value in spec_of:
-                seconds = _moved_seconds(problem, value, spec_of[value], choice.algorithm.operands[position])
-                total += operator.operand_repeats[position] * seconds
-    for value in graph.outputs:
-        if value is not None and value in spec_of:
-            total += _moved_seconds(problem, value, spec_of[value], Spec(spec_of[value].dims))
-    return total
+            found.append((move.source, move.target, move.times * table))
+        return found
 
+    @cached_property
+    def _synchronise(self) -> FlatNodes:
+        return self._of_parameters({n: p.synchronise_seconds for n, p in self._problem.parameter_prices.items()})
 
-def _weight_seconds(problem: IntraOpProblem, chosen: IntraOpSolution) -> float:
-    """Of the backward pass of one microbatch, what computes gradients of parameters."""
-    return sum(
-        operator.repeats * _operator_passes(problem, chosen, operator)[1]
-        for operator, choice in zip(problem.graph.operators, chosen.operators, strict=True)
-        if choice is not None
-    )
+    @cached_property
+    def _update(self) -> FlatNodes:
+        return self._of_parameters({n: p.update_seconds for n, p in self._problem.parameter_prices.items()})
 
+    @cached_property
+    def _accumulate(self) -> FlatNodes:
+        return self._of_parameters({n: p.accumulate_seconds for n, p in self._problem.parameter_prices.items()})
 
-def _operator_passes(problem: IntraOpProblem, chosen: IntraOpSolution, operator: Operator) -> tuple[float, float]:
-    """Seconds of one run of an operator forward, and of the backward pass what computes gradients of parameters."""
-    known = problem.operator_prices[operator.index]
-    number = chosen.solution.choices[problem.operator_node[operator.index]]
-    if number not in known.passes:
-        algorithm = known.choices[number].algorithm
-        known.passes[number] = problem.prices.operator_passes(problem.graph, operator, algorithm, problem.of_parameters)
-    return known.passes[number]
+    def _of_parameters(self, rows: dict[int, np.ndarray]) -> FlatNodes:
+        return FlatNodes([rows.get(n, np.zeros(len(choices))) for n, choices in enumerate(self._problem.choices)])
 
-
-def _moved_seconds(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> float:
-    """Of the forward collectives of one conversion."""
-    array = problem.graph.values[value]
-    if not array.differentiated:
-        source, target = source.without_broadcast(), target.without_broadcast()
-    return problem.prices.moved_seconds(array.bytes, source, target)
+    def _operators(self, picked: Sequence[int]) -> tuple[float, float]:
+        """Of one microbatch forward, and of the backward pass what computes gradients of parameters."""
+        problem = self._problem
+        forward = weight = 0.0
+        for index, node in problem.operator_node.items():
+            known, number, operator = problem.operator_prices[index], picked[node], problem.graph.operators[index]
+            if number not in known.passes:
+                algorithm = known.choices[number].algorithm
+                known.passes[number] = problem.prices.operator_passes(
+                    problem.graph, operator, algorithm, problem.of_parameters
+                )
+            one = known.passes[number]
+            forward += operator.repeats * one[0]
+            weight += operator.repeats * one[1]
+        return forward, weight

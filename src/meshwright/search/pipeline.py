@@ -20,7 +20,6 @@ from math import inf, isfinite
 
 from ..errors import PlanError
 from ..program.staged import StagedProgram
-from .ahead import Ahead
 from .alternative import nearest
 from .candidate import Candidate, merged, scheduled
 from .given_stages import restricted, stages_of_like_work
@@ -32,7 +31,7 @@ from .interleaving import Interleaving
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
-from .shared_work import estimated, every_second
+from .shared_work import estimates_found, least_found
 from .stage_costs import StageCosts
 from .stage_estimates import OutOfTime
 from .stage_request import (
@@ -219,15 +218,11 @@ class StageSearch:
             for count in [count for count in left if not isfinite(expected[count])]:
                 left.remove(count)
                 self.considered.append(f"{count} microbatches: {_NOTHING}")
-        ahead = every_second(self, left, expected) if bounded and not self._probing else []
-        with Ahead(ahead, lambda count: estimated(self, count)) as others:
-            refused = self._search_each(left, expected, others, bounded=bounded)
+        refused = self._search_each(left, expected, bounded=bounded)
         if refused is not None and not self.costs.all:
             raise refused
 
-    def _search_each(
-        self, left: list[int], expected: dict[int, float], others: Ahead, *, bounded: bool
-    ) -> PlanError | None:
+    def _search_each(self, left: list[int], expected: dict[int, float], *, bounded: bool) -> PlanError | None:
         """Look at these numbers of microbatches, in the order of what they promise; what was wrong with the first of
         those into which the step cannot be cut."""
         tried = 0
@@ -258,7 +253,6 @@ class StageSearch:
                 self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
-            known = others.take(count, wait_seconds=self.left_seconds)
             try:
                 costs = self.costs(count)
             except PlanError as error:
@@ -266,7 +260,6 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
-            costs.estimates.learn(known or {})
             tried += 1
             if not bounded:
                 costs.forget_estimates()
@@ -345,6 +338,7 @@ class StageSearch:
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self.bound(costs, problem)
+        estimates_found(problem, costs)
         least = inf
         for _ in range(_MOST_ROUNDS):
             found = solve_inter_op(problem, beam=self.beam, upper_bound=self.worth_a_look)
@@ -372,6 +366,7 @@ class StageSearch:
         if not isfinite(bound):
             costs.estimates.only_easy = True
             try:
+                estimates_found(problem, costs)
                 easy = solve_inter_op(problem, beam=1)
             finally:
                 costs.estimates.only_easy = False
@@ -379,6 +374,7 @@ class StageSearch:
                 [easy] if easy is not None else [stages_of_like_work(costs.program, problem, n) for n in _POWERS_OF_TWO]
             )
             bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
+        least_found(problem, costs)
         costs.focus(most_seconds(problem, bound))
         self.unsearched = min(self.unsearched, bound)
 

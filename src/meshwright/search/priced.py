@@ -22,6 +22,7 @@ import numpy as np
 
 from ..solve import Infeasible, Problem, Unsolved, solve
 from ..solve.eliminate import Elimination
+from ..solve.flat import FlatNodes
 from ..solve.forest import Forest
 from ..solve.presolve import presolve
 
@@ -75,6 +76,11 @@ class PricedProblem:
         return Forest(self._problem)
 
     @cached_property
+    def _flat(self) -> tuple[FlatNodes, FlatNodes]:
+        """Seconds, and bytes once and for each microbatch in flight."""
+        return FlatNodes(self._problem.costs), FlatNodes(self._held)
+
+    @cached_property
     def _exact(self) -> _Exact:
         return _Exact(self._problem, self._held)
 
@@ -116,23 +122,20 @@ class PricedProblem:
           Infeasible: every assignment is forbidden.
         """
         at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
-        costs = [seconds[:, None] + row @ at.T for seconds, row in zip(self._problem.costs, self._held, strict=True)]
-        choices, totals, bounds = self._forest.minimise_each(costs)
+        seconds, held = self._flat
+        choices, totals, bounds = self._forest.minimise_each(seconds.numbers[:, None] + held.numbers @ at.T)
         if not np.isfinite(bounds).all():
             raise Infeasible.no_finite("the spanning forest")
-        held = np.zeros_like(at)
-        for row, chosen in zip(self._held, choices.T, strict=True):
-            held += row[chosen]
+        bytes_cost = (held.sum(choices) * at).sum(axis=1)
         found = []
-        for one, total, bound, bytes_cost in zip(
-            choices.tolist(), totals.tolist(), bounds.tolist(), (held * at).sum(axis=1).tolist(), strict=True
+        for one, total, bound, paid in zip(
+            choices.T.tolist(), totals.tolist(), bounds.tolist(), bytes_cost.tolist(), strict=True
         ):
             over = total - bound - _ROUNDING * total
-            seconds = total - bytes_cost
-            if total == inf or over > gap * seconds:
+            if total == inf or over > gap * (total - paid):
                 found.append(Priced(choices=None, bound=bound))
             else:
-                share = max(1 - over / seconds, 0.0) if over > 0 else 1.0
+                share = max(1 - over / (total - paid), 0.0) if over > 0 else 1.0
                 found.append(Priced(choices=tuple(one), bound=bound, share=share))
         return found
 

@@ -16,9 +16,10 @@ from ..cost.kernels import Kernel, kernel_seconds
 from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
 from ..program.residuals import is_stored
-from ..sharding import Algorithm, Spec, convert
+from ..sharding import Algorithm, Spec
 from .conversion_prices import conversion_prices
 from .operator_kernels import OperatorKernels, operator_kernels
+from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
 
@@ -82,13 +83,13 @@ class Prices:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
+        self._forward_tables: dict[tuple[object, ...], np.ndarray] = {}
         self._shards: dict[SpecRow, np.ndarray] = {}
         self._shared: dict[tuple[SpecRow, tuple[SpecRow, ...]], SpecRow] = {}
-        self._moved: dict[tuple[object, ...], float] = {}
         self._kernels: dict[Kernel, float] = {}
         # What problems on this mesh have found out of operators and parameters, by what tells them apart.
         self.operators: dict[object, OperatorPrices] = {}
-        self.parameters: dict[object, tuple[tuple[Any, ...], np.ndarray, np.ndarray]] = {}
+        self.parameters: dict[object, ParameterPrices] = {}
         self._conversions = conversion_prices(mesh)
 
     def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
@@ -116,9 +117,21 @@ class Prices:
         key = (sources, targets, value_bytes, forward_runs, differentiated)
         if key not in self._tables:
             forward, backward = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
-            table = forward_runs * (forward[0] + forward[1] * value_bytes)
+            once = forward[0] + forward[1] * value_bytes
+            self._forward_tables[sources, targets, value_bytes, differentiated] = once
+            table = forward_runs * once
             self._tables[key] = table + (backward[0] + backward[1] * value_bytes) if differentiated else table
         return self._tables[key]
+
+    def forward_table(
+        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool
+    ) -> np.ndarray:
+        """As `conversion_table`, of the forward collectives alone, once."""
+        key = (sources, targets, value_bytes, differentiated)
+        if key not in self._forward_tables:
+            (fixed, rate), _ = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
+            self._forward_tables[key] = fixed + rate * value_bytes
+        return self._forward_tables[key]
 
     def of_operator(self, graph: Graph, operator: Operator, choices: Sequence[Any]) -> OperatorPrices:
         """What is known of an operator that can be run in these ways."""
@@ -146,21 +159,6 @@ class Prices:
         if specs not in self._shards:
             self._shards[specs] = np.array([spec.shards(self.sizes) for spec in specs], dtype=float)
         return self._shards[specs]
-
-    def moved_seconds(self, value_bytes: float, source: Spec, target: Spec) -> float:
-        """Seconds of the forward collectives of one conversion, which exists."""
-        if source == target:
-            return 0.0
-        key = value_bytes, source, target
-        if key not in self._moved:
-            steps = convert(source, target)
-            assert steps is not None, (source, target)
-            self._moved[key] = sum(
-                self.collective(step.forward, value_bytes * step.buffer_fraction(self.sizes), step.axes)
-                for step in steps
-                if step.forward is not None
-            )
-        return self._moved[key]
 
     def operator(
         self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int

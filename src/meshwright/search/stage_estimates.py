@@ -155,22 +155,35 @@ class StageEstimates:
         self._most = {}
         self._clear()
 
-    def known(self) -> KnownParts:
-        """What has been found out of parts, for estimates of the same program elsewhere; by the first part that is the
-        same."""
+    @property
+    def known_parts(self) -> tuple[int, ...]:
+        """How much has been found out of parts, by these estimates and the coarser ones."""
+        return len(self._parts), *(self._coarser.known_parts if self._coarser is not None else ())
+
+    def known(self, since: Sequence[int]) -> list[KnownParts]:
+        """What has been found out of parts, for estimates of the same program in a copy of this process, and for its
+        coarser ones; by the first part that is the same.
+
+        Args:
+          since: `known_parts` before.
+        """
         first: dict[int, int] = {}
         for part in range(self._starts[-1]):
             first.setdefault(self.solver.number(part, part + 1), part)
-        return {(first[number], *rest): found for (number, *rest), found in self._parts.items()}
+        new = list(self._parts.items())[since[0] :]
+        coarser = self._coarser.known(since[1:]) if self._coarser is not None else []
+        return [{(first[number], *rest): found for (number, *rest), found in new}, *coarser]
 
-    def learn(self, known: KnownParts) -> None:
-        """Take over what estimates of the same program have found out, on kinds of submeshes that are numbered alike.
+    def learn(self, known: Sequence[KnownParts]) -> None:
+        """Take over what a copy of this process has found out, on kinds of submeshes that are numbered alike.
 
         Args:
-          known: what they know.
+          known: of these estimates and the coarser ones.
         """
-        for (part, *rest), found in known.items():
+        for (part, *rest), found in known[0].items():
             self._parts.setdefault((self.solver.number(part, part + 1), *rest), found)
+        if self._coarser is not None:
+            self._coarser.learn(known[1:])
 
     def _clear(self) -> None:
         self._tables.clear()

@@ -19,11 +19,11 @@ from ..cost.compute import elementwise_seconds
 from ..program.cut import Cut
 from ..program.graph import Graph, Operator
 from ..program.residuals import kept_inputs
-from ..sharding import Spec, convert
 from ..solve import Problem, Solution
+from ..solve.flat import FlatEdges, FlatNodes
 from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
-from .passes import pass_seconds
+from .passes import Passes
 from .pins import Pins
 from .priced import Priced, PricedProblem
 from .workspace import AS_BAD, Moment, Workspace
@@ -231,7 +231,6 @@ class StageProblem(IntraOpProblem):
         gap: float,
     ) -> IntraOpSolution | None:  # fmt: skip
         """The same by what this finds at prices."""
-        plain, _ = self._free
         (free,) = priced([(0.0, in_flight)])
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
@@ -247,7 +246,7 @@ class StageProblem(IntraOpProblem):
                     cheap = max(cheap, price)
                 else:
                     dear = min(dear, price)
-                    seconds = plain.objective(one.choices)
+                    seconds = self._objective(one.choices)
                     best = min(best, (seconds, one.choices)) if best is not None else (seconds, one.choices)
             if best is None or not cheap < dear:
                 return None
@@ -256,14 +255,22 @@ class StageProblem(IntraOpProblem):
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
         return None
 
+    @cached_property
+    def _flat_seconds(self) -> tuple[FlatNodes, FlatEdges]:
+        plain, _ = self._free
+        return FlatNodes(plain.costs), FlatEdges([(u, v, table) for (u, v), table in plain.edges.items()])
+
+    def _objective(self, choices: tuple[int, ...]) -> float:
+        nodes, edges = self._flat_seconds
+        return float(nodes.sum(np.array(choices)) + edges.sum(np.array(choices)))
+
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
-        held = zip(self._constant_bytes, self._kept_by_node, choices, strict=True)
-        return sum(float(once[c] + in_flight * each[c]) for once, each, c in held)
+        constant, workspace, kept = (float(row.sum(np.array(choices))) for row in self._flat_bytes)
+        return constant + workspace + in_flight * kept
 
     def chosen(self, choices: tuple[int, ...], lower_bound: float | None = None) -> IntraOpSolution:
         """These choices as a solution, of which no other is below the bound; None for this one's own seconds."""
-        plain, _ = self._free
-        objective = plain.objective(choices)
+        objective = self._objective(choices)
         solution = Solution(
             choices=choices, objective=objective, method="elimination", proven=True, seconds=0.0,
             lower_bound=objective if lower_bound is None else min(lower_bound, objective),
@@ -292,14 +299,19 @@ class StageProblem(IntraOpProblem):
             received=least([self._kept_by_node[self.input_node[value]] for value in self._received]),
         )  # fmt: skip
 
+    @cached_property
+    def _passes(self) -> Passes:
+        return Passes(self)
+
+    @cached_property
+    def _flat_bytes(self) -> tuple[FlatNodes, FlatNodes, FlatNodes]:
+        return FlatNodes(self._throughout), FlatNodes(self._workspace), FlatNodes(self._kept_by_node)
+
     def seconds(self, chosen: IntraOpSolution) -> StageSeconds:
         """What a solution of this problem takes."""
-        passes = pass_seconds(self, chosen)
         picked = chosen.solution.choices
-        constant, workspace, kept = (
-            float(sum(row[c] for row, c in zip(rows, picked, strict=True)))
-            for rows in (self._throughout, self._workspace, self._kept_by_node)
-        )
+        passes = self._passes.seconds(picked, chosen.solution.objective)
+        constant, workspace, kept = (float(row.sum(np.array(picked))) for row in self._flat_bytes)
         return StageSeconds(
             forward_seconds=passes.forward,
             backward_seconds=passes.backward,
@@ -320,10 +332,6 @@ class StageProblem(IntraOpProblem):
             elementwise_seconds(graph.values[v].bytes / spec_of[v].shards(self.sizes), self.prices.device)
             for v in self._received
         )
-        fixed = 0.0
-        for choice in chosen.parameters:
-            steps = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage) or ()
-            for step in steps:
-                if step.forward == "all_reduce":
-                    fixed += self.prices.collective("all_reduce", 1.0, step.axes) / len(self.parameters)
+        picked = chosen.solution.choices
+        fixed = sum(float(one.fixed_seconds[picked[node]]) for node, one in self.parameter_prices.items())
         return received, fixed

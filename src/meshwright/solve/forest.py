@@ -10,10 +10,9 @@ Cost: for all cases together about ten microseconds a node and edge, as long as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from meshwright.solve.flat import FlatEdges, FlatNodes
 from meshwright.solve.problem import Problem
 from meshwright.solve.thin import relaxed, spanning_forest
 
@@ -22,7 +21,7 @@ class Forest:
     """A spanning forest of one graph made ready, to be run with any node costs.
 
     >>> p = Problem(costs=([1.0, 0.0], [0.0, 0.0]), edges={(0, 1): [[0.0, 2.0], [3.0, 3.0]]})
-    >>> choices, totals, bounds = Forest(p).minimise_each([np.array(c)[:, None] for c in p.costs])
+    >>> choices, totals, bounds = Forest(p).minimise_each(np.concatenate(p.costs)[:, None])
     >>> choices.tolist(), totals.tolist(), bounds.tolist()
     ([[0, 0]], [1.0], [1.0])
 
@@ -33,10 +32,10 @@ class Forest:
     def __init__(self, problem: Problem) -> None:
         kept = dict.fromkeys(spanning_forest(problem))
         nodes = len(problem.costs)
-        self._edges = problem.edges
+        self._edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
         nothing = Problem.unchecked(costs=tuple(np.zeros(k) for k in problem.sizes), edges=problem.edges)
         # What edges that are left out cost at least, by the choice of one end.
-        self._left_out = relaxed(nothing, kept).costs
+        self._left_out = FlatNodes(relaxed(nothing, kept).costs)
         in_forest: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
         for u, v in kept:
             in_forest[u].append((v, problem.edges[u, v]))
@@ -62,37 +61,30 @@ class Forest:
                 later, earlier, own = (u, v, table) if position[v] < position[u] else (v, u, table.T)
                 self._before[later].append((earlier, own))
 
-    def minimise_each(self, costs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def minimise_each(self, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """An assignment of little total cost in each case.
 
         Args:
-            costs: per node, the seconds of each choice in each case, shape (k_v, cases).
+            costs: the seconds of each choice of each node in each case, node after node, shape (choices of all nodes,
+                cases).
 
         Returns:
-            The choices, shape (cases, nodes); their totals, infinite where they are forbidden; and what no assignment
+            The choices, shape (nodes, cases); their totals, infinite where they are forbidden; and what no assignment
             is below, infinite where all are forbidden: each of shape (cases,).
         """
-        cases = costs[0].shape[1] if costs else 1
+        cases = costs.shape[1]
         bounds = np.zeros(cases)
-        summed = [own + least[:, None] for own, least in zip(costs, self._left_out, strict=True)]
+        summed = np.split(costs + self._left_out.numbers[:, None], self._left_out.starts[1:]) if len(costs) else []
         for v, parent, table in reversed(self._order):
             if table is None:
                 bounds += summed[v].min(axis=0)
             else:
-                summed[parent] = summed[parent] + (table[:, :, None] + summed[v][:, None, :]).min(axis=0)
-        choices = np.empty((len(costs), cases), dtype=int)
+                summed[parent] += (table[:, :, None] + summed[v][:, None, :]).min(axis=0)
+        choices = np.empty((len(summed), cases), dtype=int)
         for v, parent, table in self._order:
             vector = summed[v] if table is None else summed[v] + table[:, choices[parent]]
             for u, left_out in self._before[v]:
                 vector = vector + left_out[:, choices[u]]
             choices[v] = vector.argmin(axis=0)
-        return choices.T, self._totals(costs, choices), bounds
-
-    def _totals(self, costs: Sequence[np.ndarray], choices: np.ndarray) -> np.ndarray:
-        case = np.arange(choices.shape[1])
-        totals = np.zeros(choices.shape[1])
-        for own, chosen in zip(costs, choices, strict=True):
-            totals += own[chosen, case]
-        for (u, v), table in self._edges.items():
-            totals += table[choices[u], choices[v]]
-        return totals
+        own = costs[self._left_out.starts[:, None] + choices, np.arange(cases)].sum(axis=0)
+        return choices, own + self._edges.sum(choices), bounds

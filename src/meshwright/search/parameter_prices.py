@@ -1,0 +1,96 @@
+"""What a parameter costs once a step in each of its layouts: sums of its gradient, its update, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cost.compute import elementwise_seconds
+from ..sharding import Spec, convert
+from .choices import ParameterChoice
+
+if TYPE_CHECKING:
+    from .prices import Prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterPrices:
+    """Of each choice of a parameter; arrays have one number for each.
+
+    Args:
+      choices: its layouts.
+      synchronise_seconds: of its gradient over devices, and of fetching it as it is used.
+      fixed_seconds: of that, what the start of sums costs, which all gradients share.
+      update_seconds: of the optimizer.
+      accumulate_seconds: of adding up gradients, for each of several microbatches.
+      held_bytes: of the parameter, its gradient and optimizer state on one device.
+    """
+
+    choices: tuple[ParameterChoice, ...]
+    synchronise_seconds: np.ndarray
+    fixed_seconds: np.ndarray
+    update_seconds: np.ndarray
+    accumulate_seconds: np.ndarray
+    held_bytes: np.ndarray
+
+    def seconds(self, microbatches: int) -> np.ndarray:
+        """Of a step."""
+        once = self.synchronise_seconds + self.update_seconds
+        return once + microbatches * self.accumulate_seconds if microbatches > 1 else once
+
+
+def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """How many messages the link of a server carries one after the other: one from each other device, one to each."""
+    return 2 * (prod(sizes[axis] for axis in axes) - 1)
+
+
+def parameter_prices(
+    prices: Prices, choices: Sequence[ParameterChoice], value_bytes: float, optimizer_bytes: float, *,
+    parameters: int, central: bool,
+) -> ParameterPrices:  # fmt: skip
+    """Of a parameter on one mesh.
+
+    Args:
+      prices: of the mesh.
+      choices: layouts.
+      value_bytes: of the whole parameter.
+      optimizer_bytes: of its optimizer state.
+      parameters: that share one sum of gradients, this one among them.
+      central: whether gradients go to one server and back.
+    """
+    sizes, device = prices.sizes, prices.device
+    used = np.array([choice.use.shards(sizes) for choice in choices], dtype=float)
+    stored = np.array([choice.storage.shards(sizes) for choice in choices], dtype=float)
+    synchronise, shared = np.zeros(len(choices)), np.zeros(len(choices))
+    for number, choice in enumerate(choices):
+        gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
+        fetch = convert(choice.storage, Spec(choice.use.dims))
+        assert gradient is not None
+        assert fetch is not None
+        for step in (*gradient, *fetch):
+            if step.forward is None:
+                continue
+            kind, count = step.forward, 1
+            if kind == "all_reduce" and central:
+                kind, count = "permute", central_messages(step.axes, sizes)
+            seconds = count * prices.collective(kind, value_bytes * step.buffer_fraction(sizes), step.axes)
+            if step.forward == "all_reduce":
+                # Plain sums of all gradients run as one collective: its fixed cost is shared.
+                fixed = count * prices.collective(kind, 1.0, step.axes)
+                seconds -= fixed * (1 - 1 / max(parameters, 1))
+                shared[number] += prices.collective("all_reduce", 1.0, step.axes) / max(parameters, 1)
+            synchronise[number] += seconds
+    # Each microbatch reads the sum of gradients and its own, and writes the sum; the update reads and writes optimizer
+    # state and parameter once and reads the gradient.
+    return ParameterPrices(
+        choices=tuple(choices),
+        synchronise_seconds=synchronise,
+        fixed_seconds=shared,
+        update_seconds=elementwise_seconds(1.0, device) * (2 * optimizer_bytes + 3 * value_bytes) / stored,
+        accumulate_seconds=elementwise_seconds(1.0, device) * 3 * value_bytes / used,
+        held_bytes=2 * value_bytes / used + optimizer_bytes / stored,
+    )

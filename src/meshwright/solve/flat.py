@@ -1,0 +1,64 @@
+"""Numbers of nodes and edges laid end to end, to be summed over choices by one look-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class FlatNodes:
+    """One or several numbers for each choice of each node.
+
+    >>> FlatNodes([np.array([1.0, 2.0]), np.array([10.0])]).sum(np.array([1, 0]))
+    12.0
+
+    Args:
+        rows: of each node, shape (k_v, ...).
+
+    Attributes:
+        numbers: of all nodes, shape (choices of all nodes, ...).
+        starts: of each node, where its own begin.
+    """
+
+    def __init__(self, rows: Sequence[np.ndarray]) -> None:
+        self.numbers = np.concatenate(rows) if rows else np.zeros(0)
+        self.starts = np.cumsum([0, *(len(row) for row in rows)], dtype=int)[:-1]
+
+    def sum(self, choices: np.ndarray) -> np.ndarray:
+        """The numbers of these choices, one for each node, together.
+
+        Args:
+            choices: shape (nodes,), or (nodes, cases).
+        """
+        starts = self.starts if choices.ndim == 1 else self.starts[:, None]
+        return self.numbers[starts + choices].sum(axis=0)
+
+
+class FlatEdges:
+    """A number for each pair of choices of some pairs of nodes.
+
+    >>> FlatEdges([(0, 1, np.array([[1.0, 2.0], [3.0, 4.0]]))]).sum(np.array([1, 0]))
+    3.0
+
+    Args:
+        edges: two nodes each, and their table.
+    """
+
+    def __init__(self, edges: Sequence[tuple[int, int, np.ndarray]]) -> None:
+        self._numbers = np.concatenate([np.zeros(0), *(table.ravel() for _, _, table in edges)])
+        self._starts = np.cumsum([0, *(table.size for _, _, table in edges)], dtype=int)[:-1]
+        self._first = np.array([u for u, _, _ in edges], dtype=int)
+        self._second = np.array([v for _, v, _ in edges], dtype=int)
+        self._width = np.array([table.shape[1] for _, _, table in edges], dtype=int)
+
+    def sum(self, choices: np.ndarray) -> np.ndarray:
+        """The numbers of these choices, one for each node, together.
+
+        Args:
+            choices: shape (nodes,), or (nodes, cases).
+        """
+        starts, width = self._starts, self._width
+        if choices.ndim == 2:
+            starts, width = starts[:, None], width[:, None]
+        return self._numbers[starts + choices[self._first] * width + choices[self._second]].sum(axis=0)
