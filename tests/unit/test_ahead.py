@@ -12,7 +12,7 @@ import pytest
 
 from meshwright import stage_planning
 from meshwright.planning import plan_for
-from meshwright.search import ahead, in_two as halves
+from meshwright.search import ahead
 from meshwright.search.ahead import Ahead
 from meshwright.search.in_two import in_two
 from meshwright.zoo import gpt
@@ -144,8 +144,7 @@ def test_a_copy_makes_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @linux
 @pytest.mark.parametrize("fault", [None, "exits", "raises"])
-def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_SHORT_SECONDS", 0.0)
+def test_pieces_of_work_are_done_once_each_by_either(fault: str | None) -> None:
     here = os.getpid()
     learned: list[int] = []
 
@@ -172,7 +171,7 @@ def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypa
     assert not set(learned) & set(others)
 
 
-def test_what_is_soon_done_is_done_here() -> None:
+def test_where_there_is_nothing_to_find_out_no_copy_is_made() -> None:
     done: list[int] = []
     in_two(range(5), done.append, lambda found: pytest.fail("nothing was to be copied"))
     assert done == list(range(5))
@@ -184,7 +183,6 @@ def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pyt
     """A GPT, planned as large programs are: where it is a scan presets first, else one number of microbatches; then the
     others."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
-    monkeypatch.setattr(halves, "_SHORT_SECONDS", 0.0)
     learned: list[int] = []
     plain = Ahead.take
 

@@ -14,7 +14,7 @@ its share of the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
 
@@ -151,13 +151,10 @@ class Interleaving:
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
-        # What estimates leave out depends on how many stages send each other something how often.
-        missed: dict[tuple[str, int, int], float] = {}
+        tried: list[_Tried] = []
         for count, ranks, ways in self._tries(finished, known, below_seconds) if not late() else ():
             for chunks, expected in ways.items():
-                alike = ("microbatches", count, ranks), ("stages", ranks, chunks)
-                least = min((ratio for (_, *key), ratio in missed.items() if ranks in key), default=1.0)
-                if late() or max(least, *(missed.get(one, 1.0) for one in alike)) * expected >= below_seconds:
+                if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
                     continue
                 try:
                     costs = self._in_stages(costs_in(count), ranks * chunks)
@@ -172,7 +169,7 @@ class Interleaving:
                     break  # more stages a rank have more in flight: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
                 if expected:
-                    missed |= dict.fromkeys(alike, candidate.seconds / expected)
+                    tried.append(_Tried(count, ranks, chunks, candidate.seconds / expected))
                 yield candidate
 
     def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:
@@ -185,6 +182,25 @@ class Interleaving:
         if key not in self._cut:
             self._cut[key] = self._costs_of(equal_stages(program.source, count))
         return self._cut[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What was tried, and how many times what was expected it takes."""
+
+    microbatches: int
+    ranks: int
+    chunks: int
+    ratio: float
+
+
+def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int) -> float:
+    """How many times what is expected an interleaving may take: what estimates leave out depends on how many stages
+    send each other something, and how often. As those of as many stages, or of as many ranks and microbatches; as the
+    best of those of as many ranks at least."""
+    same = [one for one in tried if one.ranks == ranks]
+    alike = [one.ratio for one in same if one.microbatches == microbatches or one.chunks == chunks]
+    return max([min((one.ratio for one in same), default=1.0), *alike])
 
 
 def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[PlacedStage, ...]]:

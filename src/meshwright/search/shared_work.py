@@ -89,6 +89,6 @@ def _on_each_kind(problem: InterOpProblem, costs: StageCosts, find: Callable[[Su
     def work(kind: int) -> list[KnownParts]:
         before = estimates.known_parts
         find(of_kind[kind])
-        return estimates.known(since=before)
+        return estimates.known(since=before) if estimates.known_parts != before else []
 
     in_two(sorted(of_kind, key=lambda kind: (len(kinds.meshes[kind]), kind)), work, estimates.learn)
