@@ -9,6 +9,7 @@ Exit status: 0; 1 if a comparison failed; 2 if the request was refused.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -54,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
       argv: the arguments; those of the process by default.
     """
-    try:
-        app(args=None if argv is None else list(argv), prog_name="meshwright")
-    finally:
-        gc.freeze()  # the process ends: to look at all that a search has made once more would take a second
+    atexit.register(gc.freeze)  # to look at all that a search has made once more at the end would take a second
+    app(args=None if argv is None else list(argv), prog_name="meshwright")
 
 
 def _version(asked: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.search import priced
 from meshwright.search.priced import PricedProblem
-from meshwright.solve import Infeasible, Problem
+from meshwright.solve import Infeasible, Problem, Unsolved
 
 PRICES = [(0.1, 2), (0.0, 1), (3.0, 2), (0.5, 2), (0.5, 7), (1.0, 2), (50.0, 7)]
 
@@ -55,3 +55,54 @@ def test_each_price_has_its_optimum(monkeypatch: pytest.MonkeyPatch, many: int, 
             best = min(seconds + price * (a + times * b) for seconds, a, b in every)
             assert problem.objective(choices) + price * (once + times * each) == pytest.approx(best), seed
     assert 0 < impossible < 75
+
+
+@pytest.mark.parametrize("most", [0, 1 << 24])
+@pytest.mark.parametrize("gap", [0.0, 0.1, float("inf")])
+def test_bounds_and_shares_hold(monkeypatch: pytest.MonkeyPatch, gap: float, most: int) -> None:
+    """No assignment is below the bound; and none that holds no more takes less than the certain share."""
+    monkeypatch.setattr(priced, "_MOST_ENTRIES", most)
+    uncertain = 0
+    for seed in range(150):
+        problem, constant, kept = random_problem(seed)
+        every = []
+        for choices in product(*(range(k) for k in problem.sizes)):
+            once, each = (sum(float(row[c]) for row, c in zip(rows, choices, strict=True)) for rows in (constant, kept))
+            every.append((problem.objective(choices), once, each))
+        if not np.isfinite(min(seconds for seconds, _, _ in every)):
+            continue
+        ready = PricedProblem(problem, constant=constant, kept=kept)
+        for (price, times), one in zip(PRICES, ready.best(PRICES, gap=gap), strict=True):
+            assert one.bound <= min(s + price * (a + times * b) for s, a, b in every) + 1e-9, seed
+            assert one.choices is not None, seed
+            once, each = (float(sum(r[c] for r, c in zip(rows, one.choices, strict=True))) for rows in (constant, kept))
+            no_more = [s for s, a, b in every if a + times * b <= once + times * each]
+            assert one.share * problem.objective(one.choices) <= min(no_more) + 1e-9, seed
+            assert 1 - one.share <= gap + 1e-9, seed
+            uncertain += one.share < 1
+    assert (uncertain > 0) == (gap > 0)
+
+
+def test_what_no_solver_finds_in_time_is_told_by_the_forest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsolved(problem: Problem, **options: object) -> None:
+        raise Unsolved("out of time")
+
+    monkeypatch.setattr(priced, "_MOST_ENTRIES", 0)
+    monkeypatch.setattr(priced, "solve", unsolved)
+    told = 0
+    for seed in range(150):
+        problem, constant, kept = random_problem(seed)
+        ready = PricedProblem(problem, constant=constant, kept=kept)
+        try:
+            (one,) = ready.best([(0.5, 2)])
+        except Infeasible:
+            continue
+        if one.choices is not None and one.share < 1:
+            told += 1
+            assert one == ready.relaxed([(0.5, 2)])[0]
+    assert told > 0
+
+
+def test_a_problem_without_nodes() -> None:
+    ready = PricedProblem(Problem(costs=()), constant=(), kept=())
+    assert [one.choices for one in ready.best([(0.0, 1), (1.0, 2)])] == [(), ()]

@@ -6,15 +6,23 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from contradicting import contradicting
 
 from meshwright import stage_planning
+from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.search import ahead
 from meshwright.search.ahead import Ahead
 from meshwright.search.in_two import in_two
+from meshwright.search.parameters import parameter_infos
+from meshwright.search.pins import Pins
+from meshwright.search.stage_costs import StageCosts
+from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.zoo import gpt
 
 CAN_COPY = ahead.can_copy
@@ -171,10 +179,54 @@ def test_pieces_of_work_are_done_once_each_by_either(fault: str | None) -> None:
     assert not set(learned) & set(others)
 
 
-def test_where_there_is_nothing_to_find_out_no_copy_is_made() -> None:
+def test_where_there_is_nothing_to_find_out_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a copy was made"))
     done: list[int] = []
-    in_two(range(5), done.append, lambda found: pytest.fail("nothing was to be copied"))
+    in_two(range(5), done.append, done.append)
     assert done == list(range(5))
+
+
+@linux
+def test_where_no_copy_can_be_made_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    done: list[int] = []
+
+    def work(key: int) -> bool:
+        done.append(key)
+        return True
+
+    in_two(range(5), work, lambda found: pytest.fail("there was no copy"))
+    assert done == list(range(5))
+
+
+@pytest.mark.parametrize("usable", [60e3, 80e3, 110e3])
+def test_a_copy_tells_what_could_not_be_had_strictly(usable: float) -> None:
+    """A ZeRO stage that a program contradicts is asked for less strictly where the copy was first to see it, too."""
+    program, cluster = contradicting(), load_cluster("cpu")
+    device = replace(cluster.device, memory_bytes=usable / cluster.device.usable_memory_fraction)
+    cluster = replace(cluster, hosts=tuple(replace(host, device=device) for host in cluster.hosts))
+    here, there = (
+        StageCosts(
+            program, parameters=parameter_infos(program.source), submeshes=Submeshes(cluster), pins=Pins(zero=1),
+            remat=None,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    places = [Submesh(0, 8), Submesh(0, 4)]
+    for place in places:
+        assert here.solver.kind_of[place] == there.solver.kind_of[place]
+    before = there.estimates.known_parts
+    for place in places:
+        there.fastest(place, [1, 2])
+    assert there.estimates.solver.lenient
+    here.estimates.learn(there.estimates.known(since=before))
+    assert here.estimates.solver.lenient == there.estimates.solver.lenient
+    for place in places:
+        for mine, theirs in zip(here.fastest(place, [1, 2]), there.fastest(place, [1, 2]), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @linux

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from contradicting import contradicting
 
 from meshwright import zoo
 from meshwright._jax.grad import value_and_grad
@@ -237,23 +238,10 @@ def test_layers_and_meshes_can_be_given_for_each_stage() -> None:
 
 
 def test_a_zero_stage_that_a_program_contradicts_is_asked_for_less_strictly() -> None:
-    """A `cond` reads its parameters unsplit, and their gradients are no sums over devices inside it."""
-
-    def step(state: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
-            h = jnp.tanh(x @ w["a"])
-            h = jax.lax.cond(h.sum() > 0, lambda h, m: jnp.cumsum(h @ m, 0), lambda h, m: h, h, w["b"])
-            return jnp.mean(jnp.tanh(h @ w["c"]))
-
-        value, grads = value_and_grad(loss)(state)
-        return jax.tree.map(lambda p, g: p - g, state, grads), value
-
-    state = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "abc"}
-    program = trace_program(step, (state, jax.ShapeDtypeStruct((64, 64), jnp.float32)), microbatches=2)
-    staged = staged_program(program, layers=3)
+    staged = contradicting()
     plan = search_stages(
         StageRequest(
-            programs=[staged], parameters=parameter_infos(program), cluster=load_cluster("cpu"), stages=2,
+            programs=[staged], parameters=parameter_infos(staged.source), cluster=load_cluster("cpu"), stages=2,
             pins=Pins(zero=1),
         )
     ).plan  # fmt: skip

@@ -11,7 +11,7 @@ from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
 from meshwright.search.inter_op_problem import Option, PlacedStage
-from meshwright.search.interleaving import Interleaving, give_what_is_left, interleaved
+from meshwright.search.interleaving import Interleaving, _missed, _Tried, give_what_is_left, interleaved
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
@@ -96,3 +96,14 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
     """A step that cannot be cut into few microbatches, though into more."""
     request: Any = None
     assert Interleaving(request, lambda program: costs())._expected([costs()], MICROBATCHES // 2, RANKS, CHUNKS) == inf
+
+
+def test_what_was_tried_says_how_far_expectations_are_off() -> None:
+    tried = [_Tried(8, 2, 4, 1.5), _Tried(4, 8, 6, 1.1), _Tried(4, 8, 12, 1.3)]
+    assert _missed([], 16, 4, 2) == 1.0
+    # Of four ranks nothing is known, whatever else is four.
+    assert _missed(tried, 8, 4, 4) == 1.0
+    assert _missed(tried, 32, 2, 2) == 1.5, "as many ranks"
+    assert _missed(tried, 16, 8, 3) == 1.1, "as many ranks, the best of them"
+    assert _missed(tried, 16, 8, 12) == 1.3, "as many stages"
+    assert _missed(tried, 4, 8, 3) == 1.3, "as many microbatches: the worst of them"

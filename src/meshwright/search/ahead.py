@@ -63,17 +63,20 @@ class Ahead:
         self._process = 0
         if not self._keys:
             return
+        with suppress(OSError):  # no memory, process or file is left for it: then there is no copy
+            self._copy(work)
+
+    def _copy(self, work: Callable[[Any], Any]) -> None:
         # A byte for each: whether this process does it after all.
         self._mine = mmap.mmap(-1, len(self._keys))
         self._messages, sender = Pipe(duplex=False)
-        _widen(sender)
-        with warnings.catch_warnings():
+        with sender, warnings.catch_warnings():
+            _widen(sender)
             # Of threads of this process, which the copy does not have and does not wait for.
             warnings.simplefilter("ignore")
             self._process = os.fork()
-        if not self._process:
-            self._work(work, sender)
-        sender.close()
+            if not self._process:
+                self._work(work, sender)
 
     def __enter__(self) -> Ahead:
         return self

@@ -11,8 +11,8 @@ K = TypeVar("K", bound=Hashable)
 
 
 def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
-    """Do all pieces of work. As soon as one has found something out, which takes longer than making a copy, this process
-    does the others from the front and the copy does them from the back.
+    """Do all pieces of work. As soon as one has found something out, which takes longer than making a copy, the copy
+    does the others from the back and this process from the front.
 
     >>> done = []
     >>> in_two([1, 2, 3], done.append, done.append)
@@ -22,7 +22,7 @@ def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], N
     Args:
       keys: of the pieces of work, short ones first.
       work: one of them, without JAX. It changes the process that does it, and returns what the other needs to know, or
-        something false where there was nothing to find out.
+        something false but None where there was nothing to find out.
       learn: makes the same change from what was returned.
     """
     left = list(keys)

@@ -24,7 +24,7 @@ class ParameterPrices:
     Args:
       choices: its layouts.
       synchronise_seconds: of its gradient over devices, and of fetching it as it is used.
-      fixed_seconds: of that, what the start of sums costs, which all gradients share.
+      fixed_seconds: its share of what the start of the one sum of all gradients costs.
       update_seconds: of the optimizer.
       accumulate_seconds: of adding up gradients, for each of several microbatches.
       held_bytes: of the parameter, its gradient and optimizer state on one device.

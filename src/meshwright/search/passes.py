@@ -58,7 +58,8 @@ class Passes:
         microbatches = self._problem.microbatches
         synchronise, update = float(self._synchronise.sum(choices)), float(self._update.sum(choices))
         made, weight = self._operators(picked)
-        forward = made + float(self._forward.sum(choices) + self._moves.sum(choices))
+        inputs, conversions = self._forward
+        forward = made + float(inputs.sum(choices) + conversions.sum(choices))
         backward = max(0.0, (objective - synchronise - update) / microbatches - forward)
         accumulate = float(self._accumulate.sum(choices)) if microbatches > 1 else 0.0
         return PassSeconds(
@@ -67,36 +68,27 @@ class Passes:
         )  # fmt: skip
 
     @cached_property
-    def _forward(self) -> FlatNodes:
-        """Of one microbatch, what inputs and sums for outputs take."""
+    def _forward(self) -> tuple[FlatNodes, FlatEdges]:
+        """Of one microbatch, what inputs and conversions take."""
         problem = self._problem
         rows = [np.zeros(len(choices)) for choices in problem.choices]
+        edges = []
         write = elementwise_seconds(1.0, problem.prices.device)
         for position, value in enumerate(problem.graph.inputs):
             if position not in problem.graph.parameters:
                 node = problem.input_node[value]
                 shards = np.array([spec.shards(problem.sizes) for spec in problem.choices[node]], dtype=float)
                 rows[node] += write * problem.graph.values[value].bytes / shards
-        for source, target, table in self._tables:
-            if source == target:
-                rows[source] += np.diag(table)
-        return FlatNodes(rows)
-
-    @cached_property
-    def _moves(self) -> FlatEdges:
-        return FlatEdges([one for one in self._tables if one[0] != one[1]])
-
-    @cached_property
-    def _tables(self) -> list[tuple[int, int, np.ndarray]]:
-        """Forward collectives of one microbatch, by the choices of two nodes."""
-        problem, found = self._problem, []
         for move in problem.moves:
             value = problem.graph.values[move.value]
-            table = problem.prices.forward_table(
+            table = move.times * problem.prices.forward_table(
                 move.sources, move.targets, value.bytes, differentiated=value.differentiated
             )
-            found.append((move.source, move.target, move.times * table))
-        return found
+            if move.source == move.target:
+                rows[move.source] += np.diag(table)
+            else:
+                edges.append((move.source, move.target, table))
+        return FlatNodes(rows), FlatEdges(edges)
 
     @cached_property
     def _synchronise(self) -> FlatNodes:

@@ -37,6 +37,10 @@ _MANY_ENTRIES = 1 << 18
 _ROUNDING = 1e-12
 
 
+# Choices, and by how many seconds with what their bytes cost they may be more than the best; None where there are none.
+_Found = tuple[tuple[int, ...] | None, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """What was found at one price.
@@ -92,57 +96,54 @@ class PricedProblem:
     def best(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
     ) -> list[Priced]:
-        """The best choice of each node at each price; no choices where the time ran out.
+        """The best choice of each node at each price, or what is as good.
 
         Args:
           prices: of memory, in seconds per byte, each with the microbatches that are kept.
           gap: at which to stop, relative to the seconds without what bytes cost.
-          time_limit_seconds: for each price, where the graph is too wide for elimination.
+          time_limit_seconds: for each price, where the graph is too wide for elimination; then the best that is known
+            is taken.
 
         Raises:
           Infeasible: every assignment is forbidden.
         """
-        found = self.relaxed(prices, gap=gap)
-        left = [number for number, one in enumerate(found) if one.choices is None]
+        found = self.relaxed(prices)
+        left = [number for number, one in enumerate(found) if one.choices is None or 1 - one.share > gap]
         if left:
             wanted = [prices[number] for number in left]
             solved = self.solved(wanted, gap=gap, time_limit_seconds=time_limit_seconds)
-            for number, one in zip(left, solved, strict=True):
-                found[number] = one
+            for number, price, one in zip(left, wanted, solved, strict=True):
+                if one.choices is not None:
+                    found[number] = self._priced(one.choices, price, max(one.bound, found[number].bound))
         return found
 
-    def relaxed(self, prices: Sequence[tuple[float, float]], *, gap: float = inf) -> list[Priced]:
-        """What the forest finds, and its bounds; no choices where the gap is larger than this.
+    def relaxed(self, prices: Sequence[tuple[float, float]]) -> list[Priced]:
+        """What the forest finds, and its bounds.
 
         Args:
           prices: as of `best`.
-          gap: the same.
 
         Raises:
           Infeasible: every assignment is forbidden.
         """
+        if not self._problem.costs:
+            return [Priced(choices=(), bound=0.0)] * len(prices)
         at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
         seconds, held = self._flat
         choices, totals, bounds = self._forest.minimise_each(seconds.numbers[:, None] + held.numbers @ at.T)
         if not np.isfinite(bounds).all():
             raise Infeasible.no_finite("the spanning forest")
-        bytes_cost = (held.sum(choices) * at).sum(axis=1)
-        found = []
-        for one, total, bound, paid in zip(
-            choices.T.tolist(), totals.tolist(), bounds.tolist(), bytes_cost.tolist(), strict=True
-        ):
-            over = total - bound - _ROUNDING * total
-            if total == inf or over > gap * (total - paid):
-                found.append(Priced(choices=None, bound=bound))
-            else:
-                share = max(1 - over / (total - paid), 0.0) if over > 0 else 1.0
-                found.append(Priced(choices=tuple(one), bound=bound, share=share))
-        return found
+        return [
+            self._priced(tuple(one), price, bound) if total < inf else Priced(choices=None, bound=bound)
+            for one, price, total, bound in zip(
+                choices.T.tolist(), prices, totals.tolist(), bounds.tolist(), strict=True
+            )
+        ]
 
     def solved(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
     ) -> list[Priced]:
-        """What elimination finds, which is the best, or where the graph is too wide for it something as good.
+        """What elimination finds, which is the best, or where the graph is too wide for it the general solver.
 
         Args:
           prices: as of `best`.
@@ -153,15 +154,31 @@ class PricedProblem:
           Infeasible: every assignment is forbidden.
         """
         found = []
-        for (price, in_flight), choices in zip(
-            prices, self._exact.choices(prices, gap=gap, time_limit_seconds=time_limit_seconds), strict=True
-        ):
-            bound = -inf
-            if choices is not None and self.is_exact:
-                once, each = np.sum([row[c] for row, c in zip(self._held, choices, strict=True)], axis=0)
-                bound = self._problem.objective(choices) + price * float(once + in_flight * each)
-            found.append(Priced(choices=choices, bound=bound))
+        solved = self._exact.choices(prices, gap=gap, time_limit_seconds=time_limit_seconds)
+        for price, (choices, over) in zip(prices, solved, strict=True):
+            if choices is None:
+                found.append(Priced(choices=None, bound=-inf))
+            else:
+                seconds, paid = self._totals(choices, price)
+                found.append(self._priced(choices, price, seconds + paid - over))
         return found
+
+    def seconds(self, choices: tuple[int, ...]) -> float:
+        """Of choices, one for each node."""
+        at = np.array(choices, dtype=int)
+        return float(self._flat[0].sum(at) + self._forest.edges.sum(at))
+
+    def _totals(self, choices: tuple[int, ...], price: tuple[float, float]) -> tuple[float, float]:
+        """Seconds of choices, and what their bytes cost."""
+        once, each = self._flat[1].sum(np.array(choices, dtype=int)).tolist()
+        return self.seconds(choices), price[0] * (once + price[1] * each)
+
+    def _priced(self, choices: tuple[int, ...], price: tuple[float, float], bound: float) -> Priced:
+        seconds, paid = self._totals(choices, price)
+        over = seconds + paid - bound
+        if over <= _ROUNDING * (seconds + paid):
+            return Priced(choices=choices, bound=bound)
+        return Priced(choices=choices, bound=bound, share=max(1 - over / seconds, 0.0) if seconds > 0 else 0.0)
 
 
 class _Exact:
@@ -201,18 +218,16 @@ class _Exact:
         """Whether what is found at a price is the best there."""
         return self._elimination is not None
 
-    def choices(
-        self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float
-    ) -> list[tuple[int, ...] | None]:
-        """As `PricedProblem.best`."""
+    def choices(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[_Found]:
+        """At each price the best choices, and by how much they may be more than the best (`PricedProblem.best`)."""
         if not self._small.costs:
-            return [self._restored(())] * len(prices)
+            return [(self._restored(()), 0.0)] * len(prices)
         if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:
             at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2).T
             costs = [seconds[:, None] + row @ at for seconds, row in zip(self._small.costs, self._held, strict=True)]
             return [self._checked(*one) for one in self._elimination.minimise_each(costs)]
 
-        def best(price: float, in_flight: float) -> tuple[int, ...] | None:
+        def best(price: float, in_flight: float) -> _Found:
             costs = [
                 seconds + row @ (price, price * in_flight)
                 for seconds, row in zip(self._small.costs, self._held, strict=True)
@@ -221,17 +236,18 @@ class _Exact:
                 return self._checked(*self._elimination.minimise(costs))
             return self._solved(costs, gap, time_limit_seconds)
 
-        found: dict[tuple[float, float], tuple[int, ...] | None] = {}
+        found: dict[tuple[float, float], _Found] = {}
         for in_flight in sorted({times for _, times in prices}):
             line = sorted({price for price, times in prices if times == in_flight})
-            for price, choices in zip(line, _along(line, lambda p, times=in_flight: best(p, times)), strict=True):
-                found[price, in_flight] = choices
+            along = _along if self.is_exact else _each
+            for price, one in zip(line, along(line, lambda p, times=in_flight: best(p, times)), strict=True):
+                found[price, in_flight] = one
         return [found[one] for one in prices]
 
-    def _checked(self, choices: tuple[int, ...], total: float) -> tuple[int, ...]:
+    def _checked(self, choices: tuple[int, ...], total: float) -> _Found:
         if not np.isfinite(total):
             raise Infeasible.no_finite("exact elimination")
-        return self._restored(choices)
+        return self._restored(choices), 0.0
 
     def _restored(self, choices: tuple[int, ...]) -> tuple[int, ...]:
         """The choice of every node; many prices have the same."""
@@ -242,30 +258,30 @@ class _Exact:
             self._whole[choices] = whole
         return self._whole[choices]
 
-    def _solved(self, costs: Sequence[np.ndarray], gap: float, time_limit_seconds: float) -> tuple[int, ...] | None:
+    def _solved(self, costs: Sequence[np.ndarray], gap: float, time_limit_seconds: float) -> _Found:
         priced = Problem(costs=tuple(costs), edges=self._small.edges)
         try:
-            return self._restored(solve(priced, gap=gap, time_limit_seconds=time_limit_seconds).choices)
+            solution = solve(priced, gap=gap, time_limit_seconds=time_limit_seconds)
         except Unsolved:
-            return None
+            return None, inf
+        return self._restored(solution.choices), solution.objective - solution.lower_bound
 
 
-def _along(prices: Sequence[float], best: Callable[[float], tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
+def _each(prices: Sequence[float], best: Callable[[float], _Found]) -> list[_Found]:
+    return [best(price) for price in prices]
+
+
+def _along(prices: Sequence[float], best: Callable[[float], _Found]) -> list[_Found]:
     """What is best at each of these ascending prices; none between two of the same answer is asked for."""
-    found: list[tuple[int, ...] | None] = [None] * len(prices)
+    found: dict[int, _Found] = {end: best(prices[end]) for end in {0, len(prices) - 1}}
 
     def between(first: int, last: int) -> None:
         if last - first < 2:
             return
-        if found[first] is not None and found[first] == found[last]:
-            found[first + 1 : last] = [found[first]] * (last - first - 1)
-            return
         middle = (first + last) // 2
-        found[middle] = best(prices[middle])
+        found[middle] = found[first] if found[first] == found[last] else best(prices[middle])
         between(first, middle)
         between(middle, last)
 
-    for end in {0, len(prices) - 1}:
-        found[end] = best(prices[end])
     between(0, len(prices) - 1)
-    return found
+    return [found[number] for number in range(len(prices))]

@@ -6,6 +6,7 @@ this process would have found, so that plans are the same with a copy and withou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -86,9 +87,23 @@ def _on_each_kind(problem: InterOpProblem, costs: StageCosts, find: Callable[[Su
     of_kind = {kinds[submesh]: submesh for submesh in reversed(problem.submeshes)}
     estimates = costs.estimates
 
-    def work(kind: int) -> list[KnownParts]:
-        before = estimates.known_parts
+    def work(kind: int) -> list[tuple[int, float, list[KnownParts]]]:
+        before, begun = estimates.known_parts, time.perf_counter()
         find(of_kind[kind])
-        return estimates.known(since=before) if estimates.known_parts != before else []
+        if estimates.known_parts == before:
+            return []
+        return [(kind, took(kind, time.perf_counter() - begun), estimates.known(since=before))]
 
-    in_two(sorted(of_kind, key=lambda kind: (len(kinds.meshes[kind]), kind)), work, estimates.learn)
+    def took(kind: int, seconds: float) -> float:
+        kinds.took_seconds[kind] = max(seconds, kinds.took_seconds.get(kind, 0.0))
+        return seconds
+
+    def learn(found: list[tuple[int, float, list[KnownParts]]]) -> None:
+        for kind, seconds, known in found:
+            took(kind, seconds)
+            estimates.learn(known)
+
+    def expected(kind: int) -> tuple[float, int, int]:
+        return kinds.took_seconds.get(kind, 0.0), len(kinds.meshes[kind]), kind
+
+    in_two(sorted(of_kind, key=expected), work, learn)  # which process does what changes no number

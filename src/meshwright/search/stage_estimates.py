@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +53,16 @@ _SAME = 1.01
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
 
 
-# By a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
-KnownParts = dict[tuple[Any, ...], PartRow]
+class KnownParts(NamedTuple):
+    """What has been found out of parts, to be sent to another process.
+
+    Args:
+      rows: by a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
+      lenient: parts, kinds and logical meshes that cannot have their ZeRO stage in its strict form.
+    """
+
+    rows: dict[tuple[Any, ...], PartRow]
+    lenient: list[tuple[int, int, int]]
 
 
 class OutOfTime(Exception):
@@ -129,7 +137,7 @@ class StageEstimates:
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
-        self._parts: KnownParts = {}
+        self._parts: dict[tuple[Any, ...], PartRow] = {}
         self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
@@ -172,7 +180,8 @@ class StageEstimates:
             first.setdefault(self.solver.number(part, part + 1), part)
         new = list(self._parts.items())[since[0] :]
         coarser = self._coarser.known(since[1:]) if self._coarser is not None else []
-        return [{(first[number], *rest): found for (number, *rest), found in new}, *coarser]
+        lenient = [(first[number], kind, mesh) for number, kind, mesh in self.solver.lenient if number in first]
+        return [KnownParts({(first[number], *rest): found for (number, *rest), found in new}, lenient), *coarser]
 
     def learn(self, known: Sequence[KnownParts]) -> None:
         """Take over what a copy of this process has found out, on kinds of submeshes that are numbered alike.
@@ -180,8 +189,10 @@ class StageEstimates:
         Args:
           known: of these estimates and the coarser ones.
         """
-        for (part, *rest), found in known[0].items():
+        for (part, *rest), found in known[0].rows.items():
             self._parts.setdefault((self.solver.number(part, part + 1), *rest), found)
+        for part, kind, mesh in known[0].lenient:
+            self.solver.relax((self.solver.number(part, part + 1), kind, mesh))
         if self._coarser is not None:
             self._coarser.learn(known[1:])
 

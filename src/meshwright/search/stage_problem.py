@@ -20,7 +20,7 @@ from ..program.cut import Cut
 from ..program.graph import Graph, Operator
 from ..program.residuals import kept_inputs
 from ..solve import Problem, Solution
-from ..solve.flat import FlatEdges, FlatNodes
+from ..solve.flat import FlatNodes
 from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import Passes
@@ -187,10 +187,10 @@ class StageProblem(IntraOpProblem):
         return replace(super().problem(memory_limit_bytes), memory=memory)
 
     @cached_property
-    def _free(self) -> tuple[Problem, PricedProblem]:
-        """The problem without a limit, and made ready for prices."""
+    def _free(self) -> PricedProblem:
+        """The problem without a limit, made ready for prices."""
         plain = Problem.unchecked(costs=tuple(self._seconds), edges=dict(self._edges))
-        return plain, PricedProblem(plain, constant=self._constant_bytes, kept=self._kept_by_node)
+        return PricedProblem(plain, constant=self._constant_bytes, kept=self._kept_by_node)
 
     def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
         """The best choice of each node where memory has no limit but a price: `PricedProblem.best`.
@@ -203,7 +203,7 @@ class StageProblem(IntraOpProblem):
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        return self._free[1].best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
+        return self._free.best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
 
     def within(self, limit_bytes: float, in_flight: int, *, gap: float) -> IntraOpSolution | None:
         """The best solution within a limit of memory, as far as a price on memory finds it (Everett, 1963): at every
@@ -222,7 +222,7 @@ class StageProblem(IntraOpProblem):
         """
         if limit_bytes <= 0:
             return None
-        _, ready = self._free
+        ready = self._free
         found = self._within(ready.relaxed, limit_bytes, in_flight, gap)
         return found if found or not ready.is_exact else self._within(ready.solved, limit_bytes, in_flight, gap)
 
@@ -231,6 +231,7 @@ class StageProblem(IntraOpProblem):
         gap: float,
     ) -> IntraOpSolution | None:  # fmt: skip
         """The same by what this finds at prices."""
+        ready = self._free
         (free,) = priced([(0.0, in_flight)])
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
@@ -246,34 +247,26 @@ class StageProblem(IntraOpProblem):
                     cheap = max(cheap, price)
                 else:
                     dear = min(dear, price)
-                    seconds = self._objective(one.choices)
+                    seconds = ready.seconds(one.choices)
                     best = min(best, (seconds, one.choices)) if best is not None else (seconds, one.choices)
             if best is None or not cheap < dear:
                 return None
             if best[0] - bound <= gap * abs(best[0]):
-                return self.chosen(best[1], lower_bound=bound)
+                share = bound / best[0] if best[0] > 0 else 1.0
+                return self.chosen(best[1], min(max(share, 0.0), 1.0))
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
         return None
-
-    @cached_property
-    def _flat_seconds(self) -> tuple[FlatNodes, FlatEdges]:
-        plain, _ = self._free
-        return FlatNodes(plain.costs), FlatEdges([(u, v, table) for (u, v), table in plain.edges.items()])
-
-    def _objective(self, choices: tuple[int, ...]) -> float:
-        nodes, edges = self._flat_seconds
-        return float(nodes.sum(np.array(choices)) + edges.sum(np.array(choices)))
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
         constant, workspace, kept = (float(row.sum(np.array(choices))) for row in self._flat_bytes)
         return constant + workspace + in_flight * kept
 
-    def chosen(self, choices: tuple[int, ...], lower_bound: float | None = None) -> IntraOpSolution:
-        """These choices as a solution, of which no other is below the bound; None for this one's own seconds."""
-        objective = self._objective(choices)
+    def chosen(self, choices: tuple[int, ...], share: float = 1.0) -> IntraOpSolution:
+        """These choices as a solution, of whose seconds no other takes less than this share."""
+        objective = self._free.seconds(choices)
         solution = Solution(
-            choices=choices, objective=objective, method="elimination", proven=True, seconds=0.0,
-            lower_bound=objective if lower_bound is None else min(lower_bound, objective),
+            choices=choices, objective=objective, method="prices", proven=True, seconds=0.0,
+            lower_bound=share * objective,
             memory=self._held(choices, self.in_flight),
         )  # fmt: skip
         graph, nodes = self.graph, self.operator_node

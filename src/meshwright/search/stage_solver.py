@@ -155,6 +155,7 @@ class Kinds:
     Attributes:
       meshes: of each kind its logical meshes.
       devices: of each kind what it is made of; of several kinds of device one that has the least of each.
+      took_seconds: how long it took at most to find out what there was to find out of a kind.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class Kinds:
     ) -> None:
         self.meshes: list[tuple[LogicalMesh, ...]] = []
         self.devices: list[Device] = []
+        self.took_seconds: dict[int, float] = {}
         self._submeshes, self._wanted, self._own = submeshes, meshes, own_meshes or {}
         self._numbers: dict[Any, int] = {}
         self._of: dict[Submesh, int] = {}
@@ -319,11 +321,25 @@ class StageSolver:
         key = self._key(place, "none")[:3]
         if self._pins.zero not in (1, 2) or not self._pins.strict or key in self._lenient:
             return False
-        self._lenient.add(key)
-        for remat in ("none", "layer"):
-            self._problems.pop((*key, remat), None)
-            self._free.pop((*key, remat), None)
+        self.relax(key)
         return True
+
+    @property
+    def lenient(self) -> list[tuple[int, int, int]]:
+        """Numbers of ranges, kinds and logical meshes that cannot have their ZeRO stage in its strict form."""
+        return sorted(self._lenient)
+
+    def relax(self, key: tuple[int, int, int]) -> None:
+        """From now on that is asked for less strictly.
+
+        Args:
+          key: as of `lenient`.
+        """
+        if key not in self._lenient:
+            self._lenient.add(key)
+            for remat in ("none", "layer"):
+                self._problems.pop((*key, remat), None)
+                self._free.pop((*key, remat), None)
 
     def free(self, place: Place, remat: str) -> SolvedStage | None:
         """The best solution whatever its memory, or None if no layout exists."""
@@ -355,16 +371,18 @@ class StageSolver:
         except Infeasible:
             return self.priced(place, remat, prices, gap=gap) if self._relax(place) else [None] * len(prices)
         return [
-            None if one.choices is None else (self._once(place, remat, built, one.choices), one.share) for one in found
+            None if one.choices is None else (self._once(place, remat, built, one.choices, one.share), one.share)
+            for one in found
         ]
 
     def _once(
-        self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...]
-    ) -> SolvedStage:
+        self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...],
+        share: float,
+    ) -> SolvedStage:  # fmt: skip
         """Many prices have the same answer: it is looked at once."""
         key = (*self._key(place, remat), choices)
         if key not in self._same:
-            self._same[key] = self._solved(place, built, built[0].chosen(choices))
+            self._same[key] = self._solved(place, built, built[0].chosen(choices, share))
         return self._same[key]
 
     def within(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:

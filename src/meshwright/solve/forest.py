@@ -26,13 +26,16 @@ class Forest:
     ([[0, 0]], [1.0], [1.0])
 
     Args:
-        problem: its edges; its node costs are those that are there in any case and are not looked at.
+        problem: of which the edges are looked at, and of nodes how many choices they have.
+
+    Attributes:
+        edges: of the problem.
     """
 
     def __init__(self, problem: Problem) -> None:
         kept = dict.fromkeys(spanning_forest(problem))
         nodes = len(problem.costs)
-        self._edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
+        self.edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
         nothing = Problem.unchecked(costs=tuple(np.zeros(k) for k in problem.sizes), edges=problem.edges)
         # What edges that are left out cost at least, by the choice of one end.
         self._left_out = FlatNodes(relaxed(nothing, kept).costs)
@@ -70,7 +73,7 @@ class Forest:
 
         Returns:
             The choices, shape (nodes, cases); their totals, infinite where they are forbidden; and what no assignment
-            is below, infinite where all are forbidden: each of shape (cases,).
+            is below, infinite only where all are forbidden: each of shape (cases,).
         """
         cases = costs.shape[1]
         bounds = np.zeros(cases)
@@ -87,4 +90,4 @@ class Forest:
                 vector = vector + left_out[:, choices[u]]
             choices[v] = vector.argmin(axis=0)
         own = costs[self._left_out.starts[:, None] + choices, np.arange(cases)].sum(axis=0)
-        return choices, own + self._edges.sum(choices), bounds
+        return choices, own + self.edges.sum(choices), bounds
