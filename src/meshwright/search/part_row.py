@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from .stage_solver import SolvedStage
 
 # A row of a column of `stage_estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared
@@ -9,6 +11,18 @@ from .stage_solver import SolvedStage
 PartRow = tuple[tuple[float, ...], float]
 
 NO_PART: PartRow = (*(0.0,) * 8, 1.0), 0.0
+
+
+class KnownParts(NamedTuple):
+    """What has been found out of parts, to be sent to another process.
+
+    Args:
+      rows: by a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
+      lenient: parts, kinds and logical meshes that cannot have their ZeRO stage in its strict form.
+    """
+
+    rows: dict[tuple[Any, ...], PartRow]
+    lenient: list[tuple[int, int, int]]
 
 
 def part_row(stage: SolvedStage, share: float) -> PartRow:

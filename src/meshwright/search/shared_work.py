@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from .in_two import in_two
 from .inter_op_problem import InterOpProblem
 from .memory_reserve import MemoryReserve
+from .part_row import KnownParts
 from .stage_costs import StageCosts
-from .stage_estimates import KnownParts
 from .submeshes import Submesh
 
 if TYPE_CHECKING:

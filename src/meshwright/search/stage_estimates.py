@@ -23,14 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..program.staged import StagedProgram
 from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
-from .part_row import NO_PART, PartRow, part_row
+from .part_row import NO_PART, KnownParts, PartRow, part_row
 from .stage_solver import Place, SolvedStage, StageSolver
 from .workspace import AS_BAD
 
@@ -51,18 +51,6 @@ _SAME = 1.01
 
 # What is summed up for a range, in this order. In a table the last is part of what is there throughout.
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
-
-
-class KnownParts(NamedTuple):
-    """What has been found out of parts, to be sent to another process.
-
-    Args:
-      rows: by a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
-      lenient: parts, kinds and logical meshes that cannot have their ZeRO stage in its strict form.
-    """
-
-    rows: dict[tuple[Any, ...], PartRow]
-    lenient: list[tuple[int, int, int]]
 
 
 class OutOfTime(Exception):
