@@ -45,6 +45,9 @@ class OneKind:
 
     meshes = ((None,),)
 
+    def __init__(self) -> None:
+        self.took_seconds: dict[int, float] = {}
+
     def __getitem__(self, submesh: Submesh) -> int:
         return 0
 

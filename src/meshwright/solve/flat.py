@@ -10,7 +10,7 @@ import numpy as np
 class FlatNodes:
     """One or several numbers for each choice of each node.
 
-    >>> FlatNodes([np.array([1.0, 2.0]), np.array([10.0])]).sum(np.array([1, 0]))
+    >>> float(FlatNodes([np.array([1.0, 2.0]), np.array([10.0])]).sum(np.array([1, 0])))
     12.0
 
     Args:
@@ -38,7 +38,7 @@ class FlatNodes:
 class FlatEdges:
     """A number for each pair of choices of some pairs of nodes.
 
-    >>> FlatEdges([(0, 1, np.array([[1.0, 2.0], [3.0, 4.0]]))]).sum(np.array([1, 0]))
+    >>> float(FlatEdges([(0, 1, np.array([[1.0, 2.0], [3.0, 4.0]]))]).sum(np.array([1, 0])))
     3.0
 
     Args:

@@ -23,7 +23,7 @@ class Forest:
     >>> p = Problem(costs=([1.0, 0.0], [0.0, 0.0]), edges={(0, 1): [[0.0, 2.0], [3.0, 3.0]]})
     >>> choices, totals, bounds = Forest(p).minimise_each(np.concatenate(p.costs)[:, None])
     >>> choices.tolist(), totals.tolist(), bounds.tolist()
-    ([[0, 0]], [1.0], [1.0])
+    ([[0], [0]], [1.0], [1.0])
 
     Args:
         problem: of which the edges are looked at, and of nodes how many choices they have.
