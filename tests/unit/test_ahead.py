@@ -251,7 +251,7 @@ def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pyt
     for allowed in (True, False):
         monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed)
         target = gpt.build(gpt.GPTConfig(
-            name="gpt", hidden=256, layers=4, heads=8, sequence=128, global_batch=8, vocabulary=1024, scan=scan,
+            name="gpt", hidden=256, layers=2, heads=8, sequence=128, global_batch=4, vocabulary=1024, scan=scan,
         ))  # fmt: skip
         args = (target.example_state, target.example_batch)
         plans.append(plan_for(target.step, args, cluster="p3.16xlarge", stages=None).plan)

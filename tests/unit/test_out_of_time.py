@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ def planned(**options: Any) -> Any:
     return plan_for(target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=2, **options)
 
 
+@cache
+def at_leisure() -> Plan:
+    """With all the time it takes."""
+    return planned().plan
+
+
 def seconds(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.step_seconds
@@ -35,7 +42,7 @@ def seconds(plan: Plan) -> float:
 @pytest.mark.parametrize("parts", [1, 10, 40])
 def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is over after so many parts beyond the first plan."""
-    best = seconds(planned().plan)
+    best = seconds(at_leisure())
     left = [parts]
     found: list[int] = []
 
@@ -67,7 +74,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
 def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing half done is kept: plans are the same whether a search was interrupted on the way or not."""
     calls = [0]
-    before = planned().plan
+    before = at_leisure()
     plain = pipeline.StageSearch._refine
 
     def refine(self: StageSearch, *args: Any, **options: Any) -> None:
