@@ -6,34 +6,18 @@ from itertools import product
 
 import numpy as np
 import pytest
+from small_problems import small_problem
 
 from meshwright.solve import Problem
 from meshwright.solve.forest import Forest
-
-
-def random_problem(seed: int, *, tree: bool) -> tuple[Problem, list[np.ndarray]]:
-    """A problem, and costs of its nodes in three cases."""
-    rng = np.random.default_rng(seed)
-    sizes = [int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 7)))]
-    forbidden, density = float(rng.choice([0.0, 0.1, 0.3])), float(rng.choice([0.2, 0.5, 0.9]))
-
-    def numbers(shape: tuple[int, ...]) -> np.ndarray:
-        return np.where(rng.random(shape) < forbidden, np.inf, rng.integers(0, 6, shape).astype(float))
-
-    pairs = [(u, v) for v in range(len(sizes)) for u in range(v) if rng.random() < density]
-    if tree:
-        pairs = [(int(rng.integers(0, v)), v) for v in range(1, len(sizes)) if rng.random() < density]
-    problem = Problem(
-        costs=tuple(np.zeros(k) for k in sizes), edges={(u, v): numbers((sizes[u], sizes[v])) for u, v in pairs}
-    )
-    return problem, [numbers((k, 3)) for k in sizes]
 
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_bounds_and_assignments_against_brute_force(*, tree: bool) -> None:
     tight = possible = 0
     for seed in range(300):
-        problem, costs = random_problem(seed, tree=tree)
+        problem, numbers, _ = small_problem(seed, tree=tree)
+        costs = [numbers((k, 3)) for k in problem.sizes]
         choices, totals, bounds = Forest(problem).minimise_each(np.concatenate(costs))
         for case in range(3):
             one = Problem(costs=tuple(row[:, case] for row in costs), edges=problem.edges)

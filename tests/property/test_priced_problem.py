@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from small_problems import small_problem
 
 from meshwright.search import priced
 from meshwright.search.priced import PricedProblem
@@ -15,18 +16,8 @@ PRICES = [(0.1, 2), (0.0, 1), (3.0, 2), (0.5, 2), (0.5, 7), (1.0, 2), (50.0, 7)]
 
 
 def random_problem(seed: int) -> tuple[Problem, list[np.ndarray], list[np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    sizes = [int(rng.integers(1, 5)) for _ in range(int(rng.integers(1, 7)))]
-    forbidden, density = float(rng.choice([0.0, 0.1, 0.3])), float(rng.choice([0.2, 0.5, 0.9]))
-
-    def numbers(shape: tuple[int, ...]) -> np.ndarray:
-        return np.where(rng.random(shape) < forbidden, np.inf, rng.integers(0, 6, shape).astype(float))
-
-    pairs = [(u, v) for v in range(len(sizes)) for u in range(v) if rng.random() < density]
-    problem = Problem(
-        costs=tuple(numbers((k,)) for k in sizes), edges={(u, v): numbers((sizes[u], sizes[v])) for u, v in pairs}
-    )
-    constant, kept = ([rng.integers(0, 4, k).astype(float) for k in sizes] for _ in range(2))
+    problem, _, rng = small_problem(seed)
+    constant, kept = ([rng.integers(0, 4, k).astype(float) for k in problem.sizes] for _ in range(2))
     return problem, constant, kept
 
 

@@ -349,3 +349,20 @@ def test_pieces_of_one_stage_are_one_scan_again() -> None:
     assert whole.scan_splits == {}
     assert merge_scans(staged, [staged.piece_starts[position, 2] + 1]) is None
     assert eliminate_dead_code(inline(merged.core)) is not None
+
+
+def test_what_is_certain_of_a_free_stage_is_of_no_price() -> None:
+    """Whatever was asked at prices of memory before: no layouts take less than the bound that a free stage carries."""
+    costs = costs_of("moe-tiny")
+    kind = costs.solver.kind_of[Submesh(0, 8)]
+    for layer in range(len(costs.program.layers)):
+        for mesh in range(len(costs.solver.meshes[kind])):
+            place = Place(layer, layer + 1, kind, mesh)
+            costs.solver.priced(place, "none", [(price, 2) for price in (1e-9, 1e-12)], gap=1.0)
+            free = costs.solver.free(place, "none")
+            assert free is not None
+            solution = free.chosen.solution
+            numbers = free.problem.problem(UNLIMITED)
+            best = solve(Problem(costs=numbers.costs, edges=numbers.edges))
+            assert solution.lower_bound <= best.objective * (1 + 1e-9)
+            assert best.objective <= solution.objective * (1 + 1e-9) <= best.objective * 1.02

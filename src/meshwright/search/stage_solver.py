@@ -63,6 +63,13 @@ class SolvedStage:
         """What it saves as a part of a longer range (`StageProblem.boundary_seconds`)."""
         return self.problem.boundary_seconds(self.chosen)
 
+    def certain(self, share: float) -> SolvedStage:
+        """The same where this share of its seconds is certain to be needed: it may have been found first at another
+        price of memory, where something else was."""
+        solution = self.chosen.solution
+        bounded = replace(solution, lower_bound=share * solution.objective)
+        return replace(self, chosen=replace(self.chosen, solution=bounded))
+
     @cached_property
     def delayed_bytes(self) -> float:
         """On one device, what a microbatch keeps between its input gradient and its weight gradient: operands of the
@@ -346,7 +353,7 @@ class StageSolver:
         key = self._key(place, remat)
         if key not in self._free:
             (found,) = self.priced(place, remat, [(0.0, 1)])
-            self._free[key] = found[0] if found is not None else None
+            self._free[key] = found[0].certain(found[1]) if found is not None else None
         return self._free[key]
 
     def priced(
