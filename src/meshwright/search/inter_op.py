@@ -87,28 +87,31 @@ class _Label:
         return found
 
 
-def solve_inter_op(problem: InterOpProblem, *, beam: int = 256, upper_bound: float = inf) -> Found | None:
+def solve_inter_op(
+    problem: InterOpProblem, *, beam: int = 256, upper_bound: float = inf, alone_bound: float = inf
+) -> Found | None:
     """The best staged plan, or None if none fits (or none is below `upper_bound`).
 
     Args:
       problem: the numbers.
       beam: the most labels a state may have; the best by objective are kept.
       upper_bound: seconds; plans that take longer are of no interest.
+      alone_bound: the same of plans of one stage.
     """
     if beam > 1:
         # A narrow search first: its plan prunes the wide one.
-        search = _Search(problem, 1, upper_bound)
+        search = _Search(problem, 1, upper_bound, alone_bound)
         narrow = search.run()
         if narrow is not None:
             search.beam, search.bound, search.dropped = beam, narrow.seconds * (1 + 1e-12), inf
             wide = search.run()
             return wide if wide is not None else replace(narrow, lower_bound=min(narrow.seconds, search.dropped))
-    return _Search(problem, beam, upper_bound).run()
+    return _Search(problem, beam, upper_bound, alone_bound).run()
 
 
 class _Search:
-    def __init__(self, problem: InterOpProblem, beam: int, bound: float) -> None:
-        self.problem, self.beam, self.bound = problem, beam, bound
+    def __init__(self, problem: InterOpProblem, beam: int, bound: float, alone: float) -> None:
+        self.problem, self.beam, self.bound, self.alone = problem, beam, bound, alone
         # What plans take at least whose labels there was no room for.
         self.dropped = inf
         self.ending: dict[int, list[Submesh]] = {}
@@ -211,6 +214,7 @@ class _Search:
             for first in np.flatnonzero(worth[number]).tolist():
                 if (first == 0) != (submesh.first == 0):
                     continue
+                bound = min(self.bound, self.alone) if first == 0 and place == 1 else self.bound
                 left = [float(table[first, self._positions[submesh.first]]) for table in self._left[place]]
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
@@ -221,7 +225,7 @@ class _Search:
                     forward, backward, widest, exchange = edges
                     seconds = label.seconds + self._passage(option, place) + forward + backward
                     periods = self._periods(label, option, forward, backward, widest)
-                    if seconds + left[0] + max(rest * sum(periods), left[1]) > self.bound:
+                    if seconds + left[0] + max(rest * sum(periods), left[1]) > bound:
                         continue
                     done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
                     late = max(0.0, option.once_seconds + exchange, label.late - done)

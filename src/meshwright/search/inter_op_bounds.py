@@ -11,10 +11,15 @@ from .inter_op_problem import InterOpProblem
 from .submeshes import Submesh
 
 
-def most_seconds(problem: InterOpProblem, bound: float) -> dict[Submesh, np.ndarray]:
+def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf) -> dict[Submesh, np.ndarray]:
     """The longest that each range of layers may take on each submesh, in one microbatch, if the plan it is a part of
-    is to take no longer than `bound` seconds: `[layers + 1, layers + 1]`; below 0 for none. The problem has its
-    `least`."""
+    is to be of interest: `[layers + 1, layers + 1]`; below 0 for none.
+
+    Args:
+      problem: the numbers, with its `least`.
+      bound: seconds that a plan may take.
+      alone_bound: the same of plans of one stage.
+    """
     assert problem.least is not None
     positions = positions_of(problem)
     tables = {submesh: problem.least(submesh) for submesh in problem.submeshes}
@@ -39,7 +44,8 @@ def most_seconds(problem: InterOpProblem, bound: float) -> dict[Submesh, np.ndar
         most = np.full_like(around, -inf)
         possible = np.isfinite(around)
         others = np.maximum(period[:, start, None], period_after[None, :, stop])[possible]
-        left = bound - around[possible]
+        whole = submesh.first == 0 and submesh.stop == problem.devices
+        left = (min(bound, alone_bound) if whole else bound) - around[possible]
         alone = left / times if times else np.full_like(left, inf)
         most[possible] = np.where(alone >= others, alone, left - rest * others)
         found[submesh] = most

@@ -131,7 +131,8 @@ class InterOpProblem:
       limit_bytes: that may be counted on a device of a submesh, by whether the stage on it has the last layer.
       order: the schedule.
       max_stages: the most stages.
-      num_stages: how many stages there are to be; None for any number, except for zero bubble.
+      num_stages: how many stages there are to be; None for any number. Without it zero bubble is a bound: a stage then
+        keeps as many microbatches as there are stages from its place on, of which there may be more before it.
       least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
         (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
         look at all options.
@@ -163,10 +164,9 @@ class InterOpProblem:
         """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
         if self.order == "gpipe":
             return self.microbatches
-        if self.order == "zero_bubble":
-            assert self.num_stages is not None, "zero bubble keeps as many in flight as there are stages"
+        if self.order == "zero_bubble" and self.num_stages is not None:
             return min(self.microbatches, self.num_stages)
-        return min(self.microbatches, from_end if self.order == "one_f_one_b" else 2 * from_end - 1)
+        return min(self.microbatches, 2 * from_end - 1 if self.order == "eager_one_f_one_b" else from_end)
 
     def fits(self, option: Option, submesh: Submesh, from_end: int) -> bool:
         """Whether an option at this place from the end fits a device of a submesh."""

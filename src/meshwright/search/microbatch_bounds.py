@@ -5,8 +5,8 @@ that is known. Not even their programs have to be traced for that. What is bound
 out; what is thought to be fast is looked at first.
 
 A bound has to hold for every order. They are 1F1B at best with free transfers, but for a split backward, which fills
-the ends of the pipeline: in few microbatches its bound is far below any plan, and says nothing of where to look.
-(Interleaving fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
+the ends of the pipeline: it is bounded by itself, of any number of stages, where 1F1B would be too slow. (Interleaving
+fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import inf, isfinite
 
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
-from .inter_op_problem import InterOpProblem
+from .inter_op_problem import InterOpProblem, Order
 from .least_work import least_work_seconds
 from .microbatch_costs import MicrobatchCosts
 from .shared_work import estimates_found, least_found
@@ -37,7 +37,7 @@ class MicrobatchBounds:
 
     Args:
       costs: of its stages.
-      problem: the stages of 1F1B with free transfers, under these costs, in microbatches of this share of the
+      problem: the stages of an order with free transfers, under these costs, in microbatches of this share of the
         program's.
 
     Attributes:
@@ -46,7 +46,7 @@ class MicrobatchBounds:
       given_up: seconds that numbers take at least of which nothing more is known.
     """
 
-    def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float], InterOpProblem]) -> None:
+    def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
         self._costs, self._problem = costs, problem
         self.searched: set[int] = set()
         self.fills_ends = False
@@ -58,8 +58,6 @@ class MicrobatchBounds:
         # What 1F1B takes at least.
         self._whole: dict[int, float] = {}
         self.given_up = inf
-        # Numbers that only a split backward may make fast, with what that is told from.
-        self._doubtful: dict[int, StageCosts] = {}
 
     @property
     def floor(self) -> float:
@@ -120,10 +118,13 @@ class MicrobatchBounds:
           count: the number.
           best_seconds: of the best plan that is known.
         """
+        return self.told_by(self._nearest(count), [count], best_seconds)[count]
+
+    def _nearest(self, count: int) -> StageCosts | None:
+        """Of the most microbatches that have been searched and are no more than these."""
         fewer = [costs for costs in self._costs.all if costs.program.microbatches in self.searched]
         fewer = [costs for costs in fewer if costs.program.microbatches <= count]
-        source = max(fewer, key=lambda costs: costs.program.microbatches, default=self._costs.base)
-        return self.told_by(source, [count], best_seconds)[count]
+        return max(fewer, key=lambda costs: costs.program.microbatches, default=self._costs.base)
 
     def told_by(self, costs: StageCosts | None, counts: Sequence[int], best_seconds: float) -> dict[int, float]:
         """The same of multiples of a number of microbatches, as that one says.
@@ -141,33 +142,32 @@ class MicrobatchBounds:
         for count in sorted(counts, reverse=True):
             filled = self._filled(costs, count)
             bound = min(_MAY_BE_BEST * best_seconds, _AT_MOST * fastest)
-            whole = self._least(costs, count, bound)
+            whole = self._least(costs, count, "one_f_one_b", bound)
             fastest = min(fastest, whole)
             self._whole[count] = max(whole, self._whole.get(count, 0.0))
             if whole == inf and isfinite(bound):
                 if filled < 1:
-                    self._doubtful[count], whole = costs, bound
+                    whole = bound
                 else:
                     self.given_up = min(self.given_up, bound)
             found[count] = filled * whole
         costs.forget_estimates()
         return found
 
-    def is_slower(self, count: int, best_seconds: float) -> bool:
-        """Whether not even a split backward makes a plan in so many microbatches as fast as the best one: asked last,
-        since there is much to look at."""
-        costs = self._doubtful.pop(count, None)
-        if costs is None or not isfinite(best_seconds):
-            return False
-        filled = self._filled(costs, count)
-        slower = filled * self._least(costs, count, best_seconds / filled) > best_seconds
+    def with_split(self, count: int, best_seconds: float) -> float:
+        """Seconds that a number of microbatches takes at least where a split backward is asked for, infinite if more
+        than the best plan; 0 where that is not known: asked last, since there is much to look at."""
+        costs = self._nearest(count)
+        if not self.fills_ends or costs is None or self._whole.get(count, 0.0) <= best_seconds:
+            return 0.0
+        least = self._least(costs, count, "zero_bubble", best_seconds)
         costs.forget_estimates()
-        return slower
+        return min(least, self._whole[count])
 
-    def _least(self, costs: StageCosts, count: int, bound: float) -> float:
-        """What a plan with a whole backward takes at least; infinite if that is more than the bound."""
+    def _least(self, costs: StageCosts, count: int, order: Order, bound: float) -> float:
+        """What a plan takes at least; infinite if that is more than the bound."""
         costs.reserve(self._costs.reserve(count))
-        problem = self._problem(costs, costs.program.microbatches / count)
+        problem = self._problem(costs, costs.program.microbatches / count, order)
         least_found(problem, costs)
         costs.focus(most_seconds(problem, bound))
         estimates_found(problem, costs)

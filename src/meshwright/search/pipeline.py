@@ -46,10 +46,13 @@ from .stage_request import (
 )
 from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .staged_plan import assemble
+from .staged_timing import WORTH_SPLITTING
 from .submeshes import Submeshes
 
-# Plans whose objective is this much longer than the best may still be the best simulated.
-_WORTH_SIMULATING = 1.05
+# Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
+# all stages and the period count some of the same seconds twice. With a split backward the two are closer (0.997 to
+# 1.002 of each other), and of a plan of one stage they are the same.
+_WORTH_SIMULATING, _WORTH_SIMULATING_SPLIT = 1.05, 1.01
 
 _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
@@ -97,7 +100,7 @@ class StageSearch:
         self._probing = self._may_stop = False
         self.costs.late = lambda: self._may_stop and self.over
         self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
-        self.bounds = MicrobatchBounds(self.costs, lambda costs, n: self._problem(costs, "one_f_one_b", (), n))
+        self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self._reset()
@@ -126,6 +129,16 @@ class StageSearch:
     def worth_a_look(self) -> float:
         """Objectives up to this may be those of the best simulated plan."""
         return self.best_objective * _WORTH_SIMULATING
+
+    def _worth(self, order: Order) -> tuple[float, float]:
+        """The same of plans in an order: of several stages, and of one."""
+        split = self.best_objective * _WORTH_SIMULATING_SPLIT / self._handicap(order)
+        most = self.worth_a_look if self._handicap(order) == 1 else split
+        return most, min(most, self.best_objective * (1 + 1e-9))
+
+    def _handicap(self, order: Order) -> float:
+        """What the seconds of plans in an order count for beside others: a split backward has to be worth it."""
+        return 1 + WORTH_SPLITTING if order == "zero_bubble" and not self._only_splits else 1.0
 
     @property
     def over(self) -> bool:
@@ -180,7 +193,7 @@ class StageSearch:
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
-        gap = max(1 - max(self.unsearched, self.bounds.floor) / best.seconds, 0.0) if best.seconds > 0 else 0.0
+        gap = max(1 - max(self.unsearched, self.bounds.floor) / best.weight, 0.0) if best.seconds > 0 else 0.0
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
@@ -235,18 +248,13 @@ class StageSearch:
             if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
+                    split = self.bounds.with_split(count, self.best_objective / self._handicap("zero_bubble"))
+                    expected[count] = max(expected[count], split * self._handicap("zero_bubble"))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if expected[count] > self.best_objective:
                 least = expected[count]
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
                 self.considered.append(f"{count} microbatches: {reason}")
-                continue
-            slower = False
-            if bounded and not self.over:
-                with self._in_time(expected[count]):
-                    slower = self.bounds.is_slower(count, self.best_objective)
-            if slower:
-                self.considered.append(f"{count} microbatches: {_NOTHING}")
                 continue
             if self.over or (self._probing and tried and self.finished):
                 reason = "out of time" if self.over else "a first plan was enough"
@@ -295,10 +303,12 @@ class StageSearch:
         return self.taken or otherwise
 
     def problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
-        """What to solve for a number of microbatches; for a split backward by what the others have found."""
+        """What to solve for a number of microbatches; for a split backward by what the others have found. GPipe keeps
+        no fewer microbatches than eager 1F1B and takes no less time: beside that it is no order of its own."""
         crossings = costs.crossings()
+        eager = is_asked("eager_one_f_one_b", self._schedules)
         for order in ORDERS:
-            if is_asked(order, self._schedules):
+            if is_asked(order, self._schedules) and not (order == "gpipe" and eager):
                 yield from self._problems(count, costs, order, crossings)
 
     @property
@@ -317,7 +327,7 @@ class StageSearch:
         counts = set(_POWERS_OF_TWO)
         if not self._only_splits:
             # Smaller bubbles allow more stages than the best plan with a whole backward has.
-            worth = self.worth_a_look
+            worth, _ = self._worth(order)
             known = {
                 len(stages) for (n, stages), s in self.finished.items()
                 if n == microbatches and s * least_share_split(len(stages), n) <= worth
@@ -341,7 +351,8 @@ class StageSearch:
         estimates_found(problem, costs)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            found = solve_inter_op(problem, beam=self.beam, upper_bound=self.worth_a_look)
+            most, alone = self._worth(problem.order)
+            found = solve_inter_op(problem, beam=self.beam, upper_bound=most, alone_bound=alone)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
@@ -357,12 +368,12 @@ class StageSearch:
             if self.over:
                 self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
                 break
-        self.unsearched = min(self.unsearched, least)
+        self.unsearched = min(self.unsearched, least * self._handicap(problem.order))
 
     def bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound = self.worth_a_look
+        bound, alone = self._worth(problem.order)
         if not isfinite(bound):
             costs.estimates.only_easy = True
             try:
@@ -375,8 +386,8 @@ class StageSearch:
             )
             bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
         least_found(problem, costs)
-        costs.focus(most_seconds(problem, bound))
-        self.unsearched = min(self.unsearched, bound)
+        costs.focus(most_seconds(problem, bound, alone))
+        self.unsearched = min(self.unsearched, bound * self._handicap(problem.order))
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
