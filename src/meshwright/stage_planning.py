@@ -6,6 +6,7 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cached_property
 from math import inf, isfinite, prod
 from typing import Any
 
@@ -331,6 +332,10 @@ class _Programs(Mapping[int, StagedProgram]):
         return len(self._counts)
 
     def __getitem__(self, count: int) -> StagedProgram:
+        # Cut alike, so that what a few microbatches take bounds what more of them do.
+        return self._cut(count, self.any)
+
+    def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:
         asked, begun = self._asked, time.perf_counter()
         asked.tell(f"tracing {count} microbatches")
         program = _traced(asked, count)
@@ -343,17 +348,18 @@ class _Programs(Mapping[int, StagedProgram]):
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
                 "a step that computes no gradients",
             )  # fmt: skip
-        staged = asked.traces.staged(program)
+        same = like is not None and like.source is program
+        staged = like if same and like is not None else asked.traces.staged(program, like)
         self.seconds += time.perf_counter() - begun
         return staged
 
-    @property
+    @cached_property
     def any(self) -> StagedProgram:
         """The one of the fewest microbatches that there is."""
         refused: PlanError | None = None
         for count in sorted(self._counts):
             try:
-                return self[count]
+                return self._cut(count, None)
             except PlanError as error:
                 # Some steps cannot be cut so finely: these numbers were our idea.
                 refused = refused or error

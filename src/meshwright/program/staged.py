@@ -89,6 +89,7 @@ def staged_program(
     exactly: bool = False,
     cuts: Sequence[int] = (),
     scan_splits: Mapping[int, Sequence[int]] | None = None,
+    like: StagedProgram | None = None,
 ) -> StagedProgram:
     """Split the scans of a traced step's core and cluster its equations into layers.
 
@@ -99,15 +100,25 @@ def staged_program(
       cuts: equations of the core, its scans split, that begin a layer, in place of the user's.
       scan_splits: the trips of the pieces of each scan; None to cut scans so that each piece is about a layer, or where
         the user ended layers.
+      like: the same step in another number of microbatches: where this one is made of the same equations, it is cut as
+        that is, in place of all this.
 
     Raises:
       PlanError: for cuts or trips that are not of the program.
     """
+    if like is not None and _equations(program) == _equations(like.source):
+        scan_splits, cuts = like.scan_splits, [first for first, _ in like.layers[1:]]
+        layers = layers if cuts else 1
     if scan_splits is None:
         scan_splits = _trips_of_scans(program, layers)
     core, starts, splits = _split(program, scan_splits)
     cuts = cuts or _boundaries(program, core, starts, splits)
     return _staged(program, core, starts, splits, layers=layers, cuts=cuts, exactly=exactly)
+
+
+def _equations(program: Program) -> list[tuple[str, int]]:
+    """What a core is made of: names, and how often a scan's body runs."""
+    return [(one.primitive.name, one.params.get("length", 1)) for one in open_jaxpr(program.core).eqns]
 
 
 def merge_scans(staged: StagedProgram, bounds: Sequence[int]) -> StagedProgram | None:

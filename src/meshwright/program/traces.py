@@ -32,7 +32,7 @@ class Traces:
         self._step = step
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
-        self._staged: dict[int, StagedProgram] = {}
+        self._staged: dict[tuple[int, int | None], StagedProgram] = {}
 
     def __call__(self, *args: Any) -> Any:
         """The step itself."""
@@ -68,11 +68,12 @@ class Traces:
         leaves, tree = jax.tree.flatten(abstract(tuple(args)))
         return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
 
-    def staged(self, program: Program) -> StagedProgram:
-        """As `staged_program`, of a program that `program` gave."""
-        if id(program) not in self._staged:
-            self._staged[id(program)] = staged_program(program)
-        return self._staged[id(program)]
+    def staged(self, program: Program, like: StagedProgram | None = None) -> StagedProgram:
+        """As `staged_program`, of programs that `program` and `staged` gave."""
+        key = id(program), id(like) if like is not None else None
+        if key not in self._staged:
+            self._staged[key] = staged_program(program, like=like)
+        return self._staged[key]
 
 
 def traces_of(step: Callable[..., Any]) -> Traces:

@@ -112,7 +112,7 @@ class Interleaving:
             for ranks in suggested:
                 chunks = chunks_of(known[0].program, count, ranks, devices)
                 ways = {
-                    n: 0.0 if asked else self._expected(known, count, ranks, n)
+                    n: 0.0 if asked else self._expected(known, count, ranks, n, below_seconds)
                     for n in chunks if request.stages in (None, ranks * n)
                 }  # fmt: skip
                 if min(ways.values(), default=inf) < below_seconds:
@@ -120,9 +120,11 @@ class Interleaving:
         found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
         return found if asked else found[:_MOST_INTERLEAVED]
 
-    def _expected(self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int) -> float:
+    def _expected(
+        self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int, below_seconds: float
+    ) -> float:
         """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other and what
-        they do once."""
+        they do once. What takes longer than `below_seconds` whatever is in flight is looked at no further."""
         fewer = [costs for costs in known if costs.program.microbatches <= count]
         costs = max(fewer, key=lambda one: one.program.microbatches, default=None)
         place = _places(costs, ranks) if costs is not None else None
@@ -133,7 +135,11 @@ class Interleaving:
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
         mine = [(first, last) for first, last in pairwise(cuts) if first < last]
-        return (count + (ranks - 1) / chunks) * max(costs.expected(mine, place[0], in_flight, share))
+        for held in (1, in_flight):
+            seconds = (count + (ranks - 1) / chunks) * max(costs.expected(mine, place[0], held, share))
+            if seconds >= below_seconds:
+                break
+        return seconds
 
     def candidates(
         self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts], *,

@@ -62,7 +62,7 @@ def _of_core(core: ClosedJaxpr, stage: StageProgram) -> Hashable:
         remat,
         cut.program_inputs,
         cut.program_outputs,
-        _ranked((local[value], target) for value, target in stage.sent),
+        tuple(sorted(local[value] for value, _ in stage.sent)),  # to whom is looked up
         stage.asynchronous,
     )
 
@@ -149,13 +149,6 @@ def _of_round(program: Round, stage: StageProgram, update: UpdateProgram, around
         number.equations(equations, known),
         tuple(number.atom(atom, known) for atom in wanted),
     )
-
-
-def _ranked(pairs: Iterable[tuple[int, int]]) -> Hashable:
-    """Pairs of a value and a stage, with the stages' places among each other."""
-    found = list(pairs)
-    ranks = {stage: rank for rank, stage in enumerate(sorted({stage for _, stage in found}))}
-    return tuple((value, ranks[stage]) for value, stage in found)
 
 
 def _shape(array: Any) -> Hashable:
