@@ -43,8 +43,9 @@ _EASY = 0.5
 # Ranges solved whole can be faster than their parts by themselves, by no more than this.
 _PARTS_ALONE = 0.97
 
-# A part counts as what it takes at least, where no more than this is uncertain; else it is solved to the end.
-_LOOSE = 0.03
+# A part counts as what it takes at least, mostly within 3 percent of its best. Where more than this is uncertain it is
+# solved to the end: what estimates leave open costs less to solve where it matters, in ranges.
+_LOOSE = 0.5
 
 # Less than this between two ways is no difference worth looking at.
 _SAME = 1.01

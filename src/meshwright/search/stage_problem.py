@@ -21,6 +21,7 @@ from ..program.graph import Graph, Operator
 from ..program.residuals import kept_inputs
 from ..solve import Problem, Solution
 from ..solve.flat import FlatNodes
+from ..solve.improve import improve
 from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import Passes
@@ -236,21 +237,25 @@ class StageProblem(IntraOpProblem):
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
-        bound = free.bound
+        over, bound = free.choices, free.bound
         prices = unit * np.array(_FIRST_PRICES)
-        for _ in range(_ROUNDS_OF_PRICES):
+        for last in range(_ROUNDS_OF_PRICES, 0, -1):
             for price, one in zip(prices.tolist(), priced([(p, in_flight) for p in prices.tolist()]), strict=True):
                 bound = max(bound, one.bound - price * limit_bytes)
                 if one.choices is None:
                     continue
                 if self._held(one.choices, in_flight) > limit_bytes:
-                    cheap = max(cheap, price)
+                    cheap, over = max((cheap, over), (price, one.choices), key=lambda known: known[0])
                 else:
                     dear = min(dear, price)
                     seconds = ready.seconds(one.choices)
                     best = min(best, (seconds, one.choices)) if best is not None else (seconds, one.choices)
             if best is None or not cheap < dear:
                 return None
+            if last == 1 and best[0] - bound > gap * abs(best[0]):
+                # Prices alone miss what uses the last bytes of memory.
+                choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
+                best = min(best, (ready.seconds(choices), choices))
             if best[0] - bound <= gap * abs(best[0]):
                 share = bound / best[0] if best[0] > 0 else 1.0
                 return self.chosen(best[1], min(max(share, 0.0), 1.0))
