@@ -405,14 +405,16 @@ class IntraOpProblem:
         )
 
     def solve(
-        self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0
-    ) -> IntraOpSolution:
-        """The best choice for every node within the memory limit.
+        self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0,
+        known: tuple[int, ...] | None = None,
+    ) -> IntraOpSolution:  # fmt: skip
+        """The best choice for every node within the memory limit; arguments as of `solve.solve`.
 
         Raises:
           solve.Infeasible: if no choice fits.
         """
-        solution = solve(self.problem(memory_limit_bytes), gap=gap, time_limit_seconds=time_limit_seconds)
+        problem = self.problem(memory_limit_bytes)
+        solution = solve(problem, gap=gap, time_limit_seconds=time_limit_seconds, known=known)
         picked = [choices[c] for choices, c in zip(self.choices, solution.choices, strict=True)]
         graph = self.graph
         parameters = tuple(picked[self.input_node[graph.inputs[p]]] for p in graph.parameters)

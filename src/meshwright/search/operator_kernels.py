@@ -71,9 +71,26 @@ def operator_kernels(
         flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
         kernel = Kernel("attention" if attention else "product", flops, moved, dtype)
         return _again(kernel, moving, ATTENTION_BACKWARD if attention else float(len(moving)))
-    written = _bytes(graph, operator.results, algorithm.results, sizes)
-    kernel = Kernel("stored" if stored else "fused", 0.0, written)
+    kernel = plain_kernel(_bytes(graph, operator.results, algorithm.results, sizes), stored=stored)
     return _again(kernel, moving or [0] * operator.differentiated, 1.0)
+
+
+def is_plain(operator: Operator) -> bool:
+    """Whether what an operator takes follows from what it writes, and nothing is moved inside it: it runs one kernel,
+    and once more for its derivative."""
+    if operator.is_link or operator.matmul or operator.name in ("dot_general", "conv_general_dilated"):
+        return False
+    return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
+
+
+def plain_kernel(written: float, *, stored: bool) -> Kernel:
+    """The kernel of an operator that is no product.
+
+    Args:
+      written: bytes.
+      stored: whether its result is written to memory.
+    """
+    return Kernel("stored" if stored else "fused", 0.0, written)
 
 
 def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:

@@ -88,11 +88,6 @@ class PricedProblem:
     def _exact(self) -> _Exact:
         return _Exact(self._problem, self._held)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether what `solved` finds is the best there."""
-        return self._exact.is_exact
-
     def best(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
     ) -> list[Priced]:

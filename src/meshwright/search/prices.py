@@ -18,7 +18,7 @@ from ..program.halo import halo_bytes
 from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .conversion_prices import conversion_prices
-from .operator_kernels import OperatorKernels, operator_kernels
+from .operator_kernels import OperatorKernels, is_plain, operator_kernels, plain_kernel
 from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
@@ -136,14 +136,27 @@ class Prices:
     def of_operator(self, graph: Graph, operator: Operator, choices: Sequence[Any]) -> OperatorPrices:
         """What is known of an operator that can be run in these ways."""
         algorithms = [choice.algorithm for choice in choices]
-        parts = self.operator_parts(graph, operator, algorithms)
-        forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
+        results = tuple(map(SpecRow, zip(*(one.results for one in algorithms), strict=True)))
+        if is_plain(operator):
+            # What a device writes says it all, and that is one of a few sizes.
+            written = np.zeros(len(choices))
+            for value, row in zip(operator.results, results, strict=True):
+                if value is not None:
+                    written = written + graph.values[value].bytes / self.shards(row)
+            written, at = np.unique(written, return_inverse=True)
+            stored = is_stored(graph, operator)
+            forward = np.array([self.kernel(plain_kernel(size, stored=stored)) for size in written.tolist()])[at]
+            backward = forward * operator.differentiated
+        else:
+            parts = self.operator_parts(graph, operator, algorithms)
+            forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
+            forward, backward = forward + inside, backward + mirrored
         return OperatorPrices(
             choices=tuple(choices),
             operands=tuple(map(SpecRow, zip(*(one.operands for one in algorithms), strict=True))),
-            results=tuple(map(SpecRow, zip(*(one.results for one in algorithms), strict=True))),
-            forward_seconds=forward + inside,
-            backward_seconds=backward + mirrored,
+            results=results,
+            forward_seconds=forward,
+            backward_seconds=backward,
         )
 
     def shared(self, made: SpecRow, read: tuple[SpecRow, ...]) -> SpecRow:

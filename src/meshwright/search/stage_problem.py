@@ -7,7 +7,7 @@ And the stage search needs the two passes apart, since a pipeline's transfers an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -206,17 +206,29 @@ class StageProblem(IntraOpProblem):
         """
         return self._free.best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
 
+    def needs_at_best(self, in_flight: int) -> float:
+        """Bytes on a device, workspace included, of the fastest layouts as far as a forest finds them.
+
+        Args:
+          in_flight: microbatches kept.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        (free,) = self._free.relaxed([(0.0, in_flight)])
+        return self._held(free.choices, in_flight) if free.choices is not None else 0.0
+
     def within(self, limit_bytes: float, in_flight: int, *, gap: float) -> IntraOpSolution | None:
-        """The best solution within a limit of memory, as far as a price on memory finds it (Everett, 1963): at every
-        price what is best there bounds all that fits from below.
+        """The best solution within a limit of memory that forests find at prices of memory (Everett, 1963), with what
+        they prove: at every price what is best there bounds all that fits from below.
 
         Args:
           limit_bytes: on a device, workspace included.
           in_flight: microbatches kept.
-          gap: relative, between the best found and the best bound.
+          gap: relative, between the best found and the best bound, at which to stop.
 
         Returns:
-          None where prices do not come as close, which says nothing of whether there is a solution.
+          None where nothing is found, which says nothing of whether there is a solution.
 
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
@@ -224,23 +236,15 @@ class StageProblem(IntraOpProblem):
         if limit_bytes <= 0:
             return None
         ready = self._free
-        found = self._within(ready.relaxed, limit_bytes, in_flight, gap)
-        return found if found or not ready.is_exact else self._within(ready.solved, limit_bytes, in_flight, gap)
-
-    def _within(
-        self, priced: Callable[[Sequence[tuple[float, float]]], list[Priced]], limit_bytes: float, in_flight: int,
-        gap: float,
-    ) -> IntraOpSolution | None:  # fmt: skip
-        """The same by what this finds at prices."""
-        ready = self._free
-        (free,) = priced([(0.0, in_flight)])
+        (free,) = ready.relaxed([(0.0, in_flight)])
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
         over, bound = free.choices, free.bound
         prices = unit * np.array(_FIRST_PRICES)
-        for last in range(_ROUNDS_OF_PRICES, 0, -1):
-            for price, one in zip(prices.tolist(), priced([(p, in_flight) for p in prices.tolist()]), strict=True):
+        for _ in range(_ROUNDS_OF_PRICES):
+            found = ready.relaxed([(price, in_flight) for price in prices.tolist()])
+            for price, one in zip(prices.tolist(), found, strict=True):
                 bound = max(bound, one.bound - price * limit_bytes)
                 if one.choices is None:
                     continue
@@ -250,17 +254,17 @@ class StageProblem(IntraOpProblem):
                     dear = min(dear, price)
                     seconds = ready.seconds(one.choices)
                     best = min(best, (seconds, one.choices)) if best is not None else (seconds, one.choices)
-            if best is None or not cheap < dear:
-                return None
-            if last == 1 and best[0] - bound > gap * abs(best[0]):
-                # Prices alone miss what uses the last bytes of memory.
-                choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
-                best = min(best, (ready.seconds(choices), choices))
-            if best[0] - bound <= gap * abs(best[0]):
-                share = bound / best[0] if best[0] > 0 else 1.0
-                return self.chosen(best[1], min(max(share, 0.0), 1.0))
+            if best is None or not cheap < dear or best[0] - bound <= gap * abs(best[0]):
+                break
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
-        return None
+        if best is None:
+            return None
+        if best[0] - bound > gap * abs(best[0]):
+            # Prices alone miss what uses the last bytes of memory.
+            choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
+            best = min(best, (ready.seconds(choices), choices))
+        share = bound / best[0] if best[0] > 0 else 1.0
+        return self.chosen(best[1], min(max(share, 0.0), 1.0))
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
         constant, workspace, kept = (float(row.sum(np.array(choices))) for row in self._flat_bytes)

@@ -394,24 +394,36 @@ class StageSolver:
 
     def within(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:
         """The best solution that needs no more bytes on a device with so many microbatches in flight, or None."""
-        free = self.free(place, remat)
-        if free is None or free.held_bytes(in_flight) <= limit:
-            return free
-        if free.problem.least_bytes.held(in_flight) > limit:
-            return None
+        if not self._exceeds(place, remat, in_flight, limit):
+            free = self.free(place, remat)
+            if free is None or free.held_bytes(in_flight) <= limit:
+                return free
         return self._limited(place, remat, in_flight, limit)
+
+    def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
+        """Whether the fastest layouts plainly need more: they need not be found to the end then."""
+        built = self.problem(place, remat)
+        if built is None or self._key(place, remat) in self._free or self._pins.zero is not None:
+            return False
+        try:
+            return built[0].needs_at_best(in_flight) > limit
+        except Infeasible:
+            return False
 
     def _limited(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:
         built = self.problem(place, remat)
         if built is None:
             return None
         problem = built[0]
+        if problem.least_bytes.held(in_flight) > limit:
+            return None
         self.solves += 1
         problem.in_flight = in_flight
         try:
             chosen = problem.within(limit, in_flight, gap=_GAP)
-            if chosen is None:
-                chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
+            if chosen is None or chosen.solution.gap > _GAP:
+                known = chosen.solution.choices if chosen is not None else None
+                chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, known=known)
         except (Infeasible, Unsolved):
             return None
         finally:

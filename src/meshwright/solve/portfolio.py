@@ -51,7 +51,9 @@ _HIGH_PRICE = 1e6
 _LEAST_SECONDS = 0.5
 
 
-def solve(problem: Problem, *, gap: float = 0.0, time_limit_seconds: float = 60.0) -> Solution:
+def solve(
+    problem: Problem, *, gap: float = 0.0, time_limit_seconds: float = 60.0, known: tuple[int, ...] | None = None
+) -> Solution:
     """The assignment of least cost within the memory limit.
 
     >>> from meshwright.solve import Problem, solve
@@ -64,6 +66,7 @@ def solve(problem: Problem, *, gap: float = 0.0, time_limit_seconds: float = 60.
         problem: the problem.
         gap: stop when (objective - lower bound) / objective is at most this.
         time_limit_seconds: the wall-clock time after which the best assignment known by then is the answer.
+        known: an assignment within the limit, of whoever knows that the limit binds: step 1 is left out then.
 
     Returns:
         The best assignment found, with a lower bound; `proven` says whether the gap was closed.
@@ -74,7 +77,7 @@ def solve(problem: Problem, *, gap: float = 0.0, time_limit_seconds: float = 60.
     """
     start = time.perf_counter()
     search = _Search(_without_idle_limit(problem), gap, Deadline.after(time_limit_seconds))
-    search.run()
+    search.run(known)
     bound = min(max(search.bound, 0.0), search.objective)
     left = search.objective - bound
     return Solution(
@@ -132,9 +135,10 @@ class _Search:
         if objective < self.objective and self.problem.fits(self.problem.memory_of(choices)):
             self.best, self.objective = choices, objective
 
-    def run(self) -> None:
+    def run(self, known: tuple[int, ...] | None) -> None:
+        self.offer(known, inside=False)
         try:
-            if not self._without_limit():
+            if known is not None or not self._without_limit():
                 self.methods = ["presolve"]
                 self.steps = [presolve(self.problem, deadline=self.deadline)]
                 self._within_limit()
