@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, product
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -181,3 +182,46 @@ def test_a_narrow_beam_is_never_better_and_says_how_far_off_it_may_be(seed: int)
 def test_the_same_numbers_give_the_same_plan() -> None:
     problem = random_problem(3, "eager_one_f_one_b")
     assert solve_inter_op(problem) == solve_inter_op(problem)
+
+
+def test_without_a_number_of_stages_a_split_backward_is_bounded() -> None:
+    """By what the best plan of any number takes, or less: a stage keeps no more than there are stages."""
+    met = 0
+    for seed in range(150):
+        problem = random_problem(seed, "zero_bubble")
+        counts = range(1, min(problem.layers, problem.devices) + 1)
+        each = (solve_inter_op(replace(problem, num_stages=count)) for count in counts)
+        best = min((found.seconds for found in each if found is not None), default=inf)
+        bound = solve_inter_op(replace(problem, num_stages=None))
+        least = bound.lower_bound if bound is not None else inf
+        assert least <= best * (1 + 1e-9), seed
+        met += isfinite(best) and least == pytest.approx(best, rel=1e-9)
+    assert met > 50, "a bound that is never met says little"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_plans_of_one_stage_may_have_a_bound_of_their_own(order: Order) -> None:
+    ruled_out = 0
+    for seed in range(60):
+        problem = replace(random_problem(seed, order), num_stages=None if order != "zero_bubble" else 1)
+        plans = list(all_plans(problem))
+        alone = min((price(problem, plan) for plan in plans if len(plan) == 1), default=inf)
+        several = min((price(problem, plan) for plan in plans if len(plan) > 1), default=inf)
+        if not isfinite(alone):
+            continue
+        for share in (0.99, 1.01):
+            found = solve_inter_op(problem, alone_bound=share * alone)
+            best = min(several, alone if share > 1 else inf)
+            assert (found.seconds if found is not None else inf) == pytest.approx(best, rel=1e-9), seed
+        ruled_out += alone < several
+    assert ruled_out > 10
+
+
+def test_gpipe_is_never_better_than_eager() -> None:
+    """It keeps no fewer microbatches and waits no less: beside eager 1F1B it need not be searched."""
+    for seed in range(100):
+        problem = random_problem(seed, "gpipe")
+        gpipe, eager = solve_inter_op(problem), solve_inter_op(replace(problem, order="eager_one_f_one_b"))
+        if gpipe is not None:
+            assert eager is not None
+            assert eager.seconds <= gpipe.seconds * (1 + 1e-9), seed

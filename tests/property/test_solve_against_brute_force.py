@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import sys
 from collections import Counter
@@ -80,6 +81,25 @@ def agree(problem: Problem, found: Solution | Infeasible, truth: Solution | Infe
     assert found.objective == problem.objective(found.choices), seed
     assert problem.fits(problem.memory_of(found.choices)), seed
     assert found.proven, seed
+
+
+def test_solve_from_what_is_known() -> None:
+    """Whatever assignment is known, the limit may bind or not: the answer is the same."""
+    looked_at = 0
+    for seed in range(400):
+        problem = random_problem(seed)
+        truth = outcome(solve_by_brute_force, problem)
+        if isinstance(truth, Infeasible):
+            continue
+        fitting = [
+            one
+            for one in itertools.product(*map(range, problem.sizes))
+            if math.isfinite(problem.objective(one)) and problem.fits(problem.memory_of(one))
+        ]
+        known = fitting[seed % len(fitting)]
+        agree(problem, solve(problem, known=known), truth, seed)
+        looked_at += problem.objective(known) > truth.objective
+    assert looked_at > 100
 
 
 def test_solve() -> None:

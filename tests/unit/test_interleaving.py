@@ -95,7 +95,10 @@ def test_the_slowest_stage_of_a_rank_gets_what_the_others_leave() -> None:
 def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -> None:
     """A step that cannot be cut into few microbatches, though into more."""
     request: Any = None
-    assert Interleaving(request, lambda program: costs())._expected([costs()], MICROBATCHES // 2, RANKS, CHUNKS) == inf
+    assert (
+        Interleaving(request, lambda program: costs())._expected([costs()], MICROBATCHES // 2, RANKS, CHUNKS, inf)
+        == inf
+    )
 
 
 def test_what_was_tried_says_how_far_expectations_are_off() -> None:

@@ -60,7 +60,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         solver=SimpleNamespace(kind_of=OneKind()),
     )  # fmt: skip
     costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)
-    bounds = MicrobatchBounds(costs, lambda costs, share: pipeline(share))
+    bounds = MicrobatchBounds(costs, lambda costs, share, order: replace(pipeline(share), order=order))
     bounds.fills_ends = fills_ends
     return bounds, base
 
@@ -108,26 +108,32 @@ def test_the_search_goes_on_around_the_best_plan() -> None:
     assert promising([1, 2, 16, 128]) == 128, "16 are slower but for a split backward"
 
 
-def test_what_only_a_split_backward_makes_fast_is_looked_at_once_more() -> None:
+def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
     bounds, base = bounds_of(fills_ends=True)
     best = takes(64, "one_f_one_b")
     expected = bounds.told_by(base, COUNTS, best)
     assert expected[1] < best, "a bound as loose as this rules nothing out"
     assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
     assert bounds.promising([1, 2, 32], expected, inf, None, first=False) == 32
-    # Filled to the last, one microbatch is as fast as many, by its bound.
-    assert not bounds.is_slower(1, best)
-    assert not bounds.is_slower(1, 0.5), "of which there is nothing left to say"
-    fresh, base = bounds_of(fills_ends=True)
-    fresh.told_by(base, COUNTS, 0.5)
-    assert fresh.is_slower(1, 0.05)
+    for count in (1, 2, 4, 8):
+        least = takes(count, "zero_bubble")
+        assert bounds.with_split(count, least * (1 + 1e-9)) == pytest.approx(least)
+        assert bounds.with_split(count, least * (1 - 1e-9)) == inf
+    # Of what 1F1B makes as fast there is nothing left to say.
+    assert bounds.with_split(128, best) == 0.0
+
+
+def test_where_no_split_backward_is_asked_for_none_is_looked_at() -> None:
+    bounds, base = bounds_of(fills_ends=False)
+    bounds.told_by(base, COUNTS, 0.5)
+    assert bounds.with_split(1, 0.05) == 0.0
 
 
 def test_bounds_are_of_the_memory_that_there_was() -> None:
     bounds, base = bounds_of(fills_ends=True)
     bounds.told_by(base, COUNTS, 0.5)
     bounds.reset()
-    assert not bounds.is_slower(1, 0.05)
+    assert bounds.with_split(1, 0.05) == 0.0
     assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), inf, None, first=False) == 128
 
 
@@ -137,7 +143,8 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
     eight = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=8, layers=range(STAGES))}))
     known: Any = SimpleNamespace(counts=COUNTS, all=[base, eight], base=base, reserve=lambda count: None)
 
-    def problem(costs: Any, share: float) -> InterOpProblem:
+    def problem(costs: Any, share: float, order: Any) -> InterOpProblem:
+        del order
         # The share is of the microbatch of the number that says so.
         whole = share / costs.program.microbatches
         slow = pipeline(2 * whole if costs is eight else whole)

@@ -225,10 +225,12 @@ class _Search:
                     forward, backward, widest, exchange = edges
                     seconds = label.seconds + self._passage(option, place) + forward + backward
                     periods = self._periods(label, option, forward, backward, widest)
-                    if seconds + left[0] + max(rest * sum(periods), left[1]) > bound:
-                        continue
                     done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
                     late = max(0.0, option.once_seconds + exchange, label.late - done)
+                    # Stages before these may leave nothing of what is late.
+                    after = late if first == 0 else 0.0
+                    if seconds + left[0] + max(rest * sum(periods), left[1]) + after > bound:
+                        continue
                     new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
 
