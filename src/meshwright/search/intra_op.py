@@ -167,6 +167,8 @@ class IntraOpProblem:
         self.input_node: dict[int, int] = {}
         self.parameter_prices: dict[int, ParameterPrices] = {}
         self.moves: list[Move] = []
+        self._scaled: dict[tuple[int, float], np.ndarray] = {}
+        self._turned: dict[int, np.ndarray] = {}
         self._defines: dict[int, tuple[int, SpecRow]] = {}
         self._add_inputs()
         self._agree_on_batch(split_dims)
@@ -303,7 +305,7 @@ class IntraOpProblem:
         made_by = self.graph.operators[self.graph.producer[index][0]]
         table = self._conversions(index, specs, choices, self.forward_runs_of(index, made_by))
         times = self.trips(made_by, index)
-        self._connect(producer, node, self.microbatches * times * table)
+        self._connect(producer, node, self._times(self.microbatches * times, table))
         self.moves.append(Move(producer, node, index, times, specs, choices))
         self._defines[index] = (node, choices)
         if index in self._kept:
@@ -327,13 +329,21 @@ class IntraOpProblem:
             sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated
         )
 
+    def _times(self, times: float, table: np.ndarray) -> np.ndarray:
+        """So many conversions as one: many edges are alike, and share an array."""
+        key = id(table), times
+        if key not in self._scaled:
+            self._scaled[key] = times * table
+        return self._scaled[key]
+
     def _connect(self, u: int, v: int, table: np.ndarray) -> None:
+        """Add what a pair of choices costs; the table is not to be changed any more."""
         if u == v:
             self._seconds[u] = self._seconds[u] + np.diag(table)
         elif u < v:
             self._edges[u, v] = self._edges[u, v] + table if (u, v) in self._edges else table
         else:
-            self._connect(v, u, table.T)
+            self._connect(v, u, self._turned.setdefault(id(table), table.T))
 
     def _add_operands(self) -> None:
         graph, m = self.graph, self.microbatches
@@ -349,7 +359,7 @@ class IntraOpProblem:
                 targets = self.operator_prices[operator.index].operands[position]
                 table = self._conversions(index, specs, targets, self.forward_runs_of(index, operator))
                 times = operator.operand_repeats[position]
-                self._connect(source, node, m * times * table)
+                self._connect(source, node, self._times(m * times, table))
                 self.moves.append(Move(source, node, index, times, specs, targets))
                 if index in self._kept and index not in self.shared_node and index not in self.input_node:
                     self._bytes[node] += self._kept_bytes(index, targets)

@@ -79,11 +79,14 @@ class Passes:
                 node = problem.input_node[value]
                 shards = np.array([spec.shards(problem.sizes) for spec in problem.choices[node]], dtype=float)
                 rows[node] += write * problem.graph.values[value].bytes / shards
+        # Many conversions are alike: their table is held once.
+        tables: dict[tuple[int, int], np.ndarray] = {}
         for move in problem.moves:
             value = problem.graph.values[move.value]
-            table = move.times * problem.prices.forward_table(
+            once = problem.prices.forward_table(
                 move.sources, move.targets, value.bytes, differentiated=value.differentiated
             )
+            table = tables.setdefault((id(once), move.times), move.times * once)
             if move.source == move.target:
                 rows[move.source] += np.diag(table)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -42,12 +43,14 @@ class FlatEdges:
     3.0
 
     Args:
-        edges: two nodes each, and their table.
+        edges: two nodes each, and their table. Pairs may have the same array; it is held once.
     """
 
     def __init__(self, edges: Sequence[tuple[int, int, np.ndarray]]) -> None:
-        self._numbers = np.concatenate([np.zeros(0), *(table.ravel() for _, _, table in edges)])
-        self._starts = np.cumsum([0, *(table.size for _, _, table in edges)], dtype=int)[:-1]
+        tables = {id(table): table for _, _, table in edges}
+        self._numbers = np.concatenate([np.zeros(0), *(table.ravel() for table in tables.values())])
+        starts = dict(zip(tables, accumulate((table.size for table in tables.values()), initial=0), strict=False))
+        self._starts = np.array([starts[id(table)] for _, _, table in edges], dtype=int)
         self._first = np.array([u for u, _, _ in edges], dtype=int)
         self._second = np.array([v for _, v, _ in edges], dtype=int)
         self._width = np.array([table.shape[1] for _, _, table in edges], dtype=int)

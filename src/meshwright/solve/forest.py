@@ -39,10 +39,16 @@ class Forest:
         nothing = Problem.unchecked(costs=tuple(np.zeros(k) for k in problem.sizes), edges=problem.edges)
         # What edges that are left out cost at least, by the choice of one end.
         self._left_out = FlatNodes(relaxed(nothing, kept).costs)
+        # Of each node its neighbours, each with the table (neighbour's choices, own).
         in_forest: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
+        # Edges may have the same table; turned round it is held once.
+        turned: dict[int, np.ndarray] = {}
         for u, v in kept:
-            in_forest[u].append((v, problem.edges[u, v]))
-            in_forest[v].append((u, problem.edges[u, v].T))
+            table = problem.edges[u, v]
+            if id(table) not in turned:
+                turned[id(table)] = np.ascontiguousarray(table.T)
+            in_forest[u].append((v, turned[id(table)]))
+            in_forest[v].append((u, table))
         # Roots first; each node with its parent and the table (own choices, parent's), or None for a root.
         self._order: list[tuple[int, int, np.ndarray | None]] = []
         seen = [False] * nodes
@@ -55,7 +61,7 @@ class Forest:
                 for u, table in in_forest[one[0]]:
                     if not seen[u]:
                         seen[u] = True
-                        stack.append((u, one[0], np.ascontiguousarray(table.T)))
+                        stack.append((u, one[0], table))
         # Of each node the left-out edges to nodes that have chosen before it.
         position = {v: i for i, (v, _, _) in enumerate(self._order)}
         self._before: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
