@@ -20,7 +20,9 @@ from .program.trace import Program, abstract
 from .program.traces import Traces
 from .search.alternative import Alternative, merged, one_stage_words, stages_words
 from .search.pins import Pins
+from .search.staged_timing import WORTH_SPLITTING
 from .search.submeshes import Submesh, Submeshes
+from .simulate.of_plan import plan_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,11 @@ class Planning:
         return self.plan.predicted.step_seconds
 
     @property
+    def counted_seconds(self) -> float:
+        """What the step counts for where stages are compared: a split backward has to be worth it."""
+        return counted_seconds(self.plan)
+
+    @property
     def as_alternative(self) -> Alternative:
         """It as one that another plan was preferred to."""
         plan = self.plan
@@ -122,6 +129,12 @@ class Planning:
         """This plan, with others and what they were preferred to among its alternatives."""
         found = merged(self.alternatives, *(one.alternatives for one in others), (o.as_alternative for o in others))
         return replace(self, alternatives=found)
+
+
+def counted_seconds(plan: Plan) -> float:
+    """As `Planning.counted_seconds`, of a plan in stages that has been priced."""
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds * (1 + WORTH_SPLITTING * plan_schedule(plan).splits_backward)
 
 
 def in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:

@@ -69,10 +69,10 @@ def proven(planning: Planning, nothing: NothingFaster) -> Planning:
 
 
 def bounded(planning: Planning, least_seconds: float) -> Planning:
-    """The same plan with its gap, where all others are known to take so long at least."""
+    """The same plan with its gap, where all others are known to count for so much at least."""
     predicted = planning.plan.predicted
     assert predicted is not None  # plans that are found are priced
-    gap = max(1 - least_seconds / predicted.step_seconds, 0.0)
+    gap = max(1 - least_seconds / planning.counted_seconds, 0.0)
     plan: Plan = replace(planning.plan, predicted=replace(predicted, optimality_gap=gap))
     return replace(planning, plan=plan)
 

@@ -15,7 +15,7 @@ from .errors import MemoryExceeded, PlanError, size_words
 from .microbatch_counts import finer_counts, microbatch_counts
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
-from .plan_request import Planning, PlanRequest, in_cluster
+from .plan_request import Planning, PlanRequest, counted_seconds, in_cluster
 from .preset_planning import best_under_presets, bounded, proven
 from .presets import Preset
 from .presets.planned import planned_preset
@@ -91,7 +91,7 @@ def _plan_in_orders(
     solve_seconds = best.solve_seconds if best is not None else 0.0
     nothing: NothingFaster | None = None
     for order in orders:
-        least, begun = min(faster_than_seconds, best.step_seconds if best is not None else inf), time.perf_counter()
+        least, begun = min(faster_than_seconds, best.counted_seconds if best is not None else inf), time.perf_counter()
         try:
             found = _plan_in_order(
                 replace(asked, cluster=order.cluster), stages, faster_than_seconds=least,
@@ -108,7 +108,7 @@ def _plan_in_orders(
         if best is None:
             best = found
         else:
-            faster = found.step_seconds < best.step_seconds
+            faster = found.counted_seconds < best.counted_seconds
             best = found.preferred_to(best) if faster else best.preferred_to(found)
         if asked.left_seconds < 0:
             break
@@ -190,7 +190,7 @@ def _plan_in_order(
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(
                 missed, time_limit_seconds=max(asked.left_seconds, least_seconds), probing=probing,
-                faster_than_seconds=kept.step_seconds if kept is not None and not retimed else inf,
+                faster_than_seconds=kept.counted_seconds if kept is not None and not retimed else inf,
             )  # fmt: skip
         except NothingFaster as error:
             if kept is None:
@@ -225,7 +225,7 @@ def _plan_in_order(
         if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)
             if not probing:
-                return found if kept is None or found.step_seconds <= kept.step_seconds else kept
+                return found if kept is None or found.counted_seconds <= kept.counted_seconds else kept
             kept = found
             continue
         missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
@@ -233,7 +233,7 @@ def _plan_in_order(
         assert predicted is not None  # the search prices what it finds
         if not probing:
             # What plans take at least they take in less memory too.
-            least = max(least, (1 - predicted.optimality_gap) * predicted.step_seconds)
+            least = max(least, (1 - predicted.optimality_gap) * counted_seconds(result.plan))
     if kept is not None:
         kept = bounded(kept, least) if least and not retimed else kept
         return replace(kept, trace_seconds=programs.seconds, solve_seconds=solve_seconds)
@@ -348,8 +348,7 @@ class _Programs(Mapping[int, StagedProgram]):
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
                 "a step that computes no gradients",
             )  # fmt: skip
-        same = like is not None and like.source is program
-        staged = like if same and like is not None else asked.traces.staged(program, like)
+        staged = like if like is not None and like.source is program else asked.traces.staged(program, like)
         self.seconds += time.perf_counter() - begun
         return staged
 

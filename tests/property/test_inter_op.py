@@ -215,13 +215,3 @@ def test_plans_of_one_stage_may_have_a_bound_of_their_own(order: Order) -> None:
             assert (found.seconds if found is not None else inf) == pytest.approx(best, rel=1e-9), seed
         ruled_out += alone < several
     assert ruled_out > 10
-
-
-def test_gpipe_is_never_better_than_eager() -> None:
-    """It keeps no fewer microbatches and waits no less: beside eager 1F1B it need not be searched."""
-    for seed in range(100):
-        problem = random_problem(seed, "gpipe")
-        gpipe, eager = solve_inter_op(problem), solve_inter_op(replace(problem, order="eager_one_f_one_b"))
-        if gpipe is not None:
-            assert eager is not None
-            assert eager.seconds <= gpipe.seconds * (1 + 1e-9), seed

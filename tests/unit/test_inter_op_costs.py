@@ -370,7 +370,8 @@ def test_what_is_certain_of_a_free_stage_is_of_no_price() -> None:
 
 def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
     """Forests find it, or the general solver does: within a percent of the best, and what is proven is below that."""
-    costs, bounded = costs_of("gpt-tiny", "p3.16xlarge:2"), 0
+    costs, fresh, bounded = costs_of("gpt-tiny", "p3.16xlarge:2"), costs_of("gpt-tiny", "p3.16xlarge:2"), 0
+    fresh.solver.kind_of[Submesh(0, 8)]
     kind, layers = costs.solver.kind_of[Submesh(0, 8)], len(costs.program.layers)
     for number in range(len(costs.solver.meshes[kind])):
         place = Place(0, layers, kind, number)
@@ -382,7 +383,9 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
             problem.in_flight = 2
             best = problem.solve(limit).solution
             problem.in_flight = 1
-            found = costs.solver.within(place, "none", 2, limit)
+            # Whoever has not looked for the fastest layouts need not do so.
+            solver = fresh.solver if share < 0.5 else costs.solver
+            found = solver.within(place, "none", 2, limit)
             assert found.held_bytes(2) <= limit * (1 + 1e-9)
             solution = found.chosen.solution
             assert best.objective * (1 - 1e-9) <= solution.objective <= best.objective / 0.99

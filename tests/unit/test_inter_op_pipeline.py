@@ -24,7 +24,14 @@ from meshwright.schedule import Edge, check_schedule, make_schedule
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
-from meshwright.search.pipeline import SIMULATED, StageRequest, StageSearch, StageSearchResult, search_stages
+from meshwright.search.pipeline import (
+    SIMULATED,
+    NothingFaster,
+    StageRequest,
+    StageSearch,
+    StageSearchResult,
+    search_stages,
+)
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
 from meshwright.zoo import registry
 
@@ -254,8 +261,7 @@ def test_a_given_schedule_is_kept(schedule: str) -> None:
     assert plan.schedule == schedule
 
 
-@cache
-def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> StageSearchResult:
+def wide_request(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> StageRequest:
     """Eight microbatches of a chain of products on eight devices that all reach each other at the same rate: the bubble
     is what there is to gain."""
     v100s = load_cluster("p3.16xlarge")
@@ -264,12 +270,15 @@ def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> S
     cluster = replace(v100s, hosts=(replace(host, link=link, wires=()),))
     target = zoo.mlp(width=1024, layers=16, batch=4096)
     program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=8)
-    return search_stages(
-        StageRequest(
-            programs=[staged_program(program)], parameters=parameter_infos(program), schedules=schedules, stages=stages,
-            cluster=cluster,
-        )
+    return StageRequest(
+        programs=[staged_program(program)], parameters=parameter_infos(program), schedules=schedules, stages=stages,
+        cluster=cluster,
     )  # fmt: skip
+
+
+@cache
+def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> StageSearchResult:
+    return search_stages(wide_request(schedules, stages))
 
 
 def seconds(result: StageSearchResult) -> float:
@@ -289,6 +298,21 @@ def test_a_split_backward_is_chosen_where_it_is_worth_it() -> None:
     assert seconds(wide()) <= seconds(split)
     # What it gains has to be more than the cost model knows.
     assert found("gpt-tiny", 2).plan.schedule != "zero_bubble"
+
+
+def test_gaps_count_a_split_backward_for_more_than_it_takes() -> None:
+    """Asked for alone or not, it is compared by what it counts for: the best plan under it has next to no gap."""
+    alone, free = wide(("zero_bubble",), 4), wide(stages=4)
+    assert alone.plan.schedule == free.plan.schedule == "zero_bubble"
+    for result in (alone, free):
+        assert result.plan.predicted is not None
+        assert result.plan.predicted.optimality_gap < 0.019
+    # What counts for no less than a plan that is known is not faster.
+    counted = 1.02 * seconds(alone)
+    search = StageSearch(wide_request(("zero_bubble",), 4))
+    assert search.run(faster_than_seconds=counted * (1 + 1e-6)).plan == alone.plan
+    with pytest.raises(NothingFaster):
+        search.run(faster_than_seconds=counted * (1 - 1e-6))
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(4, 2), (8, 4)])

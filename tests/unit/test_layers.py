@@ -21,6 +21,7 @@ from meshwright.program.layers import cluster_layers, crossing_bytes, equation_f
 from meshwright.program.rules import Rules
 from meshwright.program.scan_split import split_scans, stacked_rows, trips_for_layers
 from meshwright.program.segments import layer_segments
+from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.zoo import registry
 
@@ -328,3 +329,20 @@ def test_segments_of_a_range_are_those_of_the_same_range_at_the_beginning() -> N
     assert found
     assert all(start <= a < b <= end for a, b in found[()])
     assert len(found[()]) >= 3
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])
+def test_a_step_is_cut_alike_in_any_number_of_microbatches(name: str) -> None:
+    def traced(microbatches: int) -> Any:
+        target = registry.build(name, global_batch=8)
+        return trace_program(target.step, (target.example_state, target.example_batch), microbatches=microbatches)
+
+    few = staged_program(traced(2), layers=5)
+    alike = staged_program(traced(4), like=few)
+    assert (alike.microbatches, alike.layers, alike.scan_splits) == (4, few.layers, few.scan_splits)
+    assert alike.rows == few.rows
+    assert alike.piece_starts == few.piece_starts
+    # What is made of other equations is cut as itself.
+    other = registry.build("mlp-tiny", global_batch=8)
+    program = trace_program(other.step, (other.example_state, other.example_batch), microbatches=2)
+    assert staged_program(program, like=few).layers == staged_program(program).layers

@@ -18,6 +18,9 @@ from meshwright.search.submeshes import Submesh
 STAGES = 8
 COUNTS = [1, 2, 4, 8, 16, 32, 64, 128]
 
+# What a split backward counts for.
+SPLITS = 1.02
+
 
 def pipeline(share: float) -> InterOpProblem:
     """A layer for each device, so as many stages, which take a second for the whole batch, one after the other: half of
@@ -61,7 +64,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
     )  # fmt: skip
     costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)
     bounds = MicrobatchBounds(costs, lambda costs, share, order: replace(pipeline(share), order=order))
-    bounds.fills_ends = fills_ends
+    bounds.fills_ends, bounds.splits = fills_ends, SPLITS if fills_ends else None
     return bounds, base
 
 
@@ -116,11 +119,21 @@ def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
     assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
     assert bounds.promising([1, 2, 32], expected, inf, None, first=False) == 32
     for count in (1, 2, 4, 8):
-        least = takes(count, "zero_bubble")
-        assert bounds.with_split(count, least * (1 + 1e-9)) == pytest.approx(least)
-        assert bounds.with_split(count, least * (1 - 1e-9)) == inf
-    # Of what 1F1B makes as fast there is nothing left to say.
+        # Of 1F1B it is known that it takes longer than this, and no more.
+        assert best < bounds.with_split(count, best) <= 1.25 * best
+        near, base = bounds_of(fills_ends=True)
+        known, least = 0.97 * takes(count, "one_f_one_b"), SPLITS * takes(count, "zero_bubble")
+        near.told_by(base, [count], known)
+        assert least < known
+        assert near.with_split(count, known) == pytest.approx(least)
+        assert near.with_split(count, least * (1 - 1e-9)) == pytest.approx(takes(count, "one_f_one_b"))
+    # Of what 1F1B makes as fast there is nothing left to say, however little more a split backward counts for.
     assert bounds.with_split(128, best) == 0.0
+    for share in (1.0, 1.001, 1.01, 1.03):
+        bounds, base = bounds_of(fills_ends=True)
+        whole = takes(128, "one_f_one_b")
+        bounds.told_by(base, [128], share * whole)
+        assert bounds.with_split(128, share * whole) == 0.0
 
 
 def test_where_no_split_backward_is_asked_for_none_is_looked_at() -> None:

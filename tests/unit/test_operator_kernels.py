@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright import zoo
 from meshwright.cluster import Device, load_cluster
 from meshwright.cost.kernels import ATTENTION_BACKWARD
 from meshwright.program.graph import Graph, Operator
@@ -145,3 +146,20 @@ def test_passes_add_up_to_what_an_operator_takes() -> None:
     assert inside == 0
     assert forward + every == pytest.approx(both)
     assert 0 < weight < every
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "moe-tiny"])
+def test_all_ways_to_run_an_operator_are_priced_as_each_of_them(name: str) -> None:
+    target = zoo.build(name, global_batch=8)
+    graph = Traces(target.step).program((target.example_state, target.example_batch)).graph
+    cluster = load_cluster("dgx-a100-80")
+    prices = prices_of(cluster.logical_mesh((2, 4)), cluster.device)
+    names = set()
+    for operator in graph.operators:
+        choices = operator_choices(graph, operator, prices.sizes, of_parameters=False)
+        known = prices.of_operator(graph, operator, choices)
+        parts = prices.operator_parts(graph, operator, [one.algorithm for one in choices])
+        assert known.forward_seconds == pytest.approx([forward + inside for forward, _, inside, _ in parts])
+        assert known.backward_seconds == pytest.approx([backward + mirrored for _, backward, _, mirrored in parts])
+        names.add(operator.name)
+    assert {"dot_general", "add", "reduce_max"} <= names

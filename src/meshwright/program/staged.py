@@ -106,9 +106,11 @@ def staged_program(
     Raises:
       PlanError: for cuts or trips that are not of the program.
     """
-    if like is not None and _equations(program) == _equations(like.source):
-        scan_splits, cuts = like.scan_splits, [first for first, _ in like.layers[1:]]
-        layers = layers if cuts else 1
+    if like is not None and _equations(program.core) == _equations(like.source.core):
+        core, starts, splits = _split(program, like.scan_splits)
+        if _equations(core) == _equations(like.core):
+            cuts = [first for first, _ in like.layers[1:]]
+            return _staged(program, core, starts, splits, layers=1, cuts=cuts)
     if scan_splits is None:
         scan_splits = _trips_of_scans(program, layers)
     core, starts, splits = _split(program, scan_splits)
@@ -116,9 +118,9 @@ def staged_program(
     return _staged(program, core, starts, splits, layers=layers, cuts=cuts, exactly=exactly)
 
 
-def _equations(program: Program) -> list[tuple[str, int]]:
+def _equations(core: ClosedJaxpr) -> list[tuple[str, int]]:
     """What a core is made of: names, and how often a scan's body runs."""
-    return [(one.primitive.name, one.params.get("length", 1)) for one in open_jaxpr(program.core).eqns]
+    return [(one.primitive.name, one.params.get("length", 1)) for one in open_jaxpr(core).eqns]
 
 
 def merge_scans(staged: StagedProgram, bounds: Sequence[int]) -> StagedProgram | None:

@@ -103,7 +103,7 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"predicted rate: {rate} of the model a device, {format_flops(predicted.flops_per_device)} executed a device"
     gap = predicted.optimality_gap
     if isfinite(gap):
-        of = "among plans whose stages share no devices, by estimates"
+        of = "among plans whose stages share no devices, by estimates (a split backward counts 2 % more)"
         if len(plan.stages) == 1 or plan.shares:
             of = "under the cost model" + (" for these shares" if plan.shares else "")
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"

@@ -96,7 +96,7 @@ def solve_inter_op(
       problem: the numbers.
       beam: the most labels a state may have; the best by objective are kept.
       upper_bound: seconds; plans that take longer are of no interest.
-      alone_bound: the same of plans of one stage.
+      alone_bound: the same of plans of one stage; what is proven is of the others.
     """
     if beam > 1:
         # A narrow search first: its plan prunes the wide one.

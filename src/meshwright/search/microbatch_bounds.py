@@ -43,6 +43,7 @@ class MicrobatchBounds:
     Attributes:
       searched: numbers of microbatches of which ranges have been looked at.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
+      splits: what a split backward counts for beside a whole one; None where none is asked for.
       given_up: seconds that numbers take at least of which nothing more is known.
     """
 
@@ -50,6 +51,7 @@ class MicrobatchBounds:
         self._costs, self._problem = costs, problem
         self.searched: set[int] = set()
         self.fills_ends = False
+        self.splits: float | None = None
         self._floor: float | None = None
         self.reset()
 
@@ -144,25 +146,30 @@ class MicrobatchBounds:
             bound = min(_MAY_BE_BEST * best_seconds, _AT_MOST * fastest)
             whole = self._least(costs, count, "one_f_one_b", bound)
             fastest = min(fastest, whole)
-            self._whole[count] = max(whole, self._whole.get(count, 0.0))
             if whole == inf and isfinite(bound):
                 if filled < 1:
                     whole = bound
                 else:
                     self.given_up = min(self.given_up, bound)
+            self._whole[count] = max(whole, self._whole.get(count, 0.0))
             found[count] = filled * whole
         costs.forget_estimates()
         return found
 
     def with_split(self, count: int, best_seconds: float) -> float:
-        """Seconds that a number of microbatches takes at least where a split backward is asked for, infinite if more
-        than the best plan; 0 where that is not known: asked last, since there is much to look at."""
-        costs = self._nearest(count)
-        if not self.fills_ends or costs is None or self._whole.get(count, 0.0) <= best_seconds:
+        """What a number of microbatches counts for at least, a split backward among its orders: asked last, since there
+        is much to look at; 0 where nothing more than `of` says is known.
+
+        Args:
+          count: the number.
+          best_seconds: what the best plan that is known counts for.
+        """
+        costs, whole = self._nearest(count), self._whole.get(count, 0.0)
+        if self.splits is None or costs is None or whole <= best_seconds:
             return 0.0
-        least = self._least(costs, count, "zero_bubble", best_seconds)
+        least = self._least(costs, count, "zero_bubble", best_seconds / self.splits)
         costs.forget_estimates()
-        return min(least, self._whole[count])
+        return min(self.splits * least, whole)
 
     def _least(self, costs: StageCosts, count: int, order: Order, bound: float) -> float:
         """What a plan takes at least; infinite if that is more than the bound."""

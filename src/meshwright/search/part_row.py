@@ -12,6 +12,19 @@ PartRow = tuple[tuple[float, ...], float]
 
 NO_PART: PartRow = (*(0.0,) * 8, 1.0), 0.0
 
+# A part counts as what it takes at least. Where more than this is uncertain it is solved to the end; of a large part,
+# for which that takes a tenth of a second, where more than the second is. What is left open, mostly less than 3
+# percent, costs less to solve where it matters, in ranges.
+_LOOSE, _LOOSE_IF_LARGE = 0.03, 0.5
+
+# Operators of a large part.
+_LARGE = 150
+
+
+def may_be_loose(operators: int) -> float:
+    """How much of the seconds of a part of so many operators may be uncertain."""
+    return _LOOSE_IF_LARGE if operators > _LARGE else _LOOSE
+
 
 class KnownParts(NamedTuple):
     """What has been found out of parts, to be sent to another process.

@@ -50,9 +50,8 @@ from .staged_timing import WORTH_SPLITTING
 from .submeshes import Submeshes
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
-# all stages and the period count some of the same seconds twice. With a split backward the two are closer (0.997 to
-# 1.002 of each other), and of a plan of one stage they are the same.
-_WORTH_SIMULATING, _WORTH_SIMULATING_SPLIT = 1.05, 1.01
+# all stages and the period count some of the same seconds twice. Of a plan of one stage the two are the same.
+_WORTH_SIMULATING = 1.05
 
 _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
@@ -107,7 +106,7 @@ class StageSearch:
 
     def _reset(self) -> None:
         self.start = time.perf_counter()
-        self.best_objective = self._known
+        self.best_objective = self._best_simulated = self._known
         self.finished = {}
         self._simulations: dict[tuple[int, tuple[PlacedStage, ...]], Candidate | None] = {}
         self.considered: list[str] = []
@@ -132,13 +131,12 @@ class StageSearch:
 
     def _worth(self, order: Order) -> tuple[float, float]:
         """The same of plans in an order: of several stages, and of one."""
-        split = self.best_objective * _WORTH_SIMULATING_SPLIT / self._handicap(order)
-        most = self.worth_a_look if self._handicap(order) == 1 else split
-        return most, min(most, self.best_objective * (1 + 1e-9))
+        most = self.worth_a_look / self._handicap(order)
+        return most, min(most, self._best_simulated * (1 + 1e-9))
 
     def _handicap(self, order: Order) -> float:
         """What the seconds of plans in an order count for beside others: a split backward has to be worth it."""
-        return 1 + WORTH_SPLITTING if order == "zero_bubble" and not self._only_splits else 1.0
+        return 1 + WORTH_SPLITTING if order == "zero_bubble" else 1.0
 
     @property
     def over(self) -> bool:
@@ -222,7 +220,9 @@ class StageSearch:
     def _search(self, *, bounded: bool) -> None:
         expected = dict.fromkeys(self.counts, self.bounds.floor)
         if bounded:
-            self.bounds.fills_ends = "zero_bubble" in self._schedules or set(self._schedules) == {INTERLEAVED}
+            splits = "zero_bubble" in self._schedules
+            self.bounds.splits = self._handicap("zero_bubble") if splits else None
+            self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
             if not self._probing and self.near() is None and not self.over:
                 expected = self.bounds.of_all(self.best_objective)
             self.unsearched = min(self.unsearched, self.bounds.given_up)
@@ -248,8 +248,7 @@ class StageSearch:
             if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
-                    split = self.bounds.with_split(count, self.best_objective / self._handicap("zero_bubble"))
-                    expected[count] = max(expected[count], split * self._handicap("zero_bubble"))
+                    expected[count] = max(expected[count], self.bounds.with_split(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if expected[count] > self.best_objective:
                 least = expected[count]
@@ -303,12 +302,10 @@ class StageSearch:
         return self.taken or otherwise
 
     def problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
-        """What to solve for a number of microbatches; for a split backward by what the others have found. GPipe keeps
-        no fewer microbatches than eager 1F1B and takes no less time: beside that it is no order of its own."""
+        """What to solve for a number of microbatches; for a split backward by what the others have found."""
         crossings = costs.crossings()
-        eager = is_asked("eager_one_f_one_b", self._schedules)
         for order in ORDERS:
-            if is_asked(order, self._schedules) and not (order == "gpipe" and eager):
+            if is_asked(order, self._schedules):
                 yield from self._problems(count, costs, order, crossings)
 
     @property
@@ -387,7 +384,7 @@ class StageSearch:
             bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
         least_found(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
-        self.unsearched = min(self.unsearched, bound * self._handicap(problem.order))
+        self.unsearched = min(self.unsearched, bound * self._handicap(problem.order), alone)
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -417,7 +414,7 @@ class StageSearch:
     def _learn(self, problem: InterOpProblem, found: Found) -> None:
         """What a plan takes bounds all others; but with a split backward by a guess at its halves."""
         if problem.order != "zero_bubble" or self._only_splits:
-            self.best_objective = min(self.best_objective, found.seconds)
+            self.best_objective = min(self.best_objective, found.seconds * self._handicap(problem.order))
 
     def _simulate(
         self, best: Candidate | None, *, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float] | None = None
@@ -454,6 +451,7 @@ class StageSearch:
             candidate = self._simulations[count, stages]
             if candidate is not None:
                 self.best_objective = min(self.best_objective, candidate.weight)
+                self._best_simulated = min(self._best_simulated, candidate.weight)
                 yield candidate
 
     def _interleaved(

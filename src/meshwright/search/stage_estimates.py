@@ -30,7 +30,7 @@ import numpy as np
 from ..program.staged import StagedProgram
 from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
-from .part_row import NO_PART, KnownParts, PartRow, part_row
+from .part_row import NO_PART, KnownParts, PartRow, may_be_loose, part_row
 from .stage_solver import Place, SolvedStage, StageSolver
 from .workspace import AS_BAD
 
@@ -42,10 +42,6 @@ _EASY = 0.5
 
 # Ranges solved whole can be faster than their parts by themselves, by no more than this.
 _PARTS_ALONE = 0.97
-
-# A part counts as what it takes at least, mostly within 3 percent of its best. Where more than this is uncertain it is
-# solved to the end: what estimates leave open costs less to solve where it matters, in ranges.
-_LOOSE = 0.5
 
 # Less than this between two ways is no difference worth looking at.
 _SAME = 1.01
@@ -478,11 +474,12 @@ class StageEstimates:
         self, place: Place, remat: str, price: int, in_flight: float
     ) -> dict[int, tuple[SolvedStage, float] | None]:
         """A part by itself at no price of memory, or at all others."""
+        gap = may_be_loose(len(self.solver.cut(place.first, place.last).graph.operators))
         if price == 0:
-            return dict(enumerate(self.solver.priced(place, remat, [(0.0, 1)], gap=_LOOSE)))
+            return dict(enumerate(self.solver.priced(place, remat, [(0.0, 1)], gap=gap)))
         unit = self._free_weight(place.kind, place.mesh) / self._usable(place.kind)
         prices = [(price * unit, in_flight) for price in _PRICES]
-        return dict(enumerate(self.solver.priced(place, remat, prices, gap=_LOOSE), start=1))
+        return dict(enumerate(self.solver.priced(place, remat, prices, gap=gap), start=1))
 
     def _free_weight(self, kind: int, number: int) -> float:
         """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""

@@ -218,13 +218,13 @@ class StageProblem(IntraOpProblem):
         (free,) = self._free.relaxed([(0.0, in_flight)])
         return self._held(free.choices, in_flight) if free.choices is not None else 0.0
 
-    def within(self, limit_bytes: float, in_flight: int, *, gap: float) -> IntraOpSolution | None:
-        """The best solution within a limit of memory that forests find at prices of memory (Everett, 1963), with what
-        they prove: at every price what is best there bounds all that fits from below.
+    def within(self, limit_bytes: float, *, gap: float) -> IntraOpSolution | None:
+        """The best solution within a limit of memory that forests find at prices of memory (Everett, 1963), with
+        `in_flight` microbatches kept, and what they prove: at every price what is best there bounds all that fits from
+        below.
 
         Args:
           limit_bytes: on a device, workspace included.
-          in_flight: microbatches kept.
           gap: relative, between the best found and the best bound, at which to stop.
 
         Returns:
@@ -235,12 +235,14 @@ class StageProblem(IntraOpProblem):
         """
         if limit_bytes <= 0:
             return None
-        ready = self._free
+        ready, in_flight = self._free, self.in_flight
         (free,) = ready.relaxed([(0.0, in_flight)])
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
         over, bound = free.choices, free.bound
+        if over is not None and self._held(over, in_flight) <= limit_bytes:
+            over, best = None, (ready.seconds(over), over)
         prices = unit * np.array(_FIRST_PRICES)
         for _ in range(_ROUNDS_OF_PRICES):
             found = ready.relaxed([(price, in_flight) for price in prices.tolist()])
@@ -249,7 +251,7 @@ class StageProblem(IntraOpProblem):
                 if one.choices is None:
                     continue
                 if self._held(one.choices, in_flight) > limit_bytes:
-                    cheap, over = max((cheap, over), (price, one.choices), key=lambda known: known[0])
+                    cheap, over = (price, one.choices) if price >= cheap else (cheap, over)
                 else:
                     dear = min(dear, price)
                     seconds = ready.seconds(one.choices)
@@ -263,18 +265,18 @@ class StageProblem(IntraOpProblem):
             # Prices alone miss what uses the last bytes of memory.
             choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
             best = min(best, (ready.seconds(choices), choices))
-        share = bound / best[0] if best[0] > 0 else 1.0
-        return self.chosen(best[1], min(max(share, 0.0), 1.0))
+        share = min(max(bound / best[0], 0.0), 1.0) if best[0] > 0 else 1.0
+        return self.chosen(best[1], share, proven=share >= 1 - gap)
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
         constant, workspace, kept = (float(row.sum(np.array(choices))) for row in self._flat_bytes)
         return constant + workspace + in_flight * kept
 
-    def chosen(self, choices: tuple[int, ...], share: float = 1.0) -> IntraOpSolution:
+    def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
         """These choices as a solution, of whose seconds no other takes less than this share."""
         objective = self._free.seconds(choices)
         solution = Solution(
-            choices=choices, objective=objective, method="prices", proven=True, seconds=0.0,
+            choices=choices, objective=objective, method="prices", proven=proven, seconds=0.0,
             lower_bound=share * objective,
             memory=self._held(choices, self.in_flight),
         )  # fmt: skip

@@ -401,7 +401,8 @@ class StageSolver:
         return self._limited(place, remat, in_flight, limit)
 
     def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
-        """Whether the fastest layouts plainly need more: they need not be found to the end then."""
+        """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
+        ZeRO stage is found out where they are.)"""
         built = self.problem(place, remat)
         if built is None or self._key(place, remat) in self._free or self._pins.zero is not None:
             return False
@@ -420,8 +421,8 @@ class StageSolver:
         self.solves += 1
         problem.in_flight = in_flight
         try:
-            chosen = problem.within(limit, in_flight, gap=_GAP)
-            if chosen is None or chosen.solution.gap > _GAP:
+            chosen = problem.within(limit, gap=_GAP)
+            if chosen is None or not chosen.solution.proven:
                 known = chosen.solution.choices if chosen is not None else None
                 chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, known=known)
         except (Infeasible, Unsolved):
