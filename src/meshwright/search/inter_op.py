@@ -214,7 +214,8 @@ class _Search:
             for first in np.flatnonzero(worth[number]).tolist():
                 if (first == 0) != (submesh.first == 0):
                     continue
-                bound = min(self.bound, self.alone) if first == 0 and place == 1 else self.bound
+                alone = first == 0 and place == 1
+                bound = min(self.bound, self.alone) if alone else self.bound
                 left = [float(table[first, self._positions[submesh.first]]) for table in self._left[place]]
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
@@ -227,8 +228,8 @@ class _Search:
                     periods = self._periods(label, option, forward, backward, widest)
                     done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
                     late = max(0.0, option.once_seconds + exchange, label.late - done)
-                    # Stages before these may leave nothing of what is late.
-                    after = late if first == 0 else 0.0
+                    # What is late is not counted against plans of several stages: estimates of them may be too high.
+                    after = late if alone else 0.0
                     if seconds + left[0] + max(rest * sum(periods), left[1]) + after > bound:
                         continue
                     new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
