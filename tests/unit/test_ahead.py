@@ -230,7 +230,7 @@ def test_a_copy_tells_what_could_not_be_had_strictly(usable: float) -> None:
 
 
 @linux
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPT, planned as large programs are: where it is a scan presets first, else one number of microbatches; then the
     others."""

@@ -92,7 +92,9 @@ def test_model_flops_are_those_of_the_traced_products(name: str) -> None:
     assert 3 * forward_flops(target) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "unet-tiny" else name for name in TINY]
+)
 def test_tiny_models_learn(name: str) -> None:
     target = zoo.build(name)
     # Nearly all of this test is compilation, and unoptimised code compiles in half the time.
