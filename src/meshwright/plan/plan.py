@@ -194,7 +194,8 @@ class Prediction:
       step_seconds: one training step.
       tflops_per_device: model FLOPs (forward and backward, no rematerialisation) per second and device, in 1e12.
       flops_per_device: executed FLOPs of matrix products and convolutions on one device in one step.
-      optimality_gap: how far, at most, the objective is from the optimum, relative; a split backward counts 2 % more.
+      optimality_gap: how far, at most, the objective is from the optimum, relative; in the objective a split backward
+        counts for more than it takes, since it has to be worth it.
       bubble_fraction: the share of all devices' time in which they wait for other stages.
     """
 

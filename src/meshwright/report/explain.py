@@ -12,6 +12,7 @@ from math import isfinite, prod
 from ..plan import ParameterPlan, Plan, Stage
 from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
 from ..search.alternative import Alternative
+from ..search.staged_timing import WORTH_SPLITTING
 from ..sharding import Spec
 from .stages import stage_table, transfer_table
 from .strategy import AxisRole, axis_roles, side
@@ -103,7 +104,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"predicted rate: {rate} of the model a device, {format_flops(predicted.flops_per_device)} executed a device"
     gap = predicted.optimality_gap
     if isfinite(gap):
-        of = "among plans whose stages share no devices, by estimates (a split backward counts 2 % more)"
+        more = f"a split backward counts {format_percent(WORTH_SPLITTING)} more"
+        of = f"among plans whose stages share no devices, by estimates ({more})"
         if len(plan.stages) == 1 or plan.shares:
             of = "under the cost model" + (" for these shares" if plan.shares else "")
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"

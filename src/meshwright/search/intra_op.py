@@ -167,6 +167,7 @@ class IntraOpProblem:
         self.input_node: dict[int, int] = {}
         self.parameter_prices: dict[int, ParameterPrices] = {}
         self.moves: list[Move] = []
+        # Edges that are alike share their table: by the one it was made of, and how often that runs; and turned round.
         self._scaled: dict[tuple[int, float], np.ndarray] = {}
         self._turned: dict[int, np.ndarray] = {}
         self._defines: dict[int, tuple[int, SpecRow]] = {}
@@ -330,7 +331,7 @@ class IntraOpProblem:
         )
 
     def _times(self, times: float, table: np.ndarray) -> np.ndarray:
-        """So many conversions as one: many edges are alike, and share an array."""
+        """So many conversions as one. The table lives as long as the prices do, so that its identity tells it."""
         key = id(table), times
         if key not in self._scaled:
             self._scaled[key] = times * table

@@ -86,7 +86,10 @@ class Passes:
             once = problem.prices.forward_table(
                 move.sources, move.targets, value.bytes, differentiated=value.differentiated
             )
-            table = tables.setdefault((id(once), move.times), move.times * once)
+            key = id(once), move.times
+            if key not in tables:
+                tables[key] = move.times * once
+            table = tables[key]
             if move.source == move.target:
                 rows[move.source] += np.diag(table)
             else:
