@@ -18,9 +18,9 @@ from .presets import Preset
 from .program.batch import batch_extents
 from .program.trace import Program, abstract
 from .program.traces import Traces
+from .schedule import WORTH_SPLITTING
 from .search.alternative import Alternative, merged, one_stage_words, stages_words
 from .search.pins import Pins
-from .search.staged_timing import WORTH_SPLITTING
 from .search.submeshes import Submesh, Submeshes
 from .simulate.of_plan import plan_schedule
 

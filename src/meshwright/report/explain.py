@@ -11,8 +11,8 @@ from math import isfinite, prod
 
 from ..plan import ParameterPlan, Plan, Stage
 from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
+from ..schedule import WORTH_SPLITTING
 from ..search.alternative import Alternative
-from ..search.staged_timing import WORTH_SPLITTING
 from ..sharding import Spec
 from .stages import stage_table, transfer_table
 from .strategy import AxisRole, axis_roles, side

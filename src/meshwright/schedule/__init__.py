@@ -28,5 +28,10 @@ from .order import (
 )
 from .pipedream import pipedream as pipedream
 from .replicas import replicas as replicas
-from .schedule import Mode as Mode, Schedule as Schedule, neighbours as neighbours
+from .schedule import (
+    WORTH_SPLITTING as WORTH_SPLITTING,
+    Mode as Mode,
+    Schedule as Schedule,
+    neighbours as neighbours,
+)
 from .zero_bubble import zero_bubble as zero_bubble

@@ -11,6 +11,9 @@ from .errors import refusal
 from .instruction import Edge, Instruction, Kind
 from .walk import Walk, walk
 
+# A split backward has to gain this share of a step: what it takes beside a whole one is told with less certainty.
+WORTH_SPLITTING = 0.02
+
 
 class Mode(StrEnum):
     """When the optimizer steps.

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..program.staged import StagedProgram, merge_scans
+from ..schedule import WORTH_SPLITTING
 from .alternative import one_stage_words, stages_words
 from .inter_op_problem import PlacedStage
 from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, SIMULATED
 from .stage_solver import SolvedStage
-from .staged_timing import WORTH_SPLITTING, Scheduled, StagedTiming, best_schedule, staged_timing
+from .staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from math import inf, isfinite
 
 from ..errors import PlanError
 from ..program.staged import StagedProgram
+from ..schedule import WORTH_SPLITTING
 from .alternative import nearest
 from .candidate import Candidate, merged, scheduled
 from .given_stages import restricted, stages_of_like_work
@@ -46,7 +47,6 @@ from .stage_request import (
 )
 from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .staged_plan import assemble
-from .staged_timing import WORTH_SPLITTING
 from .submeshes import Submeshes
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of

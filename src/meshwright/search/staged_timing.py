@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from ..schedule import Edge, Schedule, adaptive_warm_up, make_schedule
+from ..schedule import WORTH_SPLITTING, Edge, Schedule, adaptive_warm_up, make_schedule
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
 from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchanged_bytes, stage_crossings
 from .inter_op_problem import PlacedStage
 from .stage_solver import StageSolver, kept_bytes
 from .submeshes import Submesh
 from .workspace import held_together
-
-# Relative gain below which the backward is left whole.
-WORTH_SPLITTING = 0.02
 
 ScheduleOptions = tuple[tuple[str, int | tuple[int, ...]], ...]
 
