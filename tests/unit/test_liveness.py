@@ -22,7 +22,7 @@ from meshwright._jax.dataflow import Kind, Operation, Program, Value
 from meshwright._jax.hlo import read_compiled
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright.cost.fusion import Fusion
-from meshwright.cost.kernel_order import copied_arguments, without_dead_code
+from meshwright.cost.kernel_order import copied_arguments, depth_first, greedy, heaviest_first, without_dead_code
 from meshwright.cost.liveness import PredictedMemory, predict
 
 N = 10_000  # elements of every array in the small programs
@@ -122,6 +122,42 @@ def test_a_barrier_delays_what_comes_after_it() -> None:
     held = predict(program(steps(Kind.BARRIER), (7,))).temp_bytes
     early = predict(program(steps(Kind.VIEW), (7,))).temp_bytes
     assert held < early
+
+
+def order_of(order: Any, program: Program) -> list[int]:
+    """The results in the order in which they are made."""
+    return [kernel.writes[0] for kernel in order(program, Fusion(program).run(), set())]
+
+
+def test_what_is_soon_made_again_is_made_where_it_is_read() -> None:
+    """A chain 4, 5, 6 each link of which reads something made of the argument: 1, 2, 3."""
+    again = [operation(K, (0,), value) for value in (1, 2, 3)]
+    chain = program([*again, *(operation(K, (v, v + 3 if v > 1 else 0), v + 4) for v in (1, 2, 3))], (7,))
+    assert order_of(depth_first, chain) == [3, 2, 1, 5, 6, 7]
+    assert order_of(heaviest_first, chain) == [1, 5, 2, 6, 3, 7]
+    assert predict(replace(chain, ordered_for_memory=True)).temp_bytes == 2 * BYTES
+    assert predict(chain).temp_bytes == 3 * BYTES
+
+
+def test_an_operand_with_more_readers_behind_it_is_made_first() -> None:
+    """Both operands of 4 take one kernel, but what makes 2 is read twice more."""
+    steps = [operation(K, (0,), 1), operation(K, (0,), 2), operation(K, (2,), 3), operation(K, (1, 2), 4)]
+    assert order_of(heaviest_first, program(steps, (4, 3)))[:3] == [2, 1, 4]
+
+
+def test_greed_frees_what_it_can_at_once() -> None:
+    """3 frees two and makes one: it comes before 4, which frees nothing. Of 1 and 2 the one that was ready last."""
+    steps = [operation(K, (0,), 1), operation(K, (0,), 2), operation(K, (1, 2), 3), operation(K, (0,), 4)]
+    assert order_of(greedy, program(steps, (3, 4))) == [2, 1, 3, 4]
+
+
+def test_greed_sees_what_the_last_reader_frees() -> None:
+    """Once 2 has read 1, whoever reads it next frees it: 4, although 3 was ready last."""
+    sizes = {2: 1, 3: 2, 4: 2}
+    steps = [operation(K, (0,), 1), operation(K, (1,), 2), operation(K, (0,), 3), operation(K, (1,), 4)]
+    made = program(steps, (2, 3, 4))
+    values = tuple(replace(one, size_bytes=BYTES * sizes.get(n, 4)) for n, one in enumerate(made.values))
+    assert order_of(greedy, replace(made, values=values)) == [3, 1, 2, 4]
 
 
 def test_dead_operations_and_unread_arguments_take_nothing() -> None:

@@ -108,7 +108,44 @@ def test_layers_that_are_alike_are_as_bad() -> None:
     assert workspace_of(graph, microbatches=1).bytes == pytest.approx(sum(m.bytes(graph) for m in moments) / 2)
 
 
+def worst_of(layer: Any, layers: int) -> Any:
+    """The worst moment of so many layers with a weight each, in order: what it has again and which cotangents wait."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for weight in weights:
+                h = layer(h, weight)
+            return jnp.sum(h)
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    state = [jax.ShapeDtypeStruct((16, 16), jnp.float32) for _ in range(layers)]
+    x = jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    graph = trace_program(step, (state, x), microbatches=2, reduction="mean").graph
+    moment = max(worst_moments(graph), key=lambda one: one.bytes(graph))
+    return [graph.values[value].shape for value in moment.again], len(moment.cotangents)
+
+
+def test_what_is_not_rematerialised_is_made_again_for_all_layers_at_once() -> None:
+    for layers in (3, 6):
+        again, cotangents = worst_of(lambda h, w: jnp.tanh(h @ w), layers)
+        assert (again, cotangents) == ([(128, 16)] * (layers - 1), 0)
+
+
+def test_gradients_of_weights_come_last_where_less_waits_for_them_than_would_be_made_again() -> None:
+    """What no product with a weight reads, here of every row with every row, is made again where it is read."""
+    for layers in (3, 6):
+        again, cotangents = worst_of(lambda h, w: jnp.tanh(jnp.tanh(h @ h.T) @ h @ w), layers)
+        assert (128, 128) not in again
+        assert cotangents == layers - 1
+
+
 CASES = {
+    "gpt": lambda: gpt.build(
+        replace(gpt.CONFIGS["gpt-tiny"], sequence=256, global_batch=16, hidden=512, heads=8, layers=8)
+    ),
     "gpt, one scan": lambda: gpt.build(
         replace(
             gpt.CONFIGS["gpt-tiny"], sequence=256, global_batch=16, hidden=512, heads=8, layers=6, scan=True

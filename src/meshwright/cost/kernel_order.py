@@ -1,17 +1,20 @@
 """The order in which kernels run, and what must be copied because of it.
 
-XLA's GPU and TPU backends try several orders and take the one that needs the least memory: here the order in which the
-program is written, and the depth-first one. XLA's CPU backend runs kernels breadth-first: each as soon as its operands
-exist, in the order they became ready (for parallelism, not for memory; so recomputation and updates run as early as
-they can). A donated argument that is still to be read by a kernel not ordered before the output that takes over its
-buffer is copied when the program starts.
+XLA's GPU and TPU backends try three orders and take the one that needs the least memory (`DefaultMemoryScheduler`): the
+greedy one, the depth-first one, and the one that is depth-first into those operands first that take most to make,
+so that what is cheap to compute again is not there until it is read. XLA's CPU backend runs kernels breadth-first: each
+as soon as its operands exist, in the order they became ready (for parallelism, not for memory; so recomputation and
+updates run as early as they can). A donated argument that is still to be read by a kernel not ordered before the output
+that takes over its buffer is copied when the program starts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import count
 
 from meshwright._jax.dataflow import Kind, Operation, Program, Use
 from meshwright.cost.fusion import Kernel, joined
@@ -120,12 +123,27 @@ def may_overwrite(program: Program, kernel: Kernel, operand: int, result: int) -
     return kernel.in_place == operand or (kernel.fusible and kernel.uses.get(operand) is Use.SAME)
 
 
-def _post_order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
-    """Kernels as a depth-first walk from the outputs leaves them: the order in which XLA lists a value's users."""
+def _post_order(
+    program: Program, kernels: list[Kernel], effort: Mapping[int, tuple[int, int]] | None = None
+) -> list[Kernel]:
+    """Kernels as a depth-first walk from the outputs leaves them: the order in which XLA lists a value's users.
+
+    Args:
+      program: their program.
+      kernels: each after those that it needs.
+      effort: by position of a kernel, where the operand that has most of it is to be visited first.
+    """
     producer = {value: kernel for kernel in kernels for value in kernel.writes}
     left: list[Kernel] = []
     seen: set[int] = set()
-    stack: list[tuple[Kernel, bool]] = [(producer[v], False) for v in reversed(program.outputs) if v in producer]
+
+    def makers(values: Iterable[int]) -> list[tuple[Kernel, bool]]:
+        found = [(producer[value], False) for value in values if value in producer]
+        if effort is not None:
+            found.sort(key=lambda one: effort[one[0].position], reverse=True)
+        return found[::-1]
+
+    stack = makers(program.outputs)
     while stack:
         kernel, entered = stack.pop()
         if entered:
@@ -133,15 +151,87 @@ def _post_order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
         elif kernel.position not in seen:
             seen.add(kernel.position)
             stack.append((kernel, True))
-            needed = (*kernel.uses, *kernel.after)
-            stack.extend((producer[value], False) for value in reversed(needed) if value in producer)
+            stack.extend(makers((*kernel.uses, *kernel.after)))
     return left
 
 
-def written(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
-    """Copied arguments, then kernels as the program has them, each once its operands exist; but those that need no more
-    memory than they free as soon as that (a gradient is added to its sum where it is made, not at the end)."""
-    return [*sorted(copied), *_ascending(program, kernels)]
+def _effort(program: Program, kernels: list[Kernel]) -> dict[int, tuple[int, int]]:
+    """By position of each kernel what it takes to make its results, as XLA counts it: readers beside the first one, and
+    bytes, of it and of all that it needs, once for each way on which it does; at most those of the whole program."""
+    producer = {value: kernel.position for kernel in kernels for value in kernel.writes}
+    needed = {
+        kernel.position: {producer[value] for value in (*kernel.uses, *kernel.after) if value in producer}
+        for kernel in kernels
+    }
+    readers = Counter(position for positions in needed.values() for position in positions)
+    found: dict[int, tuple[int, int]] = {}
+    written_bytes = 0
+    for kernel in kernels:
+        mine = sum(program.values[value].size_bytes for value in kernel.writes)
+        written_bytes += mine
+        before = [found[position] for position in needed[kernel.position]]
+        shared = max(readers[kernel.position] - 1, 0) + sum(count for count, _ in before)
+        size = mine + sum(size for _, size in before)
+        found[kernel.position] = min(shared, len(kernels)), min(size, written_bytes)
+    return found
+
+
+def greedy(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
+    """Copied arguments, then always the kernel that frees most beside what it makes, of those whose operands exist: of
+    several the one that most others read, then the one that was ready last. Single numbers come first."""
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    reading: dict[int, list[Kernel]] = {value: [] for value in producer}
+    users: dict[int, set[int]] = {kernel.position: set() for kernel in kernels}
+    waiting: dict[int, int] = {}
+    for kernel in kernels:
+        for value in kernel.uses:
+            if value in reading:
+                reading[value].append(kernel)
+        needed = {producer[value].position for value in (*kernel.uses, *kernel.after) if value in producer}
+        waiting[kernel.position] = len(needed)
+        for position in needed:
+            users[position].add(kernel.position)
+    left = {value: len(found) for value, found in reading.items()}
+    for value in dict.fromkeys(program.outputs):
+        if value in left:
+            left[value] += 1
+    made = {k.position: sum(program.values[value].size_bytes for value in k.writes) for k in kernels}
+    by_position = {kernel.position: kernel for kernel in kernels}
+    turn = count()
+    ready: list[tuple[bool, int, int, int, int]] = []
+    current: dict[int, int] = {}  # the entry of a kernel that counts, by its turn
+
+    def enter(kernel: Kernel) -> None:
+        position = kernel.position
+        number = all(program.values[value].elements == 1 for value in kernel.writes)
+        freed = sum(program.values[value].size_bytes for value in kernel.uses if left.get(value) == 1)
+        current[position] = next(turn)
+        entry = (not number, made[position] - freed, -len(users[position]), -current[position], position)
+        heappush(ready, entry)
+
+    for kernel in kernels:
+        if not waiting[kernel.position]:
+            enter(kernel)
+    order: list[Kernel | int] = [*sorted(copied)]
+    while ready:
+        *_, minus_turn, position = heappop(ready)
+        if current.get(position) != -minus_turn:
+            continue
+        del current[position]
+        kernel = by_position[position]
+        order.append(kernel)
+        for value in kernel.uses:
+            if value in left:
+                left[value] -= 1
+                if left[value] == 1:
+                    for other in reading[value]:
+                        if other.position in current:
+                            enter(other)
+        for user in sorted(users[position]):
+            waiting[user] -= 1
+            if not waiting[user]:
+                enter(by_position[user])
+    return order
 
 
 def depth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
@@ -149,37 +239,9 @@ def depth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> li
     return [*sorted(copied), *_post_order(program, kernels)]
 
 
-def _ascending(program: Program, kernels: list[Kernel]) -> list[Kernel]:
-    """By position, as far as operands allow, those that free memory first."""
-    readers = Counter(value for kernel in kernels for value in kernel.uses)
-    in_place = {program.outputs[output] for _, output in program.kept}
-    inner = {kernel.position for kernel in kernels if kernel.operation.bodies}
-
-    def priority(kernel: Kernel) -> tuple[bool, int]:
-        taken = sum(program.values[v].size_bytes for v in kernel.writes if v not in in_place)
-        freed = sum(program.values[v].size_bytes for v in kernel.uses if readers[v] == 1 and v in producer)
-        return kernel.position in inner or taken >= freed, kernel.position
-
-    producer = {value: kernel for kernel in kernels for value in kernel.writes}
-    by_position = {kernel.position: kernel for kernel in kernels}
-    users: dict[int, list[int]] = {}
-    waiting: dict[int, int] = {}
-    for kernel in kernels:
-        needed = {producer[v].position for v in (*kernel.uses, *kernel.after) if v in producer}
-        waiting[kernel.position] = len(needed)
-        for position in needed:
-            users.setdefault(position, []).append(kernel.position)
-    ready = [priority(kernel) for kernel in kernels if not waiting[kernel.position]]
-    heapify(ready)
-    order = []
-    while ready:
-        _, position = heappop(ready)
-        order.append(by_position[position])
-        for user in users.get(position, ()):
-            waiting[user] -= 1
-            if not waiting[user]:
-                heappush(ready, priority(by_position[user]))
-    return order
+def heaviest_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:
+    """The same, of a kernel's operands first those that take most to make."""
+    return [*sorted(copied), *_post_order(program, kernels, _effort(program, kernels))]
 
 
 def breadth_first(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Kernel | int]:

@@ -27,11 +27,12 @@ from meshwright.cost.kernel_order import (
     breadth_first,
     copied_arguments,
     depth_first,
+    greedy,
+    heaviest_first,
     may_overwrite,
     without_dead_code,
     without_equals,
     without_views,
-    written,
 )
 
 
@@ -115,7 +116,7 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     copied = copied_arguments(program, kernels)
     if not program.ordered_for_memory:
         return _peak(program, breadth_first(program, kernels, copied))
-    orders = (written(program, kernels, copied), depth_first(program, kernels, copied))
+    orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
     return min((_peak(program, order) for order in orders), key=lambda found: found[0])
 
 

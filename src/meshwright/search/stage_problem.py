@@ -150,6 +150,9 @@ class StageProblem(IntraOpProblem):
             share = 1 / len(workspace.moments)
             for value in sorted(moment.again & self._defines.keys()):
                 self._hold(rows, value, share)
+            for value in sorted(moment.cotangents & self._defines.keys()):
+                node, specs = self._defines[value]
+                rows[node] += share * self.local_bytes(value, specs)
             self._hold_around(rows, moment, share)
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]

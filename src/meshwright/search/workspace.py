@@ -5,18 +5,22 @@ cotangents around one operator, and the gradient of a weight before it is added 
 several moments that are as bad the mean counts, since layers are laid out alike. How much that is on a device follows
 from how values are split, like all else that is held.
 
+What is not rematerialised computes again what is cheap (the argument of a product that an activation function makes),
+and compilers order that for the whole stage at once: either all of it is made first, or gradients of weights come last.
+Both grow with the layers of the stage; the smaller of the two counts.
+
 Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the
-scores of a large vocabulary compilers fuse more than is thought here where they are computed again (a third too much
-for such a stage); what collectives need is not counted.
+scores of a large vocabulary compilers fuse more than is thought here (up to twice too much for a stage that has little
+else), of those of attention a tenth; what collectives need is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..program.graph import Graph, Operator
-from ..program.residuals import kept_values, read_by_backward, regions
+from ..program.residuals import is_fusible, kept_values, read_by_backward, regions
 from .choices import values_of_parameters
 
 # What a weight passes through on its way to a matrix product.
@@ -36,16 +40,18 @@ class Moment:
       operator: its index.
       around: how often each value that it reads and makes is there, cotangents included.
       again: values that have been computed again and are still to be read; of a loop's body, in one trip.
+      cotangents: values whose cotangents are there and still to be read.
     """
 
     operator: int
     around: Mapping[int, float]
     again: frozenset[int]
+    cotangents: frozenset[int] = frozenset()
 
     def bytes(self, graph: Graph) -> float:
         """Of all devices together."""
         around = sum(times * graph.values[value].bytes for value, times in self.around.items())
-        return around + sum(graph.values[value].bytes for value in self.again)
+        return around + sum(graph.values[value].bytes for values in (self.again, self.cotangents) for value in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +104,7 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
     inputs, kept = frozenset(graph.inputs), kept_values(graph)
     # A weight's cast is made where it is read, but a loop makes all of them before anything else.
     outside = inputs | values_of_parameters(graph)
-    plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
-    found = [_moment(graph, operator, frozenset(), kept, outside) for operator in plain]
+    found = _plain_moments(graph, kept, outside)
     for region in (*regions(graph).values(), *_bodies(graph).values()):
         others = inputs if _is_inner(region[0]) else outside
         read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - others
@@ -110,6 +115,31 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
         found.append(max(moments, key=lambda moment: moment.bytes(graph)))
     most = max((moment.bytes(graph) for moment in found), default=0.0)
     return tuple(one for one in found if most > 0 and one.bytes(graph) >= AS_BAD * most)
+
+
+def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) -> list[Moment]:
+    """The moments of what is neither rematerialised nor in a loop, in the order that needs the least memory of two:
+    what is cheap to make is made again before anything else, and is there until it is read; or gradients of weights
+    come last of all, and what they read is there until then."""
+    plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
+    early, again = [], frozenset[int]()
+    for operator in plain:
+        if not is_fusible(operator):
+            again |= read_by_backward(graph, operator) - kept - outside
+        early.append(_moment(graph, operator, again, kept, outside))
+    late, again, cotangents = [], frozenset[int](), frozenset[int]()
+    for operator in reversed(plain):
+        moment = _moment(graph, operator, again, kept, outside)
+        late.append(replace(moment, cotangents=cotangents - moment.around.keys()))
+        if operator.matmul and not outside.isdisjoint(operator.operands):
+            again |= read_by_backward(graph, operator) - kept - outside
+            cotangents |= {value for value in operator.results if value is not None}
+    late.reverse()
+
+    def most(moments: list[Moment]) -> float:
+        return max((moment.bytes(graph) for moment in moments), default=0.0)
+
+    return min(early, late, key=most)
 
 
 def _is_inner(operator: Operator) -> bool:
