@@ -9,10 +9,11 @@ from math import gcd
 from .one_stage_planning import MARGIN
 from .plan import Plan
 from .plan_request import Planning, PlanRequest
-from .presets.incumbent import incumbent
+from .presets.incumbent import Incumbent
 from .presets.prices import PresetPrices
 from .program.batch import batch_extents
 from .program.equal_stages import main_scan
+from .search.alternative import Alternative, merged, preset_words
 from .search.pins import Pins
 from .search.stage_result import NothingFaster
 
@@ -21,7 +22,49 @@ from .search.stage_result import NothingFaster
 _SHARE, _LEAST_SECONDS = 1 / 3, 6.0
 
 
-def best_under_presets(asked: PlanRequest) -> Planning | None:
+class BestUnderPresets:
+    """The best plan under any preset: at once what a step of it takes, and the plan where nothing else is as fast.
+
+    Args:
+      asked: the request.
+      prices: of presets.
+      incumbent: the best of them; one has a price.
+      begun: when that was first asked.
+    """
+
+    def __init__(self, asked: PlanRequest, prices: PresetPrices, incumbent: Incumbent, begun: float) -> None:
+        self._asked, self._prices, self._incumbent = asked, prices, incumbent
+        self.solve_seconds = time.perf_counter() - begun - prices.trace_seconds
+        priced = incumbent.priced()
+        assert priced is not None, "one has a price"
+        self.step_seconds, self.microbatches, self.preset = priced.step_seconds, priced.microbatches, priced.preset
+
+    def planning(self) -> Planning | None:
+        """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
+        does."""
+        begun, traced = time.perf_counter(), self._prices.trace_seconds
+        found = self._incumbent.planned()
+        self.solve_seconds += time.perf_counter() - begun - (self._prices.trace_seconds - traced)
+        if found is None:
+            return None
+        note = f"found under the preset {found.priced.preset}: the search found nothing faster"
+        plan = replace(found.plan, notes=(*found.plan.notes, note))
+        return Planning(
+            program=found.priced.program.source, plan=plan, cluster=self._asked.cluster,
+            seconds=time.perf_counter() - self._asked.started, trace_seconds=self._prices.trace_seconds,
+            solve_seconds=self.solve_seconds, considered=found.considered,
+        )  # fmt: skip
+
+    def beaten_by(self, found: Planning) -> Planning:
+        """A faster plan, with the best preset among its alternatives."""
+        mine = Alternative(what=preset_words(self.microbatches, str(self.preset)), step_seconds=self.step_seconds)
+        return replace(
+            found, alternatives=merged(found.alternatives, [mine]),
+            solve_seconds=found.solve_seconds + self.solve_seconds,
+        )  # fmt: skip
+
+
+def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
     """The best plan under any preset, if the request leaves everything open that presets decide, the cluster is of one
     kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search.
 
@@ -41,20 +84,11 @@ def best_under_presets(asked: PlanRequest) -> Planning | None:
     if not program.marked or main_scan(program) is None:
         return None
     limit = max(_SHARE * asked.time_limit_seconds, min(asked.time_limit_seconds, _LEAST_SECONDS))
-    found = incumbent(
+    incumbent = Incumbent(
         prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() - begun > limit,
         tell=asked.tell,
     )  # fmt: skip
-    if found is None:
-        return None
-    note = f"found under the preset {found.priced.preset}: the search found nothing faster"
-    plan = replace(found.plan, notes=(*found.plan.notes, note))
-    spent = time.perf_counter() - begun
-    return Planning(
-        program=found.priced.program.source, plan=plan, cluster=asked.cluster,
-        seconds=time.perf_counter() - asked.started, trace_seconds=prices.trace_seconds,
-        solve_seconds=spent - prices.trace_seconds, considered=found.considered,
-    )  # fmt: skip
+    return BestUnderPresets(asked, prices, incumbent, begun) if incumbent.priced() is not None else None
 
 
 def proven(planning: Planning, nothing: NothingFaster) -> Planning:

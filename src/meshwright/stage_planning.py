@@ -85,22 +85,61 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
 def _plan_in_orders(
     asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead, *, faster_than_seconds: float
 ) -> Planning:
-    """As `plan_stages`, in any of these orders of the hosts."""
-    known = best = best_under_presets(asked) if stages is None and not isfinite(faster_than_seconds) else None
+    """As `plan_stages`, in any of these orders of the hosts.
+
+    The best preset is not written out before a search has found nothing that is as fast. If it then turns out not to
+    fit, the search is repeated with the best that does.
+    """
+    free = stages is None and not isfinite(faster_than_seconds)
+    presets = best_under_presets(asked) if free else None
+    least, begin_with = faster_than_seconds, None
+    if presets is not None:
+        least, begin_with = presets.step_seconds, presets.microbatches
+    try:
+        found = _searched(asked, stages, orders, others, faster_than_seconds=least, begin_with=begin_with)
+    except (NothingFaster, MemoryExceeded) as error:
+        if presets is None:
+            raise
+        known = presets.planning()
+        if known is not None and known.step_seconds <= least * (1 + 1e-9):
+            return _unbeaten(known, error)
+        least = known.counted_seconds if known is not None else inf
+        try:
+            found = _searched(asked, stages, orders, others, faster_than_seconds=least, begin_with=begin_with)
+        except (NothingFaster, MemoryExceeded) as again:
+            if known is None:
+                raise
+            return _unbeaten(known, again)
+    return presets.beaten_by(found) if presets is not None else found
+
+
+def _unbeaten(known: Planning, error: NothingFaster | MemoryExceeded) -> Planning:
+    """A plan that was known, now that a search has said that there is nothing else."""
+    return proven(known, error) if isinstance(error, NothingFaster) else known
+
+
+def _searched(
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead, *, faster_than_seconds: float,
+    begin_with: int | None = None,
+) -> Planning:  # fmt: skip
+    """The best that is found in any of these orders of the hosts.
+
+    Raises:
+      NothingFaster: if nothing is as fast; the least seconds of all orders.
+      MemoryExceeded: if nothing fits in any.
+    """
+    best: Planning | None = None
     refused: Exception | None = None
-    solve_seconds = best.solve_seconds if best is not None else 0.0
-    nothing: NothingFaster | None = None
+    solve_seconds = 0.0
     for order in orders:
         least, begun = min(faster_than_seconds, best.counted_seconds if best is not None else inf), time.perf_counter()
         try:
             found = _plan_in_order(
-                replace(asked, cluster=order.cluster), stages, faster_than_seconds=least,
-                begin_with=known.plan.microbatches if known is not None else None, others=others,
+                replace(asked, cluster=order.cluster), stages, faster_than_seconds=least, begin_with=begin_with,
+                others=others,
             )  # fmt: skip
         except (NothingFaster, MemoryExceeded) as error:
             refused = refused or error
-            if isinstance(error, NothingFaster):
-                nothing = error
             solve_seconds += time.perf_counter() - begun
             continue
         found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, order, asked.cluster))
@@ -112,8 +151,6 @@ def _plan_in_orders(
             best = found.preferred_to(best) if faster else best.preferred_to(found)
         if asked.left_seconds < 0:
             break
-    if best is not None and best is known and nothing is not None:
-        best = proven(best, nothing)
     if best is not None:
         return replace(best, solve_seconds=solve_seconds)
     assert refused is not None, "there is an order"

@@ -13,7 +13,7 @@ from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
 from meshwright.planning import plan_for
 from meshwright.presets.candidates import candidates_for
-from meshwright.presets.incumbent import incumbent
+from meshwright.presets.incumbent import Incumbent
 from meshwright.presets.prices import PresetPrices
 from meshwright.program.traces import Traces
 from meshwright.zoo.llama import CONFIGS, build as build_llama
@@ -33,7 +33,7 @@ def prices(target: Any) -> PresetPrices:
 
 
 def test_it_is_the_best_of_all_presets(prices: PresetPrices) -> None:
-    found = incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False)
+    found = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False).planned()
     assert found is not None
     seconds = []
     for preset in candidates_for(prices.cluster):
@@ -51,16 +51,16 @@ def test_it_is_the_best_of_all_presets(prices: PresetPrices) -> None:
 
 
 def test_when_time_is_over_it_is_what_was_found_by_then(prices: PresetPrices) -> None:
-    assert incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True) is None
-    best = incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False)
+    assert Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True).planned() is None
+    best = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False).planned()
     asked = counting()
-    some = incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: next(asked) > len(COUNTS))
+    some = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: next(asked) > len(COUNTS)).planned()
     assert best is not None
     assert some is None or some.priced.step_seconds >= best.priced.step_seconds
 
 
 def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrices) -> None:
-    found = incumbent(prices, COUNTS, remat="none", margin=1.0, late=lambda: False)
+    found = Incumbent(prices, COUNTS, remat="none", margin=1.0, late=lambda: False).planned()
     assert found is not None
     assert not any(stage.rematerialised for stage in found.plan.stages)
 
@@ -75,7 +75,7 @@ def test_no_plan_is_slower_than_the_best_preset(
     target: Any, prices: PresetPrices, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     large(monkeypatch)
-    best = incumbent(prices, [1, 2, 4, 8, 16, 32], remat=None, margin=1.04, late=lambda: False)
+    best = Incumbent(prices, [1, 2, 4, 8, 16, 32], remat=None, margin=1.04, late=lambda: False).planned()
     assert best is not None
     planning = plan_for(
         target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None,

@@ -3,6 +3,9 @@
 A search that knows a good plan looks at less, knows which number of microbatches to look at first, has something to
 give when its time is over, and never gives anything worse. Of a program that is one scan over its layers a preset is
 priced in tenths of a second: all of them are looked at, the least bound first, until none left can be better.
+
+A bound is first told by the fewest microbatches that a preset can have, for all numbers at once; before interleaved
+stages are priced in a number, by the whole stages in that number, which all interleavings of them share.
 """
 
 from __future__ import annotations
@@ -18,25 +21,18 @@ from .candidates import candidates_for, settings_for
 from .least import Floor
 from .planned import PlannedPreset, planned_preset
 from .preset import Preset
-from .prices import PresetPrices
+from .prices import PresetPrices, PricedPreset
 
 # A bubble, as a share of the step, for which more stages are worth a look.
 _WORTH_CUTTING = 0.05
 
 # What is known of a preset in a number of microbatches; of equal seconds the most certain comes first.
-_PLANNED, _PRICED, _BOUND = range(3)
+_PLANNED, _PRICED, _BOUND, _TOLD = range(4)
 
 
-def incumbent(
-    prices: PresetPrices,
-    counts: Sequence[int],
-    *,
-    remat: str | None,
-    margin: float,
-    late: Callable[[], bool],
-    tell: Callable[[str], None] = lambda text: None,
-) -> PlannedPreset | None:
-    """The best plan under a preset that computes what one device does, if any fits.
+class Incumbent:
+    """The best plan under a preset that computes what one device does, if any fits: first what it takes, and when it is
+    asked for, the plan.
 
     Args:
       prices: of presets, for the step and the cluster.
@@ -46,67 +42,125 @@ def incumbent(
       late: whether the time is over: then the best that is known is taken.
       tell: called with a few words at each part of the work.
     """
-    tell("the best preset")
-    # PipeDream's gradients are of older weights.
-    presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
-    settings = settings_for(prices.cluster, prices.needed_stages(), _layers(prices, counts))
-    presets += [preset for preset in settings if preset not in presets]
-    queue: list[tuple[float, int, int, int]] = []
-    floors: dict[Preset, Floor] = {}
-    for number, preset in enumerate(presets):
-        if late():
-            break
-        if remat is None or preset.remat in (None, remat):
-            least_of = _least(prices, preset, counts, remat, floors)
-            queue += [(least, _BOUND, -count, number) for count, least in least_of.items()]
-    heapq.heapify(queue)
-    planned: dict[tuple[int, int], PlannedPreset] = {}
-    too_few: dict[int, int] = {}
-    while queue:
-        _, known, minus, number = heapq.heappop(queue)
-        count, preset = -minus, presets[number]
-        if known == _PLANNED:
-            return planned[count, number]
-        if count < too_few.get(number, 0):
-            continue  # fewer microbatches keep more
-        wanted = preset.remat or remat
+
+    def __init__(
+        self,
+        prices: PresetPrices,
+        counts: Sequence[int],
+        *,
+        remat: str | None,
+        margin: float,
+        late: Callable[[], bool],
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        tell("the best preset")
+        self._prices, self._remat, self._margin, self._late, self._tell = prices, remat, margin, late, tell
+        # PipeDream's gradients are of older weights.
+        self._presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
+        settings = settings_for(prices.cluster, prices.needed_stages(), _layers(prices, counts))
+        self._presets += [preset for preset in settings if preset not in self._presets]
+        self._floors: dict[tuple[Preset, int], Floor] = {}
+        self._queue: list[tuple[float, int, int, int]] = []
+        for number, preset in enumerate(self._presets):
+            if late():
+                break
+            if remat is None or preset.remat in (None, remat):
+                told = self._told(preset, counts)
+                self._queue += [(least, _TOLD, -count, number) for count, least in told.items()]
+        heapq.heapify(self._queue)
+        self._priced: dict[tuple[int, int], PricedPreset] = {}
+        self._planned: dict[tuple[int, int], PlannedPreset] = {}
+        self._too_few: dict[int, int] = {}
+
+    def priced(self) -> PricedPreset | None:
+        """The best by its price; its programs may need more memory than is counted."""
+        found = self._first(_PRICED)
+        return self._priced[found] if found is not None else None
+
+    def planned(self) -> PlannedPreset | None:
+        """The best whose programs fit."""
+        found = self._first(_PLANNED)
+        return self._planned[found] if found is not None else None
+
+    def _first(self, known: int) -> tuple[int, int] | None:
+        """The number of microbatches and of the preset of which so much is known, and no less of any that may be
+        faster."""
+        while self._queue:
+            seconds, certain, minus, number = self._queue[0]
+            if certain <= known:
+                return -minus, number
+            heapq.heappop(self._queue)
+            if -minus < self._too_few.get(number, 0):
+                continue  # fewer microbatches keep more
+            try:
+                self._look(seconds, certain, -minus, number)
+            except MemoryExceeded:
+                self._too_few[number] = max(-minus, self._too_few.get(number, 0))
+            except PlanError:
+                continue  # some steps cannot be cut so
+        return None
+
+    def _look(self, seconds: float, certain: int, count: int, number: int) -> None:
+        """Find out the next thing about a preset in a number of microbatches.
+
+        Raises:
+          PlanError: if there is no such thing.
+          MemoryExceeded: if it does not fit.
+        """
+        preset = self._presets[number]
+        remat = preset.remat or self._remat
+        if certain == _PRICED:
+            found = planned_preset(self._prices, preset, [count], remat=remat, margin=self._margin, tell=self._tell)
+            assert found.plan.predicted is not None  # presets are priced
+            self._planned[count, number] = found
+            self._push(found.plan.predicted.step_seconds, _PLANNED, count, number)
+        elif self._late():
+            return
+        elif certain == _TOLD and preset.chunks > 1:
+            least = self._floor(preset, count).step_seconds(count, self._prices.limits(preset))
+            if least < inf:
+                self._push(max(least, seconds), _BOUND, count, number)
+        else:
+            below = min((known for known, certain, *_ in self._queue if certain < _BOUND), default=inf)
+            priced = self._prices.priced(preset, count, remat=remat, below_seconds=below)
+            if priced is not None:
+                self._priced[count, number] = priced
+            # What is slower than another price may yet be faster than what that one's programs leave room for.
+            self._push(*((below, _BOUND) if priced is None else (priced.step_seconds, _PRICED)), count, number)
+
+    def _push(self, seconds: float, certain: int, count: int, number: int) -> None:
+        heapq.heappush(self._queue, (seconds, certain, -count, number))
+
+    def _told(self, preset: Preset, counts: Sequence[int]) -> dict[int, float]:
+        """Seconds that a preset takes at least, by the numbers of microbatches in which it may fit."""
+        prices = self._prices
         try:
-            if known == _PRICED:
-                found = planned_preset(prices, preset, [count], remat=wanted, margin=margin, tell=tell)
-                assert found.plan.predicted is not None  # presets are priced
-                planned[count, number] = found
-                heapq.heappush(queue, (found.plan.predicted.step_seconds, _PLANNED, minus, number))
-            elif not late():
-                below = min((seconds for seconds, known, *_ in queue if known != _BOUND), default=inf)
-                priced = prices.priced(preset, count, remat=wanted, below_seconds=below)
-                # What is slower than another price may yet be faster than what that one's programs leave room for.
-                new = (below, _BOUND) if priced is None else (priced.step_seconds, _PRICED)
-                heapq.heappush(queue, (*new, minus, number))
-        except MemoryExceeded:
-            too_few[number] = max(count, too_few.get(number, 0))
+            prices.check(preset)
         except PlanError:
-            continue  # some steps cannot be cut so
-    return None
-
-
-def _least(
-    prices: PresetPrices, preset: Preset, counts: Sequence[int], remat: str | None, floors: dict[Preset, Floor]
-) -> dict[int, float]:
-    """Seconds that a preset takes at least, by the numbers of microbatches in which it may fit."""
-    try:
-        prices.check(preset)
-    except PlanError:
+            return {}
+        mine = [count for count in sorted(counts) if prices.allows(preset, count) and _is_worth_cutting(preset, count)]
+        for fewest in mine:
+            try:
+                floor = self._floor(preset, fewest)
+            except PlanError:
+                continue  # some steps cannot be cut so
+            limits = prices.limits(preset)
+            found = {count: floor.step_seconds(count, limits) for count in mine if count >= fewest}
+            return {count: least for count, least in found.items() if least < inf}
         return {}
-    mine = [count for count in sorted(counts) if prices.allows(preset, count) and _is_worth_cutting(preset, count)]
-    for fewest in mine:
-        try:
-            floor = _floor(prices, preset, fewest, preset.remat or remat, floors)
-        except PlanError:
-            continue  # some steps cannot be cut so
-        limits = prices.limits(preset)
-        found = {count: floor.step_seconds(count, limits) for count in mine if count >= fewest}
-        return {count: least for count, least in found.items() if least < inf}
-    return {}
+
+    def _floor(self, preset: Preset, count: int) -> Floor:
+        """What a preset takes at least in so many microbatches or more; interleaved stages by what they are parts of.
+
+        Raises:
+          PlanError: if the preset does not suit the program.
+        """
+        whole = replace(preset, chunks=1, shown=())
+        if (whole, count) not in self._floors:
+            remat = preset.remat or self._remat
+            self._floors[whole, count] = self._prices.floor(whole, count, remat=remat)
+        floor = self._floors[whole, count]
+        return floor if preset.chunks == 1 else floor.interleaved(preset)
 
 
 def _layers(prices: PresetPrices, counts: Sequence[int]) -> int:
@@ -119,13 +173,3 @@ def _is_worth_cutting(preset: Preset, microbatches: int) -> bool:
     """Whether half as many stages of each group of devices would leave a pipeline idle for more than this: many are
     slow to look at."""
     return preset.chunks <= 2 or (preset.stages - 1) * 2 / preset.chunks > _WORTH_CUTTING * microbatches
-
-
-def _floor(prices: PresetPrices, preset: Preset, fewest: int, remat: str | None, floors: dict[Preset, Floor]) -> Floor:
-    """What a preset takes at least in so many microbatches or more; interleaved stages by what they are parts of."""
-    if preset.chunks == 1:
-        return prices.floor(preset, fewest, remat=remat)
-    whole = replace(preset, chunks=1, shown=())
-    if whole not in floors:
-        floors[whole] = prices.floor(whole, fewest, remat=remat)
-    return floors[whole].interleaved(preset)

@@ -51,6 +51,15 @@ def one_stage_words(microbatches: int, mesh: Sequence[tuple[str, int]], *, remat
     return f"{_microbatches(microbatches)}, one stage of mesh {mesh_words(mesh)}{again}"
 
 
+def preset_words(microbatches: int, preset: str) -> str:
+    """A plan under a preset.
+
+    >>> preset_words(8, "megatron(tp=4, pp=2, dp=1)")
+    '8 microbatches, the preset megatron(tp=4, pp=2, dp=1)'
+    """
+    return f"{_microbatches(microbatches)}, the preset {preset}"
+
+
 def stages_words(microbatches: int, schedule: str, sizes: Sequence[tuple[int, int]]) -> str:
     """A plan of several stages by their layers and devices, equal neighbours together.
 
