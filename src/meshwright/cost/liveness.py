@@ -18,8 +18,8 @@ Fragmentation is not modelled: XLA packs within a few per cent of the bytes aliv
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 
 from meshwright._jax.dataflow import Kind, Program
 from meshwright.cost.fusion import Fusion, Kernel
@@ -100,13 +100,18 @@ class _Buffer:
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """An output's buffer and the stretches of time in which it is taken."""
+    """An output's buffer and the stretches of time in which it is taken, in order and apart."""
 
     size_bytes: int
-    taken: list[tuple[int, int]] = field(default_factory=list)
+    taken: list[tuple[int, int]]
 
-    def free(self, first: int, last: int) -> bool:
-        return all(last < start or end < first for start, end in self.taken)
+    def take(self, first: int, last: int) -> bool:
+        """Take it for a stretch of time, if it is free then."""
+        place = bisect_right(self.taken, last, key=lambda stretch: stretch[0])
+        if place and self.taken[place - 1][1] >= first:
+            return False
+        self.taken.insert(place, (first, last))
+        return True
 
 
 def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
@@ -202,10 +207,11 @@ def _slots(program: Program, order: list[Kernel | int], last: dict[int, int], bo
     for value in dict.fromkeys(program.outputs):
         if value in program.arguments:
             continue
-        slot = _Slot(size_bytes=program.values[value].size_bytes, taken=[(born.get(value, 0), len(order))])
+        first = born.get(value, 0)
+        slot = _Slot(size_bytes=program.values[value].size_bytes, taken=[(first, len(order))])
         if value in giver:
-            argument = giver[value]
-            slot.taken.append((-1, copied.get(argument, last.get(argument, 0))))
+            read = copied.get(giver[value], last.get(giver[value], 0))
+            slot.taken = [(-1, read), *slot.taken] if read < first else [(-1, len(order))]
         slots.append(slot)
     return slots
 
@@ -230,8 +236,7 @@ def _placed(buffers: list[_Buffer], slots: list[_Slot]) -> list[_Buffer]:
     remaining: list[_Buffer] = []
     for buffer in sorted(buffers, key=lambda b: -b.size_bytes):
         for slot in slots[bisect_left(sizes, buffer.size_bytes) :]:
-            if slot.free(buffer.first, buffer.last):
-                slot.taken.append((buffer.first, buffer.last))
+            if slot.take(buffer.first, buffer.last):
                 break
         else:
             remaining.append(buffer)
