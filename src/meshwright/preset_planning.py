@@ -39,6 +39,11 @@ class BestUnderPresets:
         assert priced is not None, "one has a price"
         self.step_seconds, self.microbatches, self.preset = priced.step_seconds, priced.microbatches, priced.preset
 
+    @property
+    def interleaved(self) -> tuple[int, int] | None:
+        """Its ranks, and the stages on each, if these are several."""
+        return (self.preset.stages, self.preset.chunks) if self.preset.chunks > 1 else None
+
     def planning(self) -> Planning | None:
         """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
         does."""

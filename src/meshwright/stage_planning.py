@@ -16,7 +16,7 @@ from .microbatch_counts import finer_counts, microbatch_counts
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
 from .plan_request import Planning, PlanRequest, counted_seconds, in_cluster
-from .preset_planning import best_under_presets, bounded, proven
+from .preset_planning import BestUnderPresets, best_under_presets, bounded, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
@@ -92,11 +92,9 @@ def _plan_in_orders(
     """
     free = stages is None and not isfinite(faster_than_seconds)
     presets = best_under_presets(asked) if free else None
-    least, begin_with = faster_than_seconds, None
-    if presets is not None:
-        least, begin_with = presets.step_seconds, presets.microbatches
+    least = presets.step_seconds if presets is not None else faster_than_seconds
     try:
-        found = _searched(asked, stages, orders, others, faster_than_seconds=least, begin_with=begin_with)
+        found = _searched(asked, stages, orders, others, presets, faster_than_seconds=least)
     except (NothingFaster, MemoryExceeded) as error:
         if presets is None:
             raise
@@ -105,7 +103,7 @@ def _plan_in_orders(
             return _unbeaten(known, error)
         least = known.counted_seconds if known is not None else inf
         try:
-            found = _searched(asked, stages, orders, others, faster_than_seconds=least, begin_with=begin_with)
+            found = _searched(asked, stages, orders, others, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as again:
             if known is None:
                 raise
@@ -119,8 +117,8 @@ def _unbeaten(known: Planning, error: NothingFaster | MemoryExceeded) -> Plannin
 
 
 def _searched(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead, *, faster_than_seconds: float,
-    begin_with: int | None = None,
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead,
+    presets: BestUnderPresets | None, *, faster_than_seconds: float,
 ) -> Planning:  # fmt: skip
     """The best that is found in any of these orders of the hosts.
 
@@ -135,9 +133,8 @@ def _searched(
         least, begun = min(faster_than_seconds, best.counted_seconds if best is not None else inf), time.perf_counter()
         try:
             found = _plan_in_order(
-                replace(asked, cluster=order.cluster), stages, faster_than_seconds=least, begin_with=begin_with,
-                others=others,
-            )  # fmt: skip
+                replace(asked, cluster=order.cluster), stages, others, presets, faster_than_seconds=least
+            )
         except (NothingFaster, MemoryExceeded) as error:
             refused = refused or error
             solve_seconds += time.perf_counter() - begun
@@ -187,8 +184,9 @@ def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> Sta
 
 
 def _plan_in_order(
-    asked: PlanRequest, stages: int | None, *, faster_than_seconds: float, begin_with: int | None, others: Ahead
-) -> Planning:
+    asked: PlanRequest, stages: int | None, others: Ahead, presets: BestUnderPresets | None, *,
+    faster_than_seconds: float,
+) -> Planning:  # fmt: skip
     """The fastest plan whose stages follow the hosts in their order.
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
@@ -198,7 +196,8 @@ def _plan_in_order(
     programs = _Programs(asked, stages, microbatch_counts(asked))
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
-        begin_with=_nearest(programs, begin_with),
+        begin_with=_nearest(programs, presets.microbatches) if presets is not None else None,
+        known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
     schedules = request.schedules
     search = StageSearch(request)
@@ -311,9 +310,9 @@ def _plain_ranks(plan: Plan) -> list[bool]:
     return list(found.values())
 
 
-def _nearest(counts: Iterable[int], wanted: int | None) -> int | None:
+def _nearest(counts: Iterable[int], wanted: int) -> int:
     """Of these numbers of microbatches the nearest to the one wanted, by their ratio."""
-    return min(counts, key=lambda count: max(count / wanted, wanted / count)) if wanted is not None else None
+    return min(counts, key=lambda count: max(count / wanted, wanted / count))
 
 
 def _over(asked: PlanRequest, leanest: float) -> MemoryExceeded:

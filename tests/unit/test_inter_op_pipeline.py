@@ -336,6 +336,23 @@ def test_stages_may_share_devices(stages: int, ranks: int) -> None:
 
 
 @pytest.mark.slow
+def test_of_an_interleaving_that_nothing_beats_the_layouts_are_free() -> None:
+    """Bounds rule out whatever has devices of its own, and with it what would suggest to interleave."""
+    interleaved = wide(("interleaved_one_f_one_b",))
+    ranks = len({stage.devices for stage in interleaved.plan.stages})
+    least = seconds(interleaved) * (1 + 1e-6)
+    asked = wide_request(("one_f_one_b", "interleaved_one_f_one_b"))
+    asked = replace(asked, faster_than_seconds=least, begin_with=8)
+    with pytest.raises(NothingFaster):
+        search_stages(asked)
+    shape = ranks, len(interleaved.plan.stages) // ranks
+    result = search_stages(replace(asked, known_interleaved=shape))
+    assert result.plan.schedule == "interleaved_one_f_one_b"
+    assert seconds(result) < least
+    with pytest.raises(NothingFaster):
+        search_stages(replace(asked, known_interleaved=shape, faster_than_seconds=0.9 * least))
+
+
 def test_memory_decides() -> None:
     """With little memory the plan keeps less in flight, rematerialises, or is refused with what it would take."""
     roomy = found("gpt-tiny", 4).plan

@@ -163,12 +163,9 @@ class Interleaving:
                 if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
                     continue
                 try:
-                    costs = self._in_stages(costs_in(count), ranks * chunks)
+                    candidate = self.candidate(costs_in(count), ranks, chunks, scheduled)
                 except PlanError:
                     break
-                costs.reserve(costs_in(count).reserved)
-                found = (scheduled(costs, stages, chunks=chunks) for stages in interleaved(costs, ranks, chunks))
-                candidate = next((one for one in found if one is not None), None)
                 if candidate is None and self._asked:
                     continue
                 if candidate is None:
@@ -177,6 +174,25 @@ class Interleaving:
                 if expected:
                     tried.append(_Tried(count, ranks, chunks, candidate.seconds / expected))
                 yield candidate
+
+    def candidate(
+        self, costs: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
+    ) -> Candidate | None:
+        """The plan of so many ranks with so many stages each; None if there is none that fits.
+
+        Args:
+          costs: of the program.
+          ranks: on equal submeshes.
+          chunks: stages on each.
+          scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
+
+        Raises:
+          PlanError: if the program cannot be cut into so many stages.
+        """
+        cut = self._in_stages(costs, ranks * chunks)
+        cut.reserve(costs.reserved)
+        found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
+        return next((one for one in found if one is not None), None)
 
     def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:
         """Of the same program with that many equal stages as its layers, if it is one scan over its layers: these need

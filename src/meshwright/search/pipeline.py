@@ -175,6 +175,7 @@ class StageSearch:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
+        best = best or self._known_with_free_layouts()
         if isfinite(known) and (best is None or best.weight >= known):
             raise NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
         if best is None:
@@ -216,6 +217,16 @@ class StageSearch:
                     costs.solve_all(problem, stages)
                     self._keep(number, costs, problem, stages)
         return self._simulate(None, suggesting=last) if last else None
+
+    def _known_with_free_layouts(self) -> Candidate | None:
+        """The interleaving that is known, but its stages solved: no bound rules it out, and few others are as fast."""
+        shape, count = self.request.known_interleaved, self.request.begin_with
+        if shape is None or count is None or self.over:
+            return None
+        try:
+            return self._interleaving.candidate(self.costs(count), *shape, self._scheduled)
+        except PlanError:
+            return None  # the number was our idea
 
     def _search(self, *, bounded: bool) -> None:
         expected = dict.fromkeys(self.counts, self.bounds.floor)
