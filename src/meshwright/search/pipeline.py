@@ -61,6 +61,9 @@ _ESTIMATE_SLACK = (1.1, 1.5)
 # What is said of numbers of microbatches and orders that are out of the question.
 _NOTHING = "nothing that fits or is as fast"
 
+# A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
+_NOT_WORTH_SEARCHING = 0.005
+
 # Labels of a state; and the submeshes from which on there are fewer.
 _MOST_LABELS, _MANY_PLACES = 256, 400
 
@@ -261,8 +264,9 @@ class StageSearch:
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
-            if expected[count] > self.best_objective:
+            if expected[count] > (1 - _NOT_WORTH_SEARCHING) * self.best_objective:
                 least = expected[count]
+                self.unsearched = min(self.unsearched, least)
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
                 self.considered.append(f"{count} microbatches: {reason}")
                 continue
