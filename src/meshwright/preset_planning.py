@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd
 
@@ -28,28 +30,45 @@ class BestUnderPresets:
     Args:
       asked: the request.
       prices: of presets.
-      incumbent: the best of them; one has a price.
-      begun: when that was first asked.
+      counts: numbers of microbatches to choose from.
+      seconds: that may be spent until a step is known, and once more until the plan is.
+
+    Attributes:
+      priced: the best by its price, or the one that has become the plan; None if there is none.
+      solve_seconds: that all this has taken, but for tracing.
     """
 
-    def __init__(self, asked: PlanRequest, prices: PresetPrices, incumbent: Incumbent, begun: float) -> None:
-        self._asked, self._prices, self._incumbent = asked, prices, incumbent
-        self.solve_seconds = time.perf_counter() - begun - prices.trace_seconds
-        priced = incumbent.priced()
-        assert priced is not None, "one has a price"
-        self.step_seconds, self.microbatches, self.preset = priced.step_seconds, priced.microbatches, priced.preset
+    def __init__(self, asked: PlanRequest, prices: PresetPrices, counts: Sequence[int], seconds: float) -> None:
+        self._asked, self._prices, self._seconds = asked, prices, seconds
+        self.solve_seconds = 0.0
+        self._is_plan = False
+        with self._spending():
+            self._incumbent = Incumbent(
+                prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
+                tell=asked.tell,
+            )  # fmt: skip
+            self.priced = self._incumbent.priced()
+
+    @contextmanager
+    def _spending(self) -> Iterator[None]:
+        begun, traced = time.perf_counter(), self._prices.trace_seconds
+        self._until = begun + self._seconds
+        yield
+        self.solve_seconds += time.perf_counter() - begun - (self._prices.trace_seconds - traced)
 
     @property
-    def interleaved(self) -> tuple[int, int] | None:
-        """Its ranks, and the stages on each, if these are several."""
-        return (self.preset.stages, self.preset.chunks) if self.preset.chunks > 1 else None
+    def interleaved(self) -> tuple[int, int, int] | None:
+        """Its microbatches, its ranks, and the stages on each, if these are several."""
+        if self.priced is None or self.priced.preset.chunks == 1:
+            return None
+        return self.priced.microbatches, self.priced.preset.stages, self.priced.preset.chunks
 
     def planning(self) -> Planning | None:
         """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
         does."""
-        begun, traced = time.perf_counter(), self._prices.trace_seconds
-        found = self._incumbent.planned()
-        self.solve_seconds += time.perf_counter() - begun - (self._prices.trace_seconds - traced)
+        with self._spending():
+            found = self._incumbent.planned()
+        self.priced, self._is_plan = found.priced if found is not None else None, True
         if found is None:
             return None
         note = f"found under the preset {found.priced.preset}: the search found nothing faster"
@@ -62,11 +81,11 @@ class BestUnderPresets:
 
     def beaten_by(self, found: Planning) -> Planning:
         """A faster plan, with the best preset among its alternatives."""
-        mine = Alternative(what=preset_words(self.microbatches, str(self.preset)), step_seconds=self.step_seconds)
-        return replace(
-            found, alternatives=merged(found.alternatives, [mine]),
-            solve_seconds=found.solve_seconds + self.solve_seconds,
-        )  # fmt: skip
+        seconds, alternatives = found.solve_seconds + self.solve_seconds, found.alternatives
+        if self.priced is not None:
+            what = preset_words(self.priced.microbatches, str(self.priced.preset), fits=self._is_plan)
+            alternatives = merged(alternatives, [Alternative(what=what, step_seconds=self.priced.step_seconds)])
+        return replace(found, alternatives=alternatives, solve_seconds=seconds)
 
 
 def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
@@ -76,7 +95,6 @@ def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
     Args:
       asked: the request.
     """
-    begun = time.perf_counter()
     free = not asked.mesh and asked.pins == Pins() and asked.schedule is None and asked.submeshes is None
     alike = len({(host.devices, host.device) for host in asked.cluster.hosts}) == 1
     if not free or not alike or asked.cluster.num_devices == 1:
@@ -88,12 +106,9 @@ def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
     program = prices.any_program(counts)
     if not program.marked or main_scan(program) is None:
         return None
-    limit = max(_SHARE * asked.time_limit_seconds, min(asked.time_limit_seconds, _LEAST_SECONDS))
-    incumbent = Incumbent(
-        prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() - begun > limit,
-        tell=asked.tell,
-    )  # fmt: skip
-    return BestUnderPresets(asked, prices, incumbent, begun) if incumbent.priced() is not None else None
+    seconds = max(_SHARE * asked.time_limit_seconds, min(asked.time_limit_seconds, _LEAST_SECONDS))
+    best = BestUnderPresets(asked, prices, counts, seconds)
+    return best if best.priced is not None else None
 
 
 def proven(planning: Planning, nothing: NothingFaster) -> Planning:

@@ -92,28 +92,24 @@ def _plan_in_orders(
     """
     free = stages is None and not isfinite(faster_than_seconds)
     presets = best_under_presets(asked) if free else None
-    least = presets.step_seconds if presets is not None else faster_than_seconds
-    try:
-        found = _searched(asked, stages, orders, others, presets, faster_than_seconds=least)
-    except (NothingFaster, MemoryExceeded) as error:
-        if presets is None:
-            raise
-        known = presets.planning()
-        if known is not None and known.step_seconds <= least * (1 + 1e-9):
-            return _unbeaten(known, error)
-        least = known.counted_seconds if known is not None else inf
+    least = presets.priced.step_seconds if presets is not None and presets.priced is not None else faster_than_seconds
+    in_vain = 0.0
+    while True:
+        begun = time.perf_counter()
         try:
             found = _searched(asked, stages, orders, others, presets, faster_than_seconds=least)
-        except (NothingFaster, MemoryExceeded) as again:
-            if known is None:
+        except (NothingFaster, MemoryExceeded) as error:
+            if presets is None or presets.priced is None:
                 raise
-            return _unbeaten(known, again)
-    return presets.beaten_by(found) if presets is not None else found
-
-
-def _unbeaten(known: Planning, error: NothingFaster | MemoryExceeded) -> Planning:
-    """A plan that was known, now that a search has said that there is nothing else."""
-    return proven(known, error) if isinstance(error, NothingFaster) else known
+            in_vain += time.perf_counter() - begun
+            known = presets.planning()
+            if known is not None and known.step_seconds <= least * (1 + 1e-9):
+                known = proven(known, error) if isinstance(error, NothingFaster) else known
+                return replace(known, solve_seconds=in_vain + presets.solve_seconds)
+            least = known.counted_seconds if known is not None else inf
+            continue
+        found = replace(found, solve_seconds=in_vain + found.solve_seconds)
+        return presets.beaten_by(found) if presets is not None else found
 
 
 def _searched(
@@ -123,11 +119,11 @@ def _searched(
     """The best that is found in any of these orders of the hosts.
 
     Raises:
-      NothingFaster: if nothing is as fast; the least seconds of all orders.
+      NothingFaster: if nothing is as fast in any; with what plans take at least in all.
       MemoryExceeded: if nothing fits in any.
     """
     best: Planning | None = None
-    refused: Exception | None = None
+    refused: list[NothingFaster | MemoryExceeded] = []
     solve_seconds = 0.0
     for order in orders:
         least, begun = min(faster_than_seconds, best.counted_seconds if best is not None else inf), time.perf_counter()
@@ -136,7 +132,7 @@ def _searched(
                 replace(asked, cluster=order.cluster), stages, others, presets, faster_than_seconds=least
             )
         except (NothingFaster, MemoryExceeded) as error:
-            refused = refused or error
+            refused.append(error)
             solve_seconds += time.perf_counter() - begun
             continue
         found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, order, asked.cluster))
@@ -150,8 +146,8 @@ def _searched(
             break
     if best is not None:
         return replace(best, solve_seconds=solve_seconds)
-    assert refused is not None, "there is an order"
-    raise refused
+    slower = [error for error in refused if isinstance(error, NothingFaster)]
+    raise min(slower, key=lambda error: error.least_seconds) if slower else refused[0]
 
 
 def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) -> Ahead:
@@ -196,7 +192,7 @@ def _plan_in_order(
     programs = _Programs(asked, stages, microbatch_counts(asked))
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
-        begin_with=_nearest(programs, presets.microbatches) if presets is not None else None,
+        begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
         known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
     schedules = request.schedules
@@ -244,7 +240,7 @@ def _plan_in_order(
             if not finer:
                 break
             programs = _Programs(asked, stages, finer)
-            search = StageSearch(replace(request, programs=programs))
+            search = StageSearch(replace(request, programs=programs, begin_with=None, known_interleaved=None))
             continue
         solve_seconds += result.seconds
         plan, counted = result.plan, held_bytes(result.plan)

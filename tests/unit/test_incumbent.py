@@ -10,10 +10,13 @@ import pytest
 
 from meshwright import stage_planning, zoo
 from meshwright.cluster import load_cluster
-from meshwright.errors import PlanError
+from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning import plan_for
+from meshwright.preset_planning import best_under_presets
+from meshwright.presets import incumbent as incumbent_module
 from meshwright.presets.candidates import candidates_for
 from meshwright.presets.incumbent import Incumbent
+from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
 from meshwright.program.traces import Traces
 from meshwright.zoo.llama import CONFIGS, build as build_llama
@@ -53,10 +56,19 @@ def test_it_is_the_best_of_all_presets(prices: PresetPrices) -> None:
 def test_when_time_is_over_it_is_what_was_found_by_then(prices: PresetPrices) -> None:
     assert Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True).planned() is None
     best = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False).planned()
-    asked = counting()
-    some = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: next(asked) > len(COUNTS)).planned()
+    left = [1000]  # looks at the clock
+
+    def late() -> bool:
+        left[0] -= 1
+        return left[0] < 0
+
+    hurried = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=late)
+    left[0] = 1
+    some = hurried.planned()
     assert best is not None
-    assert some is None or some.priced.step_seconds >= best.priced.step_seconds
+    assert some is not None
+    assert left[0] < 0
+    assert some.priced.step_seconds >= best.priced.step_seconds
 
 
 def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrices) -> None:
@@ -102,6 +114,82 @@ def test_a_preset_that_nothing_beats_is_the_plan_with_its_gap(target: Any, monke
     assert "the search found nothing faster" in planning.plan.notes[-1]
     assert planning.plan.microbatches == 4
     assert planning.considered[-1] == "4 microbatches, gpipe: slower"
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
+    """Have so many of the presets that are written out not fit."""
+    asked = counting(1)
+
+    def planned(*args: Any, **options: Any) -> Any:
+        if next(asked) <= times:
+            raise MemoryExceeded(refused="a preset", got="8", needed="9", where="here", try_="more")
+        return planned_preset(*args, **options)
+
+    monkeypatch.setattr(incumbent_module, "planned_preset", planned)
+
+
+def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the search has taken that found nothing faster: it is searched once more, for what beats that."""
+    large(monkeypatch)
+    refusing(monkeypatch, 1)
+    known: list[Any] = []
+    asked: list[float] = []
+
+    def best(request: Any) -> Any:
+        known.append(best_under_presets(request))
+        return known[0]
+
+    def nothing(self: Any, *args: Any, **options: Any) -> Any:
+        asked.append(self.request.faster_than_seconds)
+        known[0]._until = 0.0
+        raise stage_planning.NothingFaster(0.0, ())
+
+    monkeypatch.setattr(stage_planning, "best_under_presets", best)
+    monkeypatch.setattr(stage_planning.StageSearch, "run", nothing)
+    args = (target.example_state, target.example_batch)
+    planning = plan_for(target.step, args, cluster=CLUSTER, stages=None)
+    assert len(asked) == 2
+    assert asked[0] < planning.step_seconds == pytest.approx(asked[1])
+    assert planning.step_seconds < 1.3 * asked[0]
+    assert "the search found nothing faster" in planning.plan.notes[-1]
+
+
+def test_where_no_preset_fits_the_plan_is_what_is_searched_for(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    large(monkeypatch)
+    refusing(monkeypatch, float("inf"))
+    run, asked = stage_planning.StageSearch.run, counting()
+
+    def second(self: Any, *args: Any, **options: Any) -> Any:
+        if not next(asked):
+            raise stage_planning.NothingFaster(0.0, ())
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(stage_planning.StageSearch, "run", second)
+    args = (target.example_state, target.example_batch)
+    planning = plan_for(target.step, args, cluster=CLUSTER, stages=None)
+    assert not any("preset" in note for note in planning.plan.notes)
+    assert not any("preset" in one.what for one in planning.alternatives)
+
+
+def test_a_preset_that_is_beaten_is_an_alternative(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is written out it says that it may not fit."""
+    large(monkeypatch)
+    known: list[Any] = []
+
+    def best(request: Any) -> Any:
+        known.append(best_under_presets(request))
+        return known[0]
+
+    monkeypatch.setattr(stage_planning, "best_under_presets", best)
+    args = (target.example_state, target.example_batch)
+    found = replace(plan_for(target.step, args, cluster=CLUSTER, stages=None), alternatives=())
+    known[0]._is_plan = False
+    (alternative,) = known[0].beaten_by(found).alternatives
+    assert alternative.what.endswith(", if it fits")
+    assert alternative.step_seconds == known[0].priced.step_seconds
+    known[0].planning()
+    (alternative,) = known[0].beaten_by(found).alternatives
+    assert alternative.what.endswith(")")
 
 
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])

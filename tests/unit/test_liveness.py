@@ -146,8 +146,8 @@ def test_an_operand_with_more_readers_behind_it_is_made_first() -> None:
 
 
 def test_greed_frees_what_it_can_at_once() -> None:
-    """3 frees two and makes one: it comes before 4, which frees nothing. Of 1 and 2 the one that was ready last."""
-    steps = [operation(K, (0,), 1), operation(K, (0,), 2), operation(K, (1, 2), 3), operation(K, (0,), 4)]
+    """3 frees two and makes one: it comes before 4, which frees nothing. Of 1, 2 and 4 those that were ready last."""
+    steps = [operation(K, (0,), 4), operation(K, (0,), 1), operation(K, (0,), 2), operation(K, (1, 2), 3)]
     assert order_of(greedy, program(steps, (3, 4))) == [2, 1, 3, 4]
 
 

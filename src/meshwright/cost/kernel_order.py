@@ -10,7 +10,7 @@ that takes over its buffer is copied when the program starts.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -159,20 +159,30 @@ def _effort(program: Program, kernels: list[Kernel]) -> dict[int, tuple[int, int
     """By position of each kernel what it takes to make its results, as XLA counts it: readers beside the first one, and
     bytes, of it and of all that it needs, once for each way on which it does; at most those of the whole program."""
     producer = {value: kernel.position for kernel in kernels for value in kernel.writes}
-    needed = {
-        kernel.position: {producer[value] for value in (*kernel.uses, *kernel.after) if value in producer}
-        for kernel in kernels
-    }
-    readers = Counter(position for positions in needed.values() for position in positions)
+    readers = {position: len(found) for position, found in _readers(program, kernels).items()}
     found: dict[int, tuple[int, int]] = {}
     written_bytes = 0
     for kernel in kernels:
         mine = sum(program.values[value].size_bytes for value in kernel.writes)
         written_bytes += mine
-        before = [found[position] for position in needed[kernel.position]]
-        shared = max(readers[kernel.position] - 1, 0) + sum(count for count, _ in before)
+        before = [found[position] for position in {producer[value] for value in kernel.uses if value in producer}]
+        shared = max(readers[kernel.position] - 1, 0) + sum(behind for behind, _ in before)
         size = mine + sum(size for _, size in before)
         found[kernel.position] = min(shared, len(kernels)), min(size, written_bytes)
+    return found
+
+
+def _readers(program: Program, kernels: list[Kernel]) -> dict[int, set[int]]:
+    """By position of each kernel those that read its results; -1 for whoever reads the program's."""
+    producer = {value: kernel.position for kernel in kernels for value in kernel.writes}
+    found: dict[int, set[int]] = {kernel.position: set() for kernel in kernels}
+    for kernel in kernels:
+        for value in kernel.uses:
+            if value in producer:
+                found[producer[value]].add(kernel.position)
+    for value in program.outputs:
+        if value in producer:
+            found[producer[value]].add(-1)
     return found
 
 
@@ -191,6 +201,7 @@ def greedy(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Ke
         waiting[kernel.position] = len(needed)
         for position in needed:
             users[position].add(kernel.position)
+    readers = _readers(program, kernels)
     left = {value: len(found) for value, found in reading.items()}
     for value in dict.fromkeys(program.outputs):
         if value in left:
@@ -206,7 +217,7 @@ def greedy(program: Program, kernels: list[Kernel], copied: set[int]) -> list[Ke
         number = all(program.values[value].elements == 1 for value in kernel.writes)
         freed = sum(program.values[value].size_bytes for value in kernel.uses if left.get(value) == 1)
         current[position] = next(turn)
-        entry = (not number, made[position] - freed, -len(users[position]), -current[position], position)
+        entry = (not number, made[position] - freed, -len(readers[position]), -current[position], position)
         heappush(ready, entry)
 
     for kernel in kernels:

@@ -51,13 +51,13 @@ def one_stage_words(microbatches: int, mesh: Sequence[tuple[str, int]], *, remat
     return f"{_microbatches(microbatches)}, one stage of mesh {mesh_words(mesh)}{again}"
 
 
-def preset_words(microbatches: int, preset: str) -> str:
+def preset_words(microbatches: int, preset: str, *, fits: bool) -> str:
     """A plan under a preset.
 
-    >>> preset_words(8, "megatron(tp=4, pp=2, dp=1)")
-    '8 microbatches, the preset megatron(tp=4, pp=2, dp=1)'
+    >>> preset_words(8, "megatron(tp=4, pp=2, dp=1)", fits=False)
+    '8 microbatches, the preset megatron(tp=4, pp=2, dp=1), if it fits'
     """
-    return f"{_microbatches(microbatches)}, the preset {preset}"
+    return f"{_microbatches(microbatches)}, the preset {preset}" + ("" if fits else ", if it fits")
 
 
 def stages_words(microbatches: int, schedule: str, sizes: Sequence[tuple[int, int]]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 
 from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
@@ -104,9 +104,7 @@ class Interleaving:
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
             return []
         asked = self._asked
-        # Where nothing else is as fast as a plan that is known, that one may be interleaved.
-        powers = [1 << n for n in range(1, devices.bit_length())] if isfinite(below_seconds) else []
-        suggested = range(2, devices + 1) if asked else _ranks_of(finished) or powers
+        suggested = range(2, devices + 1) if asked else _ranks_of(finished)
         found = []
         for count in [c.program.microbatches for c in known] if asked else list(request.by_microbatches):
             for ranks in suggested:
@@ -204,6 +202,13 @@ class Interleaving:
         if key not in self._cut:
             self._cut[key] = self._costs_of(equal_stages(program.source, count))
         return self._cut[key]
+
+
+def interleaving_words(candidate: Candidate) -> str:
+    """A plan of several stages a rank, and what it takes."""
+    ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
+    count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"
+    return f"{count} microbatches, interleaved: {candidate.seconds:.6g} s with {shape}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_costs import least_share_split, problem_of
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
-from .interleaving import Interleaving
+from .interleaving import Interleaving, interleaving_words
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
@@ -178,9 +178,10 @@ class StageSearch:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
-        best = best or self._known_with_free_layouts()
+        if best is None and isfinite(known):
+            best = self._known_with_free_layouts()
         if isfinite(known) and (best is None or best.weight >= known):
-            raise NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
+            raise self._nothing_faster()
         if best is None:
             # What was thought possible was not: nothing is left out then.
             self.unsearched, self.best_objective = inf, known
@@ -195,6 +196,8 @@ class StageSearch:
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
+        if best.weight >= known:
+            raise self._nothing_faster()
         gap = max(1 - max(self.unsearched, self.bounds.floor) / best.weight, 0.0) if best.seconds > 0 else 0.0
         plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
@@ -221,15 +224,20 @@ class StageSearch:
                     self._keep(number, costs, problem, stages)
         return self._simulate(None, suggesting=last) if last else None
 
+    def _nothing_faster(self) -> NothingFaster:
+        return NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
+
     def _known_with_free_layouts(self) -> Candidate | None:
         """The interleaving that is known, but its stages solved: no bound rules it out, and few others are as fast."""
-        shape, count = self.request.known_interleaved, self.request.begin_with
-        if shape is None or count is None or self.over:
+        if self.request.known_interleaved is None or self.over:
             return None
+        count, ranks, chunks = self.request.known_interleaved
         try:
-            return self._interleaving.candidate(self.costs(count), *shape, self._scheduled)
+            found = self._interleaving.candidate(self.costs(count), ranks, chunks, self._scheduled)
         except PlanError:
-            return None  # the number was our idea
+            return None
+        self.considered += [interleaving_words(found)] if found is not None else []
+        return found
 
     def _search(self, *, bounded: bool) -> None:
         expected = dict.fromkeys(self.counts, self.bounds.floor)
@@ -259,12 +267,13 @@ class StageSearch:
             count = self.bounds.promising(left, expected, self.best_objective, self.near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
-            if bounded and not self._probing and expected[count] <= self.best_objective and not self.over:
+            worth = (1 - _NOT_WORTH_SEARCHING) * self.best_objective
+            if bounded and not self._probing and expected[count] <= worth and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
-            if expected[count] > (1 - _NOT_WORTH_SEARCHING) * self.best_objective:
+            if expected[count] > worth:
                 least = expected[count]
                 self.unsearched = min(self.unsearched, least)
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
@@ -480,9 +489,7 @@ class StageSearch:
             suggesting, self.costs.all, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
-            ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
-            count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"
-            self.considered.append(f"{count} microbatches, interleaved: {candidate.seconds:.6g} s with {shape}")
+            self.considered.append(interleaving_words(candidate))
             yield candidate
 
     def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:

@@ -7,6 +7,7 @@ And the stage search needs the two passes apart, since a pipeline's transfers an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -146,14 +147,17 @@ class StageProblem(IntraOpProblem):
         rows = [np.zeros_like(row) for row in self._bytes]
         if workspace is None:
             return rows
+        again: Counter[int] = Counter()
+        cotangents: Counter[int] = Counter()
         for moment in workspace.moments:
-            share = 1 / len(workspace.moments)
-            for value in sorted(moment.again & self._defines.keys()):
-                self._hold(rows, value, share)
-            for value in sorted(moment.cotangents & self._defines.keys()):
-                node, specs = self._defines[value]
-                rows[node] += share * self.local_bytes(value, specs)
-            self._hold_around(rows, moment, share)
+            again.update(moment.again)
+            cotangents.update(moment.cotangents)
+            self._hold_around(rows, moment, 1 / len(workspace.moments))
+        for value in sorted(again.keys() & self._defines.keys()):
+            self._hold(rows, value, again[value] / len(workspace.moments))
+        for value in sorted(cotangents.keys() & self._defines.keys()):
+            node, specs = self._defines[value]
+            rows[node] += cotangents[value] / len(workspace.moments) * self.local_bytes(value, specs)
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
             shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])

@@ -17,7 +17,7 @@ else), of those of attention a tenth; what collectives need is not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..program.graph import Graph, Operator
 from ..program.residuals import is_fusible, kept_values, read_by_backward, regions
@@ -38,7 +38,7 @@ class Moment:
 
     Args:
       operator: its index.
-      around: how often each value that it reads and makes is there, cotangents included.
+      around: how often each value that it reads and makes is there, cotangents included, beside the following.
       again: values that have been computed again and are still to be read; of a loop's body, in one trip.
       cotangents: values whose cotangents are there and still to be read.
     """
@@ -118,28 +118,34 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
 
 
 def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) -> list[Moment]:
-    """The moments of what is neither rematerialised nor in a loop, in the order that needs the least memory of two:
-    what is cheap to make is made again before anything else, and is there until it is read; or gradients of weights
-    come last of all, and what they read is there until then."""
+    """The worst moments of what is neither rematerialised nor in a loop, in the order that needs the least memory of
+    two: what is cheap to make is made again before anything else, and is there until it is read; or gradients of
+    weights come last of all, and what they read is there until then."""
     plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
-    early, again = [], frozenset[int]()
+    weights = {v for v in values_of_parameters(graph) if graph.values[v].differentiated}
+    none = again = cotangents = frozenset[int]()
+    early, late = [], []
     for operator in plain:
         if not is_fusible(operator):
             again |= read_by_backward(graph, operator) - kept - outside
         early.append(_moment(graph, operator, again, kept, outside))
-    late, again, cotangents = [], frozenset[int](), frozenset[int]()
+    again = none
     for operator in reversed(plain):
-        moment = _moment(graph, operator, again, kept, outside)
-        late.append(replace(moment, cotangents=cotangents - moment.around.keys()))
-        if operator.matmul and not outside.isdisjoint(operator.operands):
+        late.append(_moment(graph, operator, again, kept, outside, cotangents))
+        if operator.matmul and operator.differentiated and not weights.isdisjoint(operator.operands):
             again |= read_by_backward(graph, operator) - kept - outside
             cotangents |= {value for value in operator.results if value is not None}
-    late.reverse()
+    sizes: dict[frozenset[int], float] = {none: 0.0}  # many moments have the same
 
-    def most(moments: list[Moment]) -> float:
-        return max((moment.bytes(graph) for moment in moments), default=0.0)
+    def size(moment: Moment) -> float:
+        for values in (moment.again, moment.cotangents):
+            if values not in sizes:
+                sizes[values] = sum(graph.values[value].bytes for value in values)
+        around = sum(times * graph.values[value].bytes for value, times in moment.around.items())
+        return around + sizes[moment.again] + sizes[moment.cotangents]
 
-    return min(early, late, key=most)
+    worst, moments = min(((max(map(size, one), default=0.0), one) for one in (early, late)), key=lambda one: one[0])
+    return [moment for moment in moments if size(moment) >= AS_BAD * worst]
 
 
 def _is_inner(operator: Operator) -> bool:
@@ -157,8 +163,9 @@ def _bodies(graph: Graph) -> dict[int, list[Operator]]:
 
 
 def _moment(
-    graph: Graph, operator: Operator, again: frozenset[int], kept: frozenset[int], others: frozenset[int]
-) -> Moment:
+    graph: Graph, operator: Operator, again: frozenset[int], kept: frozenset[int], others: frozenset[int],
+    cotangents: frozenset[int] = frozenset(),
+) -> Moment:  # fmt: skip
     """Around an operator there is a cotangent of each value but others, and of what is neither kept nor there again a
     copy."""
     around: dict[int, float] = {}
@@ -166,8 +173,8 @@ def _moment(
         for value in dict.fromkeys((*operator.operands, *operator.results)):
             if value is None or value in others or not graph.values[value].differentiated:
                 continue
-            around[value] = 1.0 if value in kept or value in again else 2.0
-    return Moment(operator=operator.index, around=around, again=again)
+            around[value] = float(value not in cotangents) + float(value not in kept and value not in again)
+    return Moment(operator=operator.index, around=around, again=again, cotangents=cotangents)
 
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:
