@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from .one_stage_planning import MARGIN
 from .plan import Plan
@@ -57,6 +57,11 @@ class BestUnderPresets:
         self.solve_seconds += time.perf_counter() - begun - (self._prices.trace_seconds - traced)
 
     @property
+    def step_seconds(self) -> float:
+        """Of the best; infinite where there is none."""
+        return self.priced.step_seconds if self.priced is not None else inf
+
+    @property
     def interleaved(self) -> tuple[int, int, int] | None:
         """Its microbatches, its ranks, and the stages on each, if these are several."""
         if self.priced is None or self.priced.preset.chunks == 1:
@@ -84,13 +89,14 @@ class BestUnderPresets:
         seconds, alternatives = found.solve_seconds + self.solve_seconds, found.alternatives
         if self.priced is not None:
             what = preset_words(self.priced.microbatches, str(self.priced.preset), fits=self._is_plan)
-            alternatives = merged(alternatives, [Alternative(what=what, step_seconds=self.priced.step_seconds)])
+            alternatives = merged(alternatives, [Alternative(what=what, step_seconds=self.step_seconds)])
         return replace(found, alternatives=alternatives, solve_seconds=seconds)
 
 
 def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
     """The best plan under any preset, if the request leaves everything open that presets decide, the cluster is of one
-    kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search.
+    kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search. None too
+    where no preset fits.
 
     Args:
       asked: the request.

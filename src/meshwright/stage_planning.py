@@ -92,7 +92,7 @@ def _plan_in_orders(
     """
     free = stages is None and not isfinite(faster_than_seconds)
     presets = best_under_presets(asked) if free else None
-    least = presets.priced.step_seconds if presets is not None and presets.priced is not None else faster_than_seconds
+    least = presets.step_seconds if presets is not None else faster_than_seconds
     in_vain = 0.0
     while True:
         begun = time.perf_counter()
@@ -103,10 +103,10 @@ def _plan_in_orders(
                 raise
             in_vain += time.perf_counter() - begun
             known = presets.planning()
-            if known is not None and known.step_seconds <= least * (1 + 1e-9):
+            if known is not None and presets.step_seconds <= least * (1 + 1e-9):
                 known = proven(known, error) if isinstance(error, NothingFaster) else known
                 return replace(known, solve_seconds=in_vain + presets.solve_seconds)
-            least = known.counted_seconds if known is not None else inf
+            least = presets.step_seconds  # what seemed faster does not fit
             continue
         found = replace(found, solve_seconds=in_vain + found.solve_seconds)
         return presets.beaten_by(found) if presets is not None else found
