@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import gcd, inf
@@ -32,20 +32,24 @@ class BestUnderPresets:
       prices: of presets.
       counts: numbers of microbatches to choose from.
       seconds: that may be spent until a step is known, and once more until the plan is.
+      better: called with the microbatches and the seconds of each preset that is the best so far.
 
     Attributes:
       priced: the best by its price, or the one that has become the plan; None if there is none.
       solve_seconds: that all this has taken, but for tracing.
     """
 
-    def __init__(self, asked: PlanRequest, prices: PresetPrices, counts: Sequence[int], seconds: float) -> None:
+    def __init__(
+        self, asked: PlanRequest, prices: PresetPrices, counts: Sequence[int], seconds: float,
+        better: Callable[[int, float], None],
+    ) -> None:  # fmt: skip
         self._asked, self._prices, self._seconds = asked, prices, seconds
         self.solve_seconds = 0.0
         self._is_plan = False
         with self._spending():
             self._incumbent = Incumbent(
                 prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
-                tell=asked.tell,
+                tell=asked.tell, better=better,
             )  # fmt: skip
             self.priced = self._incumbent.priced()
 
@@ -93,13 +97,16 @@ class BestUnderPresets:
         return replace(found, alternatives=alternatives, solve_seconds=seconds)
 
 
-def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
+def best_under_presets(
+    asked: PlanRequest, better: Callable[[int, float], None] = lambda count, seconds: None
+) -> BestUnderPresets | None:
     """The best plan under any preset, if the request leaves everything open that presets decide, the cluster is of one
     kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search. None too
     where no preset fits.
 
     Args:
       asked: the request.
+      better: called with the microbatches and the seconds of each preset that is the best so far.
     """
     free = not asked.mesh and asked.pins == Pins() and asked.schedule is None and asked.submeshes is None
     alike = len({(host.devices, host.device) for host in asked.cluster.hosts}) == 1
@@ -113,7 +120,7 @@ def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
     if not program.marked or main_scan(program) is None:
         return None
     seconds = max(_SHARE * asked.time_limit_seconds, min(asked.time_limit_seconds, _LEAST_SECONDS))
-    best = BestUnderPresets(asked, prices, counts, seconds)
+    best = BestUnderPresets(asked, prices, counts, seconds, better)
     return best if best.priced is not None else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from math import inf, isfinite, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from .cluster import HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError, size_words
@@ -26,11 +26,11 @@ from .program.staged import StagedProgram
 from .program.trace import Program
 from .replica_planning import REPLICAS
 from .runtime.pipeline.stage_memory import StageMemory
-from .search.ahead import Ahead
 from .search.memory_reserve import MissedMemory
+from .search.microbatch_costs import MicrobatchCosts
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
-from .search.shared_work import learn_of_base, of_base
+from .search.scout import Scout
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
@@ -78,12 +78,12 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     if asked.preset is not None:
         return _plan_preset(asked, asked.preset)
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
-    with _ahead(asked, stages, orders) as others:
-        return _plan_in_orders(asked, stages, orders, others, faster_than_seconds=faster_than_seconds)
+    with Scout() as scout:
+        return _plan_in_orders(asked, stages, orders, scout, faster_than_seconds=faster_than_seconds)
 
 
 def _plan_in_orders(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead, *, faster_than_seconds: float
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], scout: Scout, *, faster_than_seconds: float
 ) -> Planning:
     """As `plan_stages`, in any of these orders of the hosts.
 
@@ -91,13 +91,17 @@ def _plan_in_orders(
     fit, the search is repeated with the best that does.
     """
     free = stages is None and not isfinite(faster_than_seconds)
-    presets = best_under_presets(asked) if free else None
+    # Presets are looked at first; meanwhile a scout begins the search.
+    begun_with = _begun(replace(asked, cluster=orders[0].cluster), stages, scout) if free and len(orders) == 1 else None
+    presets = best_under_presets(asked, scout.tell) if free else None
+    if presets is None:
+        scout.recall()  # the search is faster with a second process at the same than with a guess at what comes next
     least = presets.step_seconds if presets is not None else faster_than_seconds
     in_vain = 0.0
     while True:
         begun = time.perf_counter()
         try:
-            found = _searched(asked, stages, orders, others, presets, faster_than_seconds=least)
+            found = _searched(asked, stages, orders, scout, begun_with, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             if presets is None or presets.priced is None:
                 raise
@@ -113,8 +117,8 @@ def _plan_in_orders(
 
 
 def _searched(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], others: Ahead,
-    presets: BestUnderPresets | None, *, faster_than_seconds: float,
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], scout: Scout,
+    begun_with: _Begun | None, presets: BestUnderPresets | None, *, faster_than_seconds: float,
 ) -> Planning:  # fmt: skip
     """The best that is found in any of these orders of the hosts.
 
@@ -129,7 +133,7 @@ def _searched(
         least, begun = min(faster_than_seconds, best.counted_seconds if best is not None else inf), time.perf_counter()
         try:
             found = _plan_in_order(
-                replace(asked, cluster=order.cluster), stages, others, presets, faster_than_seconds=least
+                replace(asked, cluster=order.cluster), stages, scout, begun_with, presets, faster_than_seconds=least
             )
         except (NothingFaster, MemoryExceeded) as error:
             refused.append(error)
@@ -150,15 +154,21 @@ def _searched(
     raise min(slower, key=lambda error: error.least_seconds) if slower else refused[0]
 
 
-def _ahead(asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder]) -> Ahead:
-    """A copy of this process, at what a search for stages asks first while presets are looked at."""
+class _Begun(NamedTuple):
+    """What all searches in one order of the hosts share: programs, and what stages of them cost."""
+
+    programs: _Programs
+    costs: MicrobatchCosts
+
+
+def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
+    """The beginning of a search, with a scout at what it will ask if the program is large."""
     programs = _Programs(asked, stages, microbatch_counts(asked))
-    if len(orders) > 1 or not is_large(programs.any.source):
-        return Ahead((), lambda key: None)
     search = StageSearch(_request(asked, stages, programs))
-    # Without a base it would have to trace other numbers.
-    finest_first = (None, *sorted(programs, reverse=True)) if search.costs.base is not None else ()
-    return Ahead(finest_first, lambda count: of_base(search, count, MissedMemory(MARGIN)))
+    if is_large(programs.any.source):
+        search.costs.reserve = MissedMemory(MARGIN)
+        scout.send(search, programs)
+    return _Begun(programs, search.costs)
 
 
 def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:
@@ -180,8 +190,8 @@ def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> Sta
 
 
 def _plan_in_order(
-    asked: PlanRequest, stages: int | None, others: Ahead, presets: BestUnderPresets | None, *,
-    faster_than_seconds: float,
+    asked: PlanRequest, stages: int | None, scout: Scout, begun_with: _Begun | None,
+    presets: BestUnderPresets | None, *, faster_than_seconds: float,
 ) -> Planning:  # fmt: skip
     """The fastest plan whose stages follow the hosts in their order.
 
@@ -189,14 +199,14 @@ def _plan_in_order(
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, until it fits: what is missed is known before all numbers are searched.
     """
-    programs = _Programs(asked, stages, microbatch_counts(asked))
+    programs, costs = begun_with or (_Programs(asked, stages, microbatch_counts(asked)), None)
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
         known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
     schedules = request.schedules
-    search = StageSearch(request)
+    search = StageSearch(request, costs=costs, scout=scout)
     missed = MissedMemory(MARGIN)
     solve_seconds = 0.0
     leanest = float("inf")
@@ -217,7 +227,6 @@ def _plan_in_order(
         probes -= 1
         asked.tell("searching stages")
         begun = time.perf_counter()
-        learn_of_base(search, others.taken())
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(
@@ -240,7 +249,8 @@ def _plan_in_order(
             if not finer:
                 break
             programs = _Programs(asked, stages, finer)
-            search = StageSearch(replace(request, programs=programs, begin_with=None, known_interleaved=None))
+            request = replace(request, programs=programs, begin_with=None, known_interleaved=None)
+            search = StageSearch(request, scout=scout)
             continue
         solve_seconds += result.seconds
         plan, counted = result.plan, held_bytes(result.plan)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from contradicting import contradicting
 
-from meshwright import stage_planning
+from meshwright import stage_planning, value_and_grad
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
+from meshwright.program.traces import traces_of
 from meshwright.search import ahead
 from meshwright.search.ahead import Ahead
 from meshwright.search.in_two import in_two
+from meshwright.search.microbatch_costs import MicrobatchCosts
 from meshwright.search.parameters import parameter_infos
+from meshwright.search.part_rows import KnownParts
 from meshwright.search.pins import Pins
+from meshwright.search.scout import Scout
 from meshwright.search.stage_costs import StageCosts
 from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.zoo import gpt
@@ -35,124 +41,125 @@ def on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "can_copy", lambda: True)
 
 
-class Gate:
-    """Work that waits until it is let through, so that tests know what has begun."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-
-    def work(self, key: int | None) -> int:
-        os.read(self._read, 1)
-        return (key or 0) ** 2
-
-    def let_through(self, count: int = 1) -> None:
-        os.write(self._write, b"." * count)
-
-
-def wait_until(others: Ahead, known: Callable[[], bool]) -> None:
-    """Until the copy has said something."""
+def heard(others: Ahead, count: int) -> list[Any]:
+    """What a copy says, until it has said so much."""
+    found: list[Any] = []
     end = time.perf_counter() + 30
-    while not known():
+    while len(found) < count:
         assert time.perf_counter() < end, "the copy says nothing"
-        others._listen(0.0)
-        time.sleep(0.005)
+        found += others.heard(wait_seconds=1.0)
+    return found
 
 
 @linux
-def test_what_a_copy_finds_out_arrives() -> None:
-    gate = Gate()
-    with Ahead((3, 4, None), gate.work) as others:
+def test_what_a_copy_finds_out_arrives_and_at_the_end_it_is_gone() -> None:
+    def work(send: Callable[[Any], None]) -> None:
+        for key in (3, 4, None):
+            send((key, os.getpid()))
+        time.sleep(60)
+
+    with Ahead(work) as others:
         process = others._process
-        wait_until(others, lambda: 3 in others._begun)
-        gate.let_through(3)
-        assert others.take(3) == 9
-        wait_until(others, lambda: None in others._found)
-        assert others.take(4) == 16
-        assert others.take(None) == 0
-        assert others.take(4) is None, "it is given once, and nobody waits for it again"
-        assert others.take(5) is None
+        assert heard(others, 3) == [(3, process), (4, process), (None, process)]
+        assert others.heard() == []
+        assert others.at_work
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+    assert others.heard() == []
+    assert not others.at_work
 
 
 @linux
-def test_what_it_has_not_begun_it_never_does() -> None:
-    gate = Gate()
-    with Ahead((1, 2, 3), gate.work) as others:
-        wait_until(others, lambda: 1 in others._begun)
-        assert others.take(2) is None
-        gate.let_through(3)
-        assert others.take(1) == 1
-        wait_until(others, lambda: 3 in others._found)
-        assert others.take(2) is None
-        assert 2 not in others._begun
+def test_a_copy_at_its_end_has_been_heard_and_is_at_work_no_more() -> None:
+    with Ahead(lambda send: send(1)) as others:
+        assert heard(others, 1) == [1]
+        end = time.perf_counter() + 30
+        while others.at_work:
+            assert time.perf_counter() < end
+            time.sleep(0.005)
+        assert others.heard() == []
 
 
 @linux
-def test_nobody_waits_who_does_not_want_to() -> None:
-    gate = Gate()
-    with Ahead((1,), gate.work) as others:
-        wait_until(others, lambda: 1 in others._begun)
-        assert others.take(1, wait_seconds=0.0) is None
-        gate.let_through()
-        wait_until(others, lambda: 1 in others._found)
-        assert others.take(1, wait_seconds=0.0) == 1
-
-
-@linux
-def test_all_so_far_is_taken_at_once_and_the_copy_let_go() -> None:
-    gate = Gate()
-    with Ahead((1, 2, 3), gate.work) as others:
-        process = others._process
-        gate.let_through(2)
-        wait_until(others, lambda: 2 in others._found)
-        assert others.taken() == [1, 4]
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
-        assert others.taken() == []
+def test_there_is_one_copy_at_a_time() -> None:
+    with Ahead(lambda send: time.sleep(60)) as first:
+        assert first.at_work
+        with Ahead(lambda send: send(1)) as second:
+            assert not second.at_work
+            assert second.heard(wait_seconds=0.2) == []
+        assert first.at_work
+    with Ahead(lambda send: send(1)) as third:
+        assert heard(third, 1) == [1]
 
 
 @linux
 @pytest.mark.parametrize("fault", ["raises", "exits", "hangs", "sends what cannot be sent"])
-def test_a_copy_that_fails_is_as_none(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_MOST_SECONDS", 0.3)
-
-    def work(key: int) -> Any:
+def test_a_copy_that_fails_is_as_none(fault: str) -> None:
+    def work(send: Callable[[Any], None]) -> None:
         match fault:
             case "raises":
-                raise ValueError(key)
+                raise ValueError
             case "exits":
                 os._exit(1)
             case "hangs":
                 time.sleep(60)
-        return lambda: key
+        send(lambda: 1)
 
     begun = time.perf_counter()
-    with Ahead((1, 2), work) as others:
-        wait_until(others, lambda: 1 in others._begun or not others._process)
-        assert others.take(1) is None
-        assert others.take(2) is None
+    with Ahead(work) as others:
+        assert others.heard(wait_seconds=0.3) == []
     assert time.perf_counter() - begun < 30
 
 
-def test_without_a_copy_there_is_nothing_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_copy_there_is_nothing_to_hear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "can_copy", lambda: False)
-    with Ahead((1,), Gate().work) as others:
-        assert others.take(1) is None
+    with Ahead(lambda send: send(1)) as others:
+        assert not others.at_work
+        assert others.heard(wait_seconds=0.1) == []
 
 
 @linux
-def test_a_copy_makes_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "can_copy", CAN_COPY)
-    with Ahead((1,), lambda key: ahead.can_copy()) as others:
-        if others._process:  # there is a second core
-            wait_until(others, lambda: 1 in others._begun)
-            assert others.take(1) is False
+def test_a_copy_makes_no_copies_and_says_nothing(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    def work(send: Callable[[Any], None]) -> None:
+        os.write(1, b"said")
+        os.write(2, b"said")
+        send((CAN_COPY(), ahead.is_copy()))
+
+    with Ahead(work) as others:
+        assert heard(others, 1) == [(False, True)]
+    assert capfd.readouterr() == ("", "")
+    assert not ahead.is_copy()
 
 
 @linux
-@pytest.mark.parametrize("fault", [None, "exits", "raises"])
-def test_pieces_of_work_are_done_once_each_by_either(fault: str | None) -> None:
+def test_a_copy_can_trace_and_lower() -> None:
+    """Whose threads it has not: JAX has lowered something before, with a pool of them."""
+    program = jax.jit(lambda x: jnp.sin(x) @ x)
+    program.lower(jnp.zeros((4, 4)))
+
+    def work(send: Callable[[Any], None]) -> None:
+        send(len(trace_of(8).graph.operators))
+
+    expected = len(trace_of(4).graph.operators)
+    with Ahead(work) as others:
+        assert heard(others, 1) == [expected]
+
+
+def trace_of(size: int) -> Any:
+    """A program that was not traced before, so that its sharding rules have to be found out."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, gradients = value_and_grad(lambda w, x: jnp.mean(jnp.cumsum(jnp.tanh(x @ w), axis=1)))(state, batch)
+        return state - gradients, loss
+
+    shapes = jax.ShapeDtypeStruct((size, size), "float32"), jax.ShapeDtypeStruct((2, size), "float32")
+    return traces_of(step).program(shapes)
+
+
+@linux
+@pytest.mark.parametrize("fault", [None, "exits", "raises", "hangs"])
+def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.search.in_two._MOST_SECONDS", 0.3)
     here = os.getpid()
     learned: list[int] = []
 
@@ -162,6 +169,8 @@ def test_pieces_of_work_are_done_once_each_by_either(fault: str | None) -> None:
             os._exit(1)
         if os.getpid() != here and fault == "raises":
             raise ValueError(key)
+        if os.getpid() != here and fault == "hangs":
+            time.sleep(60)
         if os.getpid() == here:
             learned.append(key)
         return key, os.getpid()
@@ -236,17 +245,22 @@ def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pyt
     others."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
     learned: list[int] = []
-    plain = Ahead.take
+    plain = MicrobatchCosts.learn
 
-    def take(self: Ahead, key: Any, **options: Any) -> Any:
-        if self._process and key in self._keys:  # so that something comes of it, however small the program
-            wait_until(self, lambda: key in self._begun or not self._process)
-            options["wait_seconds"] = 60.0
-        found = plain(self, key, **options)
-        learned.append(len(found or ()))
-        return found
+    def learn(self: MicrobatchCosts, found: Mapping[int, KnownParts]) -> None:
+        learned.append(sum(len(parts.rows) for parts in found.values()))
+        plain(self, found)
 
-    monkeypatch.setattr(Ahead, "take", take)
+    monkeypatch.setattr(MicrobatchCosts, "learn", learn)
+    plain_send = Scout.send
+
+    def send(self: Scout, *args: Any, **options: Any) -> None:
+        plain_send(self, *args, **options)
+        if self._copy is not None:  # so that something comes of it, however small the program
+            while self._copy.at_work:
+                time.sleep(0.01)
+
+    monkeypatch.setattr(Scout, "send", send)
     plans = []
     for allowed in (True, False):
         monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed)

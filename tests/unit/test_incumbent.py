@@ -135,8 +135,8 @@ def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, mo
     known: list[Any] = []
     asked: list[float] = []
 
-    def best(request: Any) -> Any:
-        known.append(best_under_presets(request))
+    def best(*request: Any) -> Any:
+        known.append(best_under_presets(*request))
         return known[0]
 
     def nothing(self: Any, *args: Any, **options: Any) -> Any:
@@ -176,8 +176,8 @@ def test_a_preset_that_is_beaten_is_an_alternative(target: Any, monkeypatch: pyt
     large(monkeypatch)
     known: list[Any] = []
 
-    def best(request: Any) -> Any:
-        known.append(best_under_presets(request))
+    def best(*request: Any) -> Any:
+        known.append(best_under_presets(*request))
         return known[0]
 
     monkeypatch.setattr(stage_planning, "best_under_presets", best)

@@ -59,7 +59,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
     base = SimpleNamespace(
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
-        forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts=(0,), known=lambda since: [], learn=None),
+        forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts={}), hear=lambda: None,
         solver=SimpleNamespace(kind_of=OneKind()),
     )  # fmt: skip
     costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)

@@ -10,10 +10,10 @@ import pytest
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
-from meshwright.search import pipeline, stage_estimates
+from meshwright.search import part_rows, pipeline
 from meshwright.search.microbatch_costs import MicrobatchCosts
+from meshwright.search.part_rows import OutOfTime
 from meshwright.search.pipeline import StageSearch
-from meshwright.search.stage_estimates import OutOfTime
 from meshwright.zoo import gpt
 
 CLUSTER = load_cluster("p3.16xlarge:1")
@@ -49,7 +49,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
     def over(self: StageSearch) -> bool:
         return bool(self.finished) and left[0] <= 0
 
-    plain = stage_estimates.part_row
+    plain = part_rows.part_row
 
     def part_row(*args: Any) -> Any:
         left[0] -= bool(found)
@@ -63,7 +63,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
 
     monkeypatch.setattr(StageSearch, "over", property(over))
     monkeypatch.setattr(StageSearch, "_keep", kept)
-    monkeypatch.setattr(stage_estimates, "part_row", part_row)
+    monkeypatch.setattr(part_rows, "part_row", part_row)
     short = planned()
     assert best <= seconds(short.plan) * (1 + 1e-9)
     assert short.plan.predicted is not None

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from ..cluster import Axis, Cluster, Device, Host, Link
 from .case import Collective, Product
@@ -175,6 +174,8 @@ def _solved(
     def residuals(unknowns: np.ndarray) -> np.ndarray:
         missed = np.log(np.maximum(price(unknowns), 1e-30)) - seen
         return np.concatenate([missed, _HELD * (unknowns - inside)])
+
+    from scipy.optimize import least_squares  # a third of a second, which most never need
 
     return least_squares(residuals, inside, bounds=bounds, loss="soft_l1", f_scale=_OUTLYING, x_scale=1.0).x
 

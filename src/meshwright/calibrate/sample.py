@@ -10,8 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from scipy.special import bdtr
+from math import comb
 
 _MISSED = 0.025  # on either side
 
@@ -47,6 +46,6 @@ def sample_of(seconds: Sequence[float]) -> Sample:
     ordered = sorted(seconds)
     n = len(ordered)
     # The largest number of values that can be left out at each end.
-    below = next(k for k in range(n + 1) if bdtr(k, n, 0.5) >= _MISSED)
+    below = next(k for k in range(n + 1) if sum(comb(n, i) for i in range(k + 1)) >= _MISSED * 2**n)
     left = max(below - 1, 0)
     return Sample(seconds=statistics.median(ordered), low=ordered[left], high=ordered[n - 1 - left], runs=n)

@@ -17,7 +17,6 @@ import itertools
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import linprog
 
 from .errors import ClusterError, check_count
 
@@ -72,6 +71,9 @@ def ring_wires(wires: Wires, group: tuple[int, ...]) -> float:
     cycles = [order for order in orders if all(frozenset(pair) in between for pair in itertools.pairwise(order))]
     if not cycles:
         return 1.0
+
+    from scipy.optimize import linprog  # a third of a second, which most never need
+
     pairs = {pair: row for row, pair in enumerate(between)}
     uses = np.zeros((len(pairs), len(cycles)))
     for column, cycle in enumerate(cycles):

@@ -41,6 +41,7 @@ class Incumbent:
       margin: a device has to hold so many times what is predicted.
       late: whether the time is over: then the best that is known is taken.
       tell: called with a few words at each part of the work.
+      better: called with the microbatches and the seconds of each preset that is the best by its price so far.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Incumbent:
         margin: float,
         late: Callable[[], bool],
         tell: Callable[[str], None] = lambda text: None,
+        better: Callable[[int, float], None] = lambda count, seconds: None,
     ) -> None:
         tell("the best preset")
         self._prices, self._remat, self._margin, self._late, self._tell = prices, remat, margin, late, tell
+        self._better = better
         # PipeDream's gradients are of older weights.
         self._presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
         settings = settings_for(prices.cluster, prices.needed_stages(), _layers(prices, counts))
@@ -125,6 +128,8 @@ class Incumbent:
             priced = self._prices.priced(preset, count, remat=remat, below_seconds=below)
             if priced is not None:
                 self._priced[count, number] = priced
+                if priced.step_seconds < below:
+                    self._better(count, priced.step_seconds)
             # What is slower than another price may yet be faster than what that one's programs leave room for.
             self._push(*((below, _BOUND) if priced is None else (priced.step_seconds, _PRICED)), count, number)
 

@@ -30,7 +30,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from .bound import Bound
@@ -213,6 +212,8 @@ class _RelayProgram:
         return float(solution[-1]) * self.second
 
     def _solve(self, cost: np.ndarray, time: tuple[float, float]) -> np.ndarray | None:
+        from scipy.optimize import linprog  # a third of a second, which most never need
+
         result = linprog(
             cost, A_ub=self.limits, b_ub=self.room, A_eq=self.served, b_eq=self.wanted,
             bounds=np.array([*((0.0, most) for most in self.most), time]), method="highs-ds",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .ahead import Ahead
 
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K")
+
+# Nobody waits longer for one piece of work.
+_MOST_SECONDS = 60.0
 
 
 def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
@@ -22,19 +26,48 @@ def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], N
     Args:
       keys: of the pieces of work, short ones first.
       work: one of them, without JAX. It changes the process that does it, and returns what the other needs to know, or
-        something false but None where there was nothing to find out.
+        something false where there was nothing to find out.
       learn: makes the same change from what was returned.
     """
     left = list(keys)
     found: Any = None
     while left and (not found or len(left) == 1):
         found = work(left.pop(0))
-    if not left:
-        return
-    with Ahead(left[::-1], work) as copy:
-        for key in left:
-            found = copy.take(key)
-            if found is None:
-                work(key)
-            elif found:
-                learn(found)
+    if left:
+        _shared(left, work, learn)
+
+
+def _shared(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
+    # A byte for each: whether this process does it.
+    mine = mmap.mmap(-1, len(keys))
+
+    def from_the_back(send: Callable[[Any], None]) -> None:
+        for number in reversed(range(len(keys))):
+            if not mine[number]:
+                send((number, False, None))
+                send((number, True, work(keys[number])))
+
+    begun: set[int] = set()
+    done: dict[int, Any] = {}
+
+    def listen(wait_seconds: float) -> bool:
+        heard = copy.heard(wait_seconds)
+        for number, is_done, found in heard:
+            if is_done:
+                done[number] = found
+            begun.add(number)
+        return bool(heard)
+
+    with Ahead(from_the_back) as copy:
+        for number, key in enumerate(keys):
+            listen(0.0)
+            while number in begun and number not in done and listen(_MOST_SECONDS):
+                pass
+            if number in done:
+                if done[number]:
+                    learn(done[number])
+                continue
+            mine[number] = 1
+            if number in begun:
+                copy.end()  # it hangs, or is gone
+            work(key)

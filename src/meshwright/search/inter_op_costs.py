@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from .given_stages import of_layers
 from .inter_op_problem import Crossing, InterOpProblem, Order
@@ -47,11 +48,33 @@ def problem_of(
     return problem if request.layers is None else of_layers(problem, request.layers)
 
 
-def least_share_split(stages: int, microbatches: int) -> float:
-    """What a step takes with a split backward, of what it takes with a whole one: a third of the bubble of 1F1B.
+def in_stages(problem: InterOpProblem, counts: Iterable[int]) -> list[InterOpProblem]:
+    """The problem in each of these numbers of stages that there can be.
 
     Args:
-      stages: of the pipeline.
-      microbatches: in a step.
+      problem: in any number of stages.
+      counts: numbers of stages.
     """
+    most = min(problem.layers, problem.devices)
+    return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
+
+
+def worth_splitting(finished: Iterable[tuple[int, float]], microbatches: int, most_seconds: float) -> set[int]:
+    """Numbers of stages in which a split backward may be worth it: those of plans with a whole one that it would make
+    fast enough, and twice as many, since smaller bubbles allow more.
+
+    >>> sorted(worth_splitting([(4, 10.0), (8, 20.0)], 16, 10.0))
+    [4, 8]
+
+    Args:
+      finished: how many stages plans with a whole backward have, and their seconds.
+      microbatches: in a step.
+      most_seconds: what takes longer is of no interest.
+    """
+    worth = {n for n, seconds in finished if seconds * _least_share_split(n, microbatches) <= most_seconds}
+    return {times * count for count in worth for times in (1, 2)}
+
+
+def _least_share_split(stages: int, microbatches: int) -> float:
+    """What a step takes with a split backward, of what it takes with a whole one: a third of the bubble of 1F1B."""
     return (microbatches + (stages - 1) / 3) / (microbatches + stages - 1)

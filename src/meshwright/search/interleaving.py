@@ -139,6 +139,24 @@ class Interleaving:
                 break
         return seconds
 
+    def known(
+        self, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None]
+    ) -> Candidate | None:
+        """The interleaving that the request knows, but its stages solved: no bound rules it out, and few others are as
+        fast.
+
+        Args:
+          costs_in: so many microbatches.
+          scheduled: as of `candidates`.
+        """
+        if self._request.known_interleaved is None:
+            return None
+        count, ranks, chunks = self._request.known_interleaved
+        try:
+            return self.candidate(costs_in(count), ranks, chunks, scheduled)
+        except PlanError:
+            return None
+
     def candidates(
         self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts], *,
         below_seconds: float, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None],

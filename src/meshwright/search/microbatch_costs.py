@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import MemoryExceeded, PlanError
 from ..program.staged import StagedProgram
 from .memory_reserve import MemoryReserve, nothing_reserved
+from .part_rows import KnownParts
 from .stage_costs import StageCosts
 from .stage_request import StageRequest, check_layers, nothing_fits
 from .submeshes import Submesh, Submeshes
@@ -24,14 +25,17 @@ class MicrobatchCosts:
       counts: numbers of microbatches, the fewest first.
       reserve: what the search may not count on a device in so many microbatches.
       late: whether estimating is to end with `OutOfTime`.
+      hear: called before each kind of submeshes is looked at: what a copy of this process has found out is learned.
     """
 
     def __init__(self, request: StageRequest, submeshes: Submeshes, places: Sequence[Submesh]) -> None:
         self.counts = sorted(request.by_microbatches)
         self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
         self.late: Callable[[], bool] = lambda: False
+        self.hear: Callable[[], None] = lambda: None
         self._request, self._submeshes, self._places = request, submeshes, places
         self._made: dict[int, StageCosts | PlanError] = {}
+        self._told: dict[int, list[KnownParts]] = {}  # of numbers of microbatches that have not been asked for
 
     def __call__(self, count: int) -> StageCosts:
         """Of the program in so many microbatches.
@@ -44,7 +48,9 @@ class MicrobatchCosts:
             try:
                 program = self._request.by_microbatches[count]
                 check_layers(self._request, program)
-                self._made[count] = self.of_program(program, coarser)
+                made = self._made[count] = self.of_program(program, coarser)
+                for parts in self._told.pop(count, ()):
+                    made.estimates.learn({count: parts})
             except PlanError as error:
                 self._made[count] = error
         made = self._made[count]
@@ -63,6 +69,32 @@ class MicrobatchCosts:
             return self(self.counts[0])
         except PlanError:
             return None
+
+    @property
+    def known_parts(self) -> dict[int, int]:
+        """How much has been found out of parts, by microbatches."""
+        return {count: number for made in self.all for count, number in made.estimates.known_parts.items()}
+
+    def known(self, since: Mapping[int, int]) -> dict[int, KnownParts]:
+        """What has been found out of parts, by microbatches, for a copy of this process.
+
+        Args:
+          since: `known_parts` before.
+        """
+        return {count: parts for made in self.all for count, parts in made.estimates.known(since).items()}
+
+    def learn(self, found: Mapping[int, KnownParts]) -> None:
+        """Take over what a copy of this process has found out, also of numbers of microbatches that are asked for
+        later.
+
+        Args:
+          found: by microbatches.
+        """
+        for made in self.all:
+            made.estimates.learn(found)
+        for count, parts in found.items():
+            if count not in self._made:
+                self._told.setdefault(count, []).append(parts)
 
     def nothing_fits(self) -> MemoryExceeded:
         """What to say where no plan fits."""
@@ -88,7 +120,8 @@ class MicrobatchCosts:
             program, parameters=request.parameters, submeshes=self._submeshes, pins=request.pins, remat=request.remat,
             meshes=request.mesh, own_meshes=own, coarser=coarser,
         )  # fmt: skip
-        made.estimates.late = lambda: self.late()
+        made.estimates.parts.late = lambda: self.late()
+        made.hear = lambda: self.hear()
         return made
 
     def _coarser(self, count: int) -> StageCosts | None:

@@ -26,15 +26,16 @@ from .candidate import Candidate, merged, scheduled
 from .given_stages import restricted, stages_of_like_work
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
-from .inter_op_costs import least_share_split, problem_of
+from .inter_op_costs import in_stages, problem_of, worth_splitting
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving, interleaving_words
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
+from .part_rows import OutOfTime
+from .scout import Scout
 from .shared_work import estimates_found, least_found
 from .stage_costs import StageCosts
-from .stage_estimates import OutOfTime
 from .stage_request import (
     INTERLEAVED,
     SIMULATED as SIMULATED,
@@ -64,7 +65,8 @@ _NOTHING = "nothing that fits or is as fast"
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005
 
-# Labels of a state; and the submeshes from which on there are fewer.
+# Labels of a state; and the submeshes from which on there are fewer: what is looked at is many times what there is to
+# gain on a large cluster.
 _MOST_LABELS, _MANY_PLACES = 256, 400
 
 # Plans of the last run that are looked at again in a repeated search.
@@ -83,17 +85,26 @@ class StageSearch:
     """The search over one request, for as many limits of memory as are asked: what was found out of ranges without
     looking at memory is found once.
 
+    Args:
+      request: what is asked.
+      costs: of a search of the same stages, whose finds are taken over; None for nothing.
+      scout: to find out ahead of time what is asked next; None for nobody.
+
     Raises:
       PlanError: for a request that makes no sense.
     """
 
-    def __init__(self, request: StageRequest) -> None:
+    def __init__(
+        self, request: StageRequest, *, costs: MicrobatchCosts | None = None, scout: Scout | None = None
+    ) -> None:
         check_request(request)
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.costs = MicrobatchCosts(request, self.submeshes, self.places)
+        self.costs = costs if costs is not None else MicrobatchCosts(request, self.submeshes, self.places)
+        self._scout = scout if scout is not None else Scout()
         self.counts = self.costs.counts
+        self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds = request.time_limit_seconds
         self._known = request.faster_than_seconds
@@ -101,6 +112,7 @@ class StageSearch:
         self._taken_interleaved = False
         self._probing = self._may_stop = False
         self.costs.late = lambda: self._may_stop and self.over
+        self.costs.hear = self._scout.listen
         self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         self._slack = _ESTIMATE_SLACK[0]
@@ -131,6 +143,11 @@ class StageSearch:
     def worth_a_look(self) -> float:
         """Objectives up to this may be those of the best simulated plan."""
         return self.best_objective * _WORTH_SIMULATING
+
+    @property
+    def worth_searching(self) -> float:
+        """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
+        return (1 - _NOT_WORTH_SEARCHING) * self.best_objective
 
     def _worth(self, order: Order) -> tuple[float, float]:
         """The same of plans in an order: of several stages, and of one."""
@@ -178,8 +195,9 @@ class StageSearch:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
-        if best is None and isfinite(known):
-            best = self._known_with_free_layouts()
+        if best is None and isfinite(known) and not self.over:
+            best = self._interleaving.known(self.costs, self._scheduled)
+            self.considered += [interleaving_words(best)] if best is not None else []
         if isfinite(known) and (best is None or best.weight >= known):
             raise self._nothing_faster()
         if best is None:
@@ -227,18 +245,6 @@ class StageSearch:
     def _nothing_faster(self) -> NothingFaster:
         return NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
 
-    def _known_with_free_layouts(self) -> Candidate | None:
-        """The interleaving that is known, but its stages solved: no bound rules it out, and few others are as fast."""
-        if self.request.known_interleaved is None or self.over:
-            return None
-        count, ranks, chunks = self.request.known_interleaved
-        try:
-            found = self._interleaving.candidate(self.costs(count), ranks, chunks, self._scheduled)
-        except PlanError:
-            return None
-        self.considered += [interleaving_words(found)] if found is not None else []
-        return found
-
     def _search(self, *, bounded: bool) -> None:
         expected = dict.fromkeys(self.counts, self.bounds.floor)
         if bounded:
@@ -267,13 +273,12 @@ class StageSearch:
             count = self.bounds.promising(left, expected, self.best_objective, self.near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
-            worth = (1 - _NOT_WORTH_SEARCHING) * self.best_objective
-            if bounded and not self._probing and expected[count] <= worth and not self.over:
+            if bounded and not self._probing and expected[count] <= self.worth_searching and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
-            if expected[count] > worth:
+            if expected[count] > self.worth_searching:
                 least = expected[count]
                 self.unsearched = min(self.unsearched, least)
                 reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
@@ -299,10 +304,12 @@ class StageSearch:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
                     with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
-                        self._refine(count, costs, problem, bounded=bounded)
+                        self._refine(count, costs, problem, left if bounded else (), bounded=bounded)
             for _ in self._worth_simulating(count):
                 pass  # what it takes bounds other numbers
             self.bounds.searched.add(count)
+        if not self._probing:
+            self._scout.recall()
         return refused
 
     @contextmanager
@@ -332,11 +339,6 @@ class StageSearch:
             if is_asked(order, self._schedules):
                 yield from self._problems(count, costs, order, crossings)
 
-    @property
-    def beam(self) -> int:
-        """Labels of a state: fewer on a large cluster, where what is looked at is many times what there is to gain."""
-        return _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
-
     def _problems(
         self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
     ) -> list[InterOpProblem]:
@@ -344,17 +346,10 @@ class StageSearch:
         problem = self._problem(costs, order, crossings)
         if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
-        most = min(problem.layers, problem.devices)
-        counts = set(_POWERS_OF_TWO)
-        if not self._only_splits:
-            # Smaller bubbles allow more stages than the best plan with a whole backward has.
-            worth, _ = self._worth(order)
-            known = {
-                len(stages) for (n, stages), s in self.finished.items()
-                if n == microbatches and s * least_share_split(len(stages), n) <= worth
-            }  # fmt: skip
-            counts = {times * count for count in known for times in (1, 2)}
-        return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
+        if self._only_splits:
+            return in_stages(problem, _POWERS_OF_TWO)
+        finished = [(len(stages), seconds) for (n, stages), seconds in self.finished.items() if n == microbatches]
+        return in_stages(problem, worth_splitting(finished, microbatches, self._worth(order)[0]))
 
     @property
     def _only_splits(self) -> bool:
@@ -364,8 +359,11 @@ class StageSearch:
     def _schedules(self) -> tuple[str, ...]:
         return schedules_for(self.request, self.costs.base.program if self.costs.base is not None else None)
 
-    def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
-        """Search, solve what the best plan uses, and search again until it uses nothing else."""
+    def _refine(
+        self, number: int, costs: StageCosts, problem: InterOpProblem, others: Sequence[int], *, bounded: bool
+    ) -> None:
+        """Search, solve what the best plan uses, and search again until it uses nothing else. Meanwhile a scout looks
+        at other numbers of microbatches."""
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self.bound(costs, problem)
@@ -373,10 +371,12 @@ class StageSearch:
         least = inf
         for _ in range(_MOST_ROUNDS):
             most, alone = self._worth(problem.order)
-            found = solve_inter_op(problem, beam=self.beam, upper_bound=most, alone_bound=alone)
+            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
+            best = min(self.best_objective, self._slack * found.seconds)
+            self._scout.send(self, others, self.near(number), best)
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)

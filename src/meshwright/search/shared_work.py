@@ -7,21 +7,14 @@ this process would have found, so that plans are the same with a copy and withou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
+from .ahead import is_copy
 from .in_two import in_two
 from .inter_op_problem import InterOpProblem
-from .memory_reserve import MemoryReserve
-from .part_row import KnownParts
+from .part_rows import KnownParts
 from .stage_costs import StageCosts
 from .submeshes import Submesh
-
-if TYPE_CHECKING:
-    from .pipeline import StageSearch
-
-# Where no plan is known, it takes at most so many times what is expected of the fastest number of microbatches.
-_EXPECTED_OF_OTHERS = 2.0
 
 
 def least_found(problem: InterOpProblem, costs: StageCosts) -> None:
@@ -48,62 +41,30 @@ def estimates_found(problem: InterOpProblem, costs: StageCosts) -> None:
     _on_each_kind(problem, costs, lambda submesh: fastest(submesh, in_flight))
 
 
-def of_base(search: StageSearch, count: int | None, reserve: Callable[[int], MemoryReserve]) -> list[KnownParts]:
-    """What is found out of parts in the fewest microbatches before any plan is known.
-
-    Args:
-      search: of which nothing has been looked at.
-      count: a number of microbatches to bound; None for the fastest way to run each part.
-      reserve: as of `StageSearch.run`.
-    """
-    search.costs.reserve = reserve
-    if (base := search.costs.base) is None:
-        return []
-    before = base.estimates.known_parts
-    if count is None:
-        for place in search.places:
-            base.least(place)
-    else:
-        found = search.bounds.of(count, search.best_objective)
-        search.best_objective = min(search.best_objective, _EXPECTED_OF_OTHERS * found)
-    return base.estimates.known(since=before)
-
-
-def learn_of_base(search: StageSearch, found: Sequence[list[KnownParts]]) -> None:
-    """Take over what a copy of this process has found out in the fewest microbatches.
-
-    Args:
-      search: as of `of_base`, before its first run.
-      found: by the copy.
-    """
-    base = search.costs.base if found else None
-    if base is not None:
-        for known in found:
-            base.estimates.learn(known)
-
-
 def _on_each_kind(problem: InterOpProblem, costs: StageCosts, find: Callable[[Submesh], object]) -> None:
     kinds = costs.solver.kind_of
     of_kind = {kinds[submesh]: submesh for submesh in reversed(problem.submeshes)}
     estimates = costs.estimates
 
-    def work(kind: int) -> list[tuple[int, float, list[KnownParts]]]:
+    def work(kind: int) -> tuple[int, float, Mapping[int, KnownParts]] | None:
+        costs.hear()
         before, begun = estimates.known_parts, time.perf_counter()
         find(of_kind[kind])
         if estimates.known_parts == before:
-            return []
-        return [(kind, took(kind, time.perf_counter() - begun), estimates.known(since=before))]
+            return None
+        return kind, took(kind, time.perf_counter() - begun), estimates.known(since=before)
 
     def took(kind: int, seconds: float) -> float:
         kinds.took_seconds[kind] = max(seconds, kinds.took_seconds.get(kind, 0.0))
         return seconds
 
-    def learn(found: list[tuple[int, float, list[KnownParts]]]) -> None:
-        for kind, seconds, known in found:
-            took(kind, seconds)
-            estimates.learn(known)
+    def learn(found: tuple[int, float, Mapping[int, KnownParts]]) -> None:
+        kind, seconds, parts = found
+        took(kind, seconds)
+        estimates.learn(parts)
 
     def expected(kind: int) -> tuple[float, int, int]:
         return kinds.took_seconds.get(kind, 0.0), len(kinds.meshes[kind]), kind
 
-    in_two(sorted(of_kind, key=expected), work, learn)  # which process does what changes no number
+    # A scout begins where this process ends.
+    in_two(sorted(of_kind, key=expected, reverse=is_copy()), work, learn)  # which process does what changes no number

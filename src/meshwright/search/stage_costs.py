@@ -64,6 +64,7 @@ class StageCosts:
         self.solver = solver(program)
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
+        self.hear: Callable[[], None] = lambda: None  # called before each kind of submeshes is looked at
         self._reserve = MemoryReserve()
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()

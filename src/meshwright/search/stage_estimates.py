@@ -19,20 +19,18 @@ alone has to finish them; a parameter that several parts of a range read counts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, log
-from typing import Any
 
 import numpy as np
 
 from ..program.staged import StagedProgram
 from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
-from .part_row import NO_PART, KnownParts, PartRow, may_be_loose, part_row
-from .stage_solver import Place, SolvedStage, StageSolver
-from .workspace import AS_BAD
+from .part_rows import KnownParts, PartRows
+from .stage_solver import Place, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
 _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
@@ -48,10 +46,6 @@ _SAME = 1.01
 
 # What is summed up for a range, in this order. In a table the last is part of what is there throughout.
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
-
-
-class OutOfTime(Exception):
-    """There was no time to find out what a part takes; what has been found out is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +108,7 @@ class StageEstimates:
         self.solver = solver
         # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
-        self.late: Callable[[], bool] = lambda: False  # whether to end with `OutOfTime`
+        self.parts = PartRows(solver)
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
@@ -122,7 +116,6 @@ class StageEstimates:
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
-        self._parts: dict[tuple[Any, ...], PartRow] = {}
         self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
@@ -149,37 +142,32 @@ class StageEstimates:
         self._clear()
 
     @property
-    def known_parts(self) -> tuple[int, ...]:
-        """How much has been found out of parts, by these estimates and the coarser ones."""
-        return len(self._parts), *(self._coarser.known_parts if self._coarser is not None else ())
+    def known_parts(self) -> dict[int, int]:
+        """How much has been found out of parts, by these estimates and the coarser ones: by microbatches."""
+        coarser = self._coarser.known_parts if self._coarser is not None else {}
+        return {**coarser, self.program.microbatches: len(self.parts)}
 
-    def known(self, since: Sequence[int]) -> list[KnownParts]:
+    def known(self, since: Mapping[int, int]) -> dict[int, KnownParts]:
         """What has been found out of parts, for estimates of the same program in a copy of this process, and for its
-        coarser ones; by the first part that is the same.
+        coarser ones: by microbatches.
 
         Args:
           since: `known_parts` before.
         """
-        first: dict[int, int] = {}
-        for part in range(self._starts[-1]):
-            first.setdefault(self.solver.number(part, part + 1), part)
-        new = list(self._parts.items())[since[0] :]
-        coarser = self._coarser.known(since[1:]) if self._coarser is not None else []
-        lenient = [(first[number], kind, mesh) for number, kind, mesh in self.solver.lenient if number in first]
-        return [KnownParts({(first[number], *rest): found for (number, *rest), found in new}, lenient), *coarser]
+        found = self._coarser.known(since) if self._coarser is not None else {}
+        own = self.parts.known(since.get(self.program.microbatches, 0))
+        return {**found, self.program.microbatches: own} if own.rows else found
 
-    def learn(self, known: Sequence[KnownParts]) -> None:
+    def learn(self, found: Mapping[int, KnownParts]) -> None:
         """Take over what a copy of this process has found out, on kinds of submeshes that are numbered alike.
 
         Args:
-          known: of these estimates and the coarser ones.
+          found: of these estimates and the coarser ones, by microbatches.
         """
-        for (part, *rest), found in known[0].rows.items():
-            self._parts.setdefault((self.solver.number(part, part + 1), *rest), found)
-        for part, kind, mesh in known[0].lenient:
-            self.solver.relax((self.solver.number(part, part + 1), kind, mesh))
+        if (own := found.get(self.program.microbatches)) is not None:
+            self.parts.learn(own)
         if self._coarser is not None:
-            self._coarser.learn(known[1:])
+            self._coarser.learn(found)
 
     def _clear(self) -> None:
         self._tables.clear()
@@ -386,19 +374,11 @@ class StageEstimates:
             return np.array([constant, share * kept, share * workspace])
         key = kind, number, remat
         if key not in self._leasts:
-            rows, again = [(0.0, 0.0, 0.0)], []
+            rows: list[tuple[float, ...]] = [(0.0, 0.0, 0.0)]
+            again = []
             for part in range(self._starts[-1]):
-                place = Place(part, part + 1, kind, number)
-                built = self.solver.problem(place, "none")
-                assert built is not None
-                least = built[0].least_bytes
-                kept, workspace = least.kept, least.workspace
-                if remat == "layer" and self.solver.segments(part, part + 1):
-                    # At best all of it is split over all devices: no problem need be built to know that.
-                    devices = self.solver.meshes[kind][number].num_devices
-                    kept = least.received + self.solver.kept_bytes(part, part + 1) / devices
-                    workspace = AS_BAD * self.solver.graph(part, part + 1, remat)[1].bytes / devices
-                rows.append((least.constant, kept, least.received))
+                row, workspace = self.parts.at_least(Place(part, part + 1, kind, number), remat)
+                rows.append(row)
                 again.append(workspace)
             constant, kept, _ = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)
             # Inside a range what a part receives another one keeps, or nobody.
@@ -450,36 +430,16 @@ class StageEstimates:
         if key not in self._columns:
             rows: list[tuple[float, ...]] = [(0.0,) * 9]
             fixed, workspace = [], []
+            unit = self._free_weight(kind, number) / self._usable(kind) if price else 0.0
+            prices = [unit * one for one in _PRICES]
             for part in range(self._starts[-1]):
-                row, again = self._part(Place(part, part + 1, kind, number), remat, price, in_flight)
+                place = Place(part, part + 1, kind, number)
+                row, again = self.parts.priced(place, remat, prices, price, in_flight)
                 rows.append(row)
                 fixed.append(row[5])
                 workspace.append(again)
             self._columns[key] = _Column(sums=np.cumsum(rows, axis=0), fixed=tuple(fixed), workspace=tuple(workspace))
         return self._columns[key]
-
-    def _part(self, place: Place, remat: str, price: int, in_flight: float) -> PartRow:
-        """A part by itself at one price of memory (0 for none): a row of a column, and its workspace."""
-        about = self.solver.number(place.first, place.last), place.kind, place.mesh, remat
-        if (*about, price, in_flight) not in self._parts:
-            if self.late():
-                raise OutOfTime
-            # It may have nothing to compute again.
-            wish = remat if remat == "none" or self.solver.segments(place.first, place.last) else "none"
-            for rung, found in self._rungs(place, wish, price, in_flight).items():
-                self._parts[*about, rung, in_flight] = part_row(*found) if found is not None else NO_PART
-        return self._parts[*about, price, in_flight]
-
-    def _rungs(
-        self, place: Place, remat: str, price: int, in_flight: float
-    ) -> dict[int, tuple[SolvedStage, float] | None]:
-        """A part by itself at no price of memory, or at all others."""
-        gap = may_be_loose(len(self.solver.cut(place.first, place.last).graph.operators))
-        if price == 0:
-            return dict(enumerate(self.solver.priced(place, remat, [(0.0, 1)], gap=gap)))
-        unit = self._free_weight(place.kind, place.mesh) / self._usable(place.kind)
-        prices = [(price * unit, in_flight) for price in _PRICES]
-        return dict(enumerate(self.solver.priced(place, remat, prices, gap=gap), start=1))
 
     def _free_weight(self, kind: int, number: int) -> float:
         """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import numpy as np
-from scipy import optimize, sparse
+from scipy import sparse
 
 from meshwright.solve.improve import descend
 from meshwright.solve.problem import Infeasible, OutOfTime, Problem, Solution, Unsolved
@@ -138,6 +138,8 @@ class _Program:
         self.typical = float(finite.max(initial=0.0)) or 1.0
 
     def run(self, *, scale: float, gap: float, seconds: float, margin: float) -> Any:
+        from scipy import optimize  # a third of a second, which most never need
+
         if self.columns == 0:
             return optimize.OptimizeResult(status=_OPTIMAL, x=np.zeros(0), mip_dual_bound=0.0)
         constraints = [optimize.LinearConstraint(self.matrix, self.right, self.right)]

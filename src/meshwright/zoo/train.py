@@ -146,7 +146,7 @@ def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
         init=init,
         make_batch=make_batch,
         example_state=example_state,
-        example_batch=jax.eval_shape(make_batch, jax.random.key(0)),
+        example_batch=jax.eval_shape(lambda: make_batch(jax.random.key(0))),
         model_flops_per_sample=float(model.model_flops_per_sample),
         parameters=parameters.count(model.params),
     )

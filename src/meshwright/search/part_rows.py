@@ -1,0 +1,171 @@
+"""What parts of a program take by themselves, as rows of numbers that ranges of parts are summed up from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from .stage_solver import Place, SolvedStage, StageSolver
+from .workspace import AS_BAD
+
+# A row of a column of `stage_estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared
+# once; bytes throughout and in flight; 1 for a part that has no layout. And its workspace, bytes.
+PartRow = tuple[tuple[float, ...], float]
+
+NO_PART: PartRow = (*(0.0,) * 8, 1.0), 0.0
+
+# A part counts as what it takes at least. Where more than this is uncertain it is solved to the end; of a large part,
+# for which that takes a tenth of a second, where more than the second is. What is left open, mostly less than 3
+# percent, costs less to solve where it matters, in ranges.
+_LOOSE, _LOOSE_IF_LARGE = 0.03, 0.5
+
+# Operators of a large part.
+_LARGE = 150
+
+# In place of the number of a price: the fewest bytes, whatever the seconds.
+_AT_LEAST = -1
+
+
+class OutOfTime(Exception):
+    """There was no time to find out what a part takes; what has been found out is kept."""
+
+
+def may_be_loose(operators: int) -> float:
+    """How much of the seconds of a part of so many operators may be uncertain."""
+    return _LOOSE_IF_LARGE if operators > _LARGE else _LOOSE
+
+
+class KnownParts(NamedTuple):
+    """What has been found out of parts, to be sent to another process.
+
+    Args:
+      rows: by a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
+      lenient: parts, kinds and logical meshes that cannot have their ZeRO stage in its strict form.
+    """
+
+    rows: dict[tuple[Any, ...], PartRow]
+    lenient: list[tuple[int, int, int]]
+
+
+class PartRows:
+    """The rows of all parts of a program, each found out when it is first asked for.
+
+    Args:
+      solver: of the program, whose layers are the parts.
+
+    Attributes:
+      late: asked before anything is found out: whether to raise `OutOfTime`.
+    """
+
+    def __init__(self, solver: StageSolver) -> None:
+        self.late: Callable[[], bool] = lambda: False
+        self._solver = solver
+        self._rows: dict[tuple[Any, ...], PartRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def known(self, since: int) -> KnownParts:
+        """What has been found out, for rows of the same program in a copy of this process; by the first part that is
+        the same.
+
+        Args:
+          since: how many there were before.
+        """
+        solver = self._solver
+        first: dict[int, int] = {}
+        for part in range(len(solver.program.layers) if since < len(self) else 0):
+            first.setdefault(solver.number(part, part + 1), part)
+        rows = {(first[number], *rest): row for (number, *rest), row in islice(self._rows.items(), since, None)}
+        return KnownParts(rows, [(first[part], kind, mesh) for part, kind, mesh in solver.lenient if part in first])
+
+    def learn(self, known: KnownParts) -> None:
+        """Take over what a copy of this process has found out, on kinds of submeshes that are numbered alike.
+
+        Args:
+          known: as of `known`.
+        """
+        solver = self._solver
+        for (part, *rest), row in known.rows.items():
+            self._rows.setdefault((solver.number(part, part + 1), *rest), row)
+        for part, kind, mesh in known.lenient:
+            solver.relax((solver.number(part, part + 1), kind, mesh))
+
+    def at_least(self, place: Place, remat: str) -> PartRow:
+        """Bytes that no layout of a part is below: throughout, for each microbatch in flight, and of that what it
+        receives; and its workspace.
+
+        Args:
+          place: of the part.
+          remat: "none" or "layer".
+
+        Raises:
+          OutOfTime: if it is late.
+        """
+        solver = self._solver
+        key = *self._key(place, remat), _AT_LEAST, 1.0
+        if key not in self._rows:
+            self._look()
+            built = solver.problem(place, "none")
+            assert built is not None
+            least = built[0].least_bytes
+            kept, workspace = least.kept, least.workspace
+            if remat == "layer" and solver.segments(place.first, place.last):
+                # At best all of it is split over all devices: no problem need be built to know that.
+                devices = solver.meshes[place.kind][place.mesh].num_devices
+                kept = least.received + solver.kept_bytes(place.first, place.last) / devices
+                workspace = AS_BAD * solver.graph(place.first, place.last, remat)[1].bytes / devices
+            self._rows[key] = (least.constant, kept, least.received), workspace
+        return self._rows[key]
+
+    def priced(
+        self, place: Place, remat: str, prices: Sequence[float], number: int, in_flight: float
+    ) -> PartRow:  # fmt: skip
+        """A part at one price of memory: a row of a column, and its workspace.
+
+        Args:
+          place: of the part.
+          remat: "none" or "layer".
+          prices: in seconds a byte, all of them: they are found out together.
+          number: 0 for no price, else from 1 which one.
+          in_flight: microbatches.
+
+        Raises:
+          OutOfTime: if it is late.
+        """
+        about = self._key(place, remat)
+        if (*about, number, in_flight) not in self._rows:
+            self._look()
+            solver = self._solver
+            # It may have nothing to compute again.
+            wish = remat if remat == "none" or solver.segments(place.first, place.last) else "none"
+            asked = [(price, in_flight) for price in prices] if number else [(0.0, 1)]
+            gap = may_be_loose(len(solver.cut(place.first, place.last).graph.operators))
+            for rung, found in enumerate(solver.priced(place, wish, asked, gap=gap), start=min(number, 1)):
+                self._rows[*about, rung, in_flight] = part_row(*found) if found is not None else NO_PART
+        return self._rows[*about, number, in_flight]
+
+    def _key(self, place: Place, remat: str) -> tuple[Any, ...]:
+        return self._solver.number(place.first, place.last), place.kind, place.mesh, remat
+
+    def _look(self) -> None:
+        if self.late():
+            raise OutOfTime
+
+
+def part_row(stage: SolvedStage, share: float) -> PartRow:
+    """Of a part what it takes at least.
+
+    Args:
+      stage: the part as solved.
+      share: of its seconds, what is certain to be needed.
+    """
+    boundary, fixed = stage.boundary
+    one = stage.seconds
+    seconds = (
+        one.forward_seconds, one.backward_seconds, one.weight_seconds, boundary,
+        one.synchronise_seconds + one.update_seconds, fixed,
+    )  # fmt: skip
+    row = (*(share * each for each in seconds), one.constant_bytes, one.in_flight_bytes, 0.0)
+    return row, one.workspace_bytes
