@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from .inter_op_bounds import least_before, positions_of
+from .inter_op_bounds import LeastBefore, positions_of
 from .inter_op_problem import Found, InterOpProblem, Option, PlacedStage
 from .submeshes import Submesh
 
@@ -154,12 +154,10 @@ class _Search:
         """By places taken, what the layers before a layer on the devices before a position add at least to the sum, and
         with their period to the objective: each `[layer, position]`."""
         shape = (self.problem.layers + 1, len(self._positions))
+        before = LeastBefore(self._positions, self._tables)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for place in range(self.most, -1, -1):
-            tables = np.full(shape, inf), np.full(shape, inf)
-            if found:
-                here = {submesh: (one[place], two[place]) for submesh, (one, two) in self._tables.items()}
-                tables = least_before(self.problem, self._positions, here, found[-1])
+            tables = before.at(place, *found[-1]) if found else (np.full(shape, inf), np.full(shape, inf))
             if self.problem.num_stages in (None, place):
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
             found.append(tables)

@@ -62,27 +62,62 @@ def least_before(
     problem: InterOpProblem,
     positions: Mapping[int, int],
     tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]],
-    further: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For all layers before a layer on all devices before a position, `[layer, position]`: what they add at least to
-    the sum, and the least period.
+    """For all layers before a layer on all devices before a position, in any number of stages, `[layer, position]`:
+    what they add at least to the sum, and the least period.
 
     Args:
       problem: the numbers.
       positions: of devices.
       tables: seconds of every range on a submesh, and what it adds to the sum: each `[first, last]`.
-      further: the same for the stages before the last one of these, where that is known; else this is found for any
-        number of stages.
     """
     shape = (problem.layers + 1, len(positions))
     total, period = np.full(shape, inf), np.full(shape, inf)
-    if further is None:
-        total[0, 0] = period[0, 0] = 0.0
-    before_total, before_period = further if further is not None else (total, period)
+    total[0, 0] = period[0, 0] = 0.0
     for submesh in sorted(problem.submeshes, key=lambda one: one.stop):
         (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
-        summed = (before_total[:, start, None] + passage).min(axis=0)
-        longest = np.maximum(before_period[:, start, None], seconds).min(axis=0)
+        summed = (total[:, start, None] + passage).min(axis=0)
+        longest = np.maximum(period[:, start, None], seconds).min(axis=0)
         total[:, stop] = np.minimum(total[:, stop], summed)
         period[:, stop] = np.minimum(period[:, stop], longest)
     return total, period
+
+
+class LeastBefore:
+    """The same for stages of which the last is at a known place, from those before it; submeshes that cost the same
+    together.
+
+    Args:
+      positions: of devices.
+      tables: seconds of every range on a submesh at each place, and what it adds to the sum: each `[place, first,
+        last]`, the same arrays for submeshes that cost the same.
+    """
+
+    def __init__(self, positions: Mapping[int, int], tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]]) -> None:
+        alike: dict[tuple[int, int], list[Submesh]] = {}
+        for submesh, (seconds, passage) in tables.items():
+            alike.setdefault((id(seconds), id(passage)), []).append(submesh)
+        self._groups = []
+        for submeshes in alike.values():
+            seconds, passage = tables[submeshes[0]]
+            ends = np.array([(positions[one.first], positions[one.stop]) for one in submeshes]).T
+            possible = np.isfinite(seconds).any(axis=(1, 2))
+            self._groups.append((seconds, passage, ends, possible))
+
+    def at(self, place: int, total: np.ndarray, period: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """With a stage at this place after what takes so much: each `[layer, position]`.
+
+        Args:
+          place: of the stage, from 0.
+          total: what the stages before it add at least to the sum.
+          period: their least period.
+        """
+        sums, periods = np.full_like(total, inf), np.full_like(period, inf)
+        for seconds, passage, (starts, stops), possible in self._groups:
+            if not possible[place]:
+                continue
+            summed = (total[:, None, starts] + passage[place][:, :, None]).min(axis=0)
+            longest = np.maximum(period[:, None, starts], seconds[place][:, :, None]).min(axis=0)
+            np.minimum.at(sums.T, stops, summed.T)
+            np.minimum.at(periods.T, stops, longest.T)
+        return sums, periods
