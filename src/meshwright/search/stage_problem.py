@@ -213,8 +213,17 @@ class StageProblem(IntraOpProblem):
         """
         return self._free.best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
 
+    @cached_property
+    def fastest(self) -> Priced:
+        """The fastest layouts, whatever their memory, as far as a forest finds them.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._free.relaxed([(0.0, 1)])[0]
+
     def needs_at_best(self, in_flight: int) -> float:
-        """Bytes on a device, workspace included, of the fastest layouts as far as a forest finds them.
+        """Bytes on a device, workspace included, of the fastest layouts.
 
         Args:
           in_flight: microbatches kept.
@@ -222,7 +231,7 @@ class StageProblem(IntraOpProblem):
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        (free,) = self._free.relaxed([(0.0, in_flight)])
+        free = self.fastest
         return self._held(free.choices, in_flight) if free.choices is not None else 0.0
 
     def within(self, limit_bytes: float, *, gap: float) -> IntraOpSolution | None:
@@ -243,7 +252,7 @@ class StageProblem(IntraOpProblem):
         if limit_bytes <= 0:
             return None
         ready, in_flight = self._free, self.in_flight
-        (free,) = ready.relaxed([(0.0, in_flight)])
+        free = self.fastest
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
