@@ -107,6 +107,11 @@ class MicrobatchCosts:
         """All that have been asked for, the fewest microbatches first."""
         return [made for _, made in sorted(self._made.items()) if isinstance(made, StageCosts)]
 
+    def forget_estimates(self) -> None:
+        """Estimate every range again in all numbers of microbatches, whatever it takes."""
+        for made in self.all:
+            made.forget_estimates()
+
     def of_program(self, program: StagedProgram, coarser: StageCosts | None = None) -> StageCosts:
         """Of any program in stages.
 

@@ -102,6 +102,7 @@ class StageSearch:
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
         self.costs = costs if costs is not None else MicrobatchCosts(request, self.submeshes, self.places)
+        self.costs.forget_estimates()  # another search may have looked for what is faster
         self._scout = scout if scout is not None else Scout()
         self.counts = self.costs.counts
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
@@ -321,8 +322,7 @@ class StageSearch:
         except OutOfTime:
             self.unsearched = min(self.unsearched, least_seconds)
             self.considered += words
-            for costs in self.costs.all:
-                costs.forget_estimates()
+            self.costs.forget_estimates()
         finally:
             self._may_stop = False
 
@@ -483,8 +483,7 @@ class StageSearch:
     ) -> Iterator[Candidate]:
         """Plans of several stages a rank that are expected to take less than these seconds; of those of the last run
         no more than there is time for."""
-        for costs in self.costs.all:
-            costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
+        self.costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
             suggesting, self.costs.all, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
