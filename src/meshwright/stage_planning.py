@@ -206,7 +206,9 @@ def _plan_in_order(
         known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
     schedules = request.schedules
-    search = StageSearch(request, costs=costs, scout=scout)
+    large = is_large(programs.any.source)
+    mine = scout if large else None  # a small one is searched before a scout has found anything out
+    search = StageSearch(request, costs=costs, scout=mine)
     missed = MissedMemory(MARGIN)
     solve_seconds = 0.0
     leanest = float("inf")
@@ -215,7 +217,7 @@ def _plan_in_order(
     kept: Planning | None = None
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
-    probes = _PROBES if free and len(programs) > 1 and is_large(programs.any.source) else 0
+    probes = _PROBES if free and len(programs) > 1 and large else 0
     # Their plans take something else than what the search says.
     retimed = asked.schedule in _SEARCHED
     late, least = 0, 0.0
@@ -250,7 +252,7 @@ def _plan_in_order(
                 break
             programs = _Programs(asked, stages, finer)
             request = replace(request, programs=programs, begin_with=None, known_interleaved=None)
-            search = StageSearch(request, scout=scout)
+            search = StageSearch(request, scout=mine)
             continue
         solve_seconds += result.seconds
         plan, counted = result.plan, held_bytes(result.plan)
