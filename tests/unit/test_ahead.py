@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="copies are made on L
 @pytest.fixture(autouse=True)
 def on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are not passed over where there is but one."""
-    monkeypatch.setattr(ahead, "can_copy", lambda: True)
+    monkeypatch.setattr(ahead, "can_copy", lambda: not ahead.is_copy())
 
 
 def heard(others: Ahead, count: int) -> list[Any]:
@@ -90,6 +91,52 @@ def test_there_is_one_copy_at_a_time() -> None:
         assert first.at_work
     with Ahead(lambda send: send(1)) as third:
         assert heard(third, 1) == [1]
+
+
+@linux
+def test_half_a_message_is_not_waited_for() -> None:
+    def work(send: Callable[[Any], None]) -> None:
+        send("whole")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def halves(send: Callable[[Any], None]) -> None:
+        written, write = [0], os.write
+
+        def stopping(file: int, data: bytes) -> int:
+            count = write(file, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return count
+
+        os.write = stopping
+        send(written)
+
+    for one, expected in ((work, ["whole"]), (halves, [])):
+        begun = time.perf_counter()
+        with Ahead(one) as others:
+            assert others.heard(wait_seconds=1.0) == expected
+            assert others.heard() == []
+        assert time.perf_counter() - begun < 20
+
+
+@linux
+def test_a_copy_that_somebody_else_waited_for_is_gone() -> None:
+    with Ahead(lambda send: send(1)) as others:
+        process = others._process
+        os.waitpid(process, 0)
+        assert not others.at_work
+        assert others.heard() == [1]
+    assert ahead._at_work is None
+
+
+@linux
+def test_another_copy_takes_nothing_of_what_was_sent() -> None:
+    with Ahead(lambda send: send(1)) as first:
+        while first.at_work:
+            time.sleep(0.005)
+        with Ahead(lambda send: send((first.heard(), first.at_work, first.end()))) as second:
+            assert heard(second, 1) == [([], False, None)]
+            assert first.heard() == [1]
+            assert second.at_work or ahead._at_work is None or ahead._at_work is second
 
 
 @linux
@@ -263,7 +310,7 @@ def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pyt
     monkeypatch.setattr(Scout, "send", send)
     plans = []
     for allowed in (True, False):
-        monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed)
+        monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed and not ahead.is_copy())
         target = gpt.build(gpt.GPTConfig(
             name="gpt", hidden=256, layers=2, heads=8, sequence=128, global_batch=4, vocabulary=1024, scan=scan,
         ))  # fmt: skip

@@ -10,9 +10,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
 from math import comb
 
-_MISSED = 0.025  # on either side
+_MISSED = Fraction(1, 40)  # on either side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ def sample_of(seconds: Sequence[float]) -> Sample:
     ordered = sorted(seconds)
     n = len(ordered)
     # The largest number of values that can be left out at each end.
-    below = next(k for k in range(n + 1) if sum(comb(n, i) for i in range(k + 1)) >= _MISSED * 2**n)
+    ways = accumulate(comb(n, k) for k in range(n + 1))
+    below = next(k for k, sum_ in enumerate(ways) if sum_ >= _MISSED * 2**n)
     left = max(below - 1, 0)
     return Sample(seconds=statistics.median(ordered), low=ordered[left], high=ordered[n - 1 - left], runs=n)

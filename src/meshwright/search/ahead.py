@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
+import select
 import signal
+import struct
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pickle import UnpicklingError
 from typing import Any
 
 from .._jax.copies import renew_threads
 from .._jax.distributed import accelerators_are_in_use, is_connected
 
-# Of results that wait.
+# Of results that wait; and what stands before each.
 _PIPE_BYTES = 1 << 20
+_LENGTH = struct.Struct("=Q")
+
+_INTERRUPTING = (signal.SIGINT, signal.SIGTERM)
 
 # Whether this process is a copy itself; and the copy of this one that is at work.
 _copied = False
@@ -54,6 +57,8 @@ class Ahead:
 
     def __init__(self, work: Callable[[Callable[[Any], None]], None]) -> None:
         self._process = 0
+        self._owner = os.getpid()
+        self._read = b""
         if not can_copy() or (_at_work is not None and _at_work.at_work):
             return
         with suppress(OSError):  # no memory, process or file is left for it: then there is no copy
@@ -61,15 +66,25 @@ class Ahead:
 
     def _copy(self, work: Callable[[Callable[[Any], None]], None]) -> None:
         global _at_work
-        self._messages, sender = Pipe(duplex=False)
-        with sender, warnings.catch_warnings():
-            _widen(sender)
-            # Of threads of this process, which the copy does not have and does not wait for.
-            warnings.simplefilter("ignore")
-            self._process = os.fork()
+        self._pipe, sender = os.pipe()
+        os.set_blocking(self._pipe, False)
+        _widen(sender)
+        # Nobody is to be interrupted where it is not clear yet which of the two they are.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTING)
+        try:
+            with warnings.catch_warnings():
+                # Of threads of this process, which the copy does not have and does not wait for.
+                warnings.simplefilter("ignore")
+                self._process = os.fork()
             if not self._process:
-                self._work(work, sender)
-        _at_work = self
+                self._work(work, sender, before)
+            _at_work = self
+        except OSError:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(sender)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __enter__(self) -> Ahead:
         return self
@@ -78,9 +93,14 @@ class Ahead:
         self.end()
 
     @property
+    def _is_mine(self) -> bool:
+        """Whether there is a copy, and this process made it: another copy may have inherited this."""
+        return bool(self._process) and self._owner == os.getpid()
+
+    @property
     def at_work(self) -> bool:
         """Whether there is a copy that has not come to its end."""
-        if not self._process:
+        if not self._is_mine:
             return False
         with suppress(ChildProcessError):  # where somebody else waits for all children
             return os.waitid(os.P_PID, self._process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -94,51 +114,81 @@ class Ahead:
         """
         found: list[Any] = []
         end = time.perf_counter() + wait_seconds
-        while self._process:
+        while self._is_mine:
             try:
-                if not self._messages.poll(0.0 if found else max(end - time.perf_counter(), 0.0)):
-                    break
-                found.append(self._messages.recv())
-            except (EOFError, OSError, UnpicklingError):
+                while data := os.read(self._pipe, _PIPE_BYTES):
+                    self._read += data
+                at_end = True
+            except BlockingIOError:
+                at_end = False
+            try:
+                found += self._whole()
+            except Exception:  # whatever came of it: it is of no use
+                at_end = True
+            left = end - time.perf_counter()
+            if at_end:
                 self.end()
+            elif found or left <= 0:
+                break
+            else:
+                poll = select.poll()
+                poll.register(self._pipe, select.POLLIN)
+                poll.poll(1e3 * left)
         return found
 
-    def taken(self) -> list[Any]:
-        """The same; the copy is gone then."""
-        found = self.heard()
-        self.end()
+    def _whole(self) -> list[Any]:
+        """What has been read to its end."""
+        found = []
+        while len(self._read) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._read)
+            if len(self._read) < _LENGTH.size + size:
+                break
+            found.append(pickle.loads(self._read[_LENGTH.size : _LENGTH.size + size]))
+            self._read = self._read[_LENGTH.size + size :]
         return found
 
     def end(self) -> None:
         """Let the copy go, whatever it is at."""
         global _at_work
-        if self._process:
+        if not self._is_mine:
+            return
+        with suppress(ProcessLookupError, ChildProcessError):  # where somebody else waits for all children
             os.kill(self._process, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(self._process, 0)
-            self._messages.close()
-            self._process = 0
+            os.waitpid(self._process, 0)
+        os.close(self._pipe)
+        self._process = 0
+        if _at_work is self:
             _at_work = None
 
-    def _work(self, work: Callable[[Callable[[Any], None]], None], sender: Connection) -> None:
+    def _work(self, work: Callable[[Callable[[Any], None]], None], sender: int, mask: set[Any]) -> None:
         """What the copy does; it never returns."""
         global _copied
-        _copied = True
-        gc.disable()  # what it would look at lies in pages that the two share
-        self._messages.close()  # so that sending fails where nobody is left to hear
         try:
+            _copied = True
+            gc.disable()  # what it would look at lies in pages that the two share
+            os.close(self._pipe)  # so that sending fails where nobody is left to hear
+            for interrupting in _INTERRUPTING:
+                signal.signal(interrupting, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             with open(os.devnull, "w") as nowhere:  # what there is to say this process says itself
                 for stream in (1, 2):
                     os.dup2(nowhere.fileno(), stream)
             renew_threads()
-            work(sender.send)
+
+            def send(found: Any) -> None:
+                data = pickle.dumps(found)
+                data = _LENGTH.pack(len(data)) + data
+                while data:
+                    data = data[os.write(sender, data) :]
+
+            work(send)
         finally:
             os._exit(0)
 
 
-def _widen(sender: Connection) -> None:
+def _widen(sender: int) -> None:
     """Let results wait until somebody listens, rather than the copy."""
     import fcntl  # not on every system; copies are made on Linux alone
 
     with suppress(OSError):  # where so much is not allowed
-        fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        fcntl.fcntl(sender, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

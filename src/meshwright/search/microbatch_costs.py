@@ -50,7 +50,7 @@ class MicrobatchCosts:
                 check_layers(self._request, program)
                 made = self._made[count] = self.of_program(program, coarser)
                 for parts in self._told.pop(count, ()):
-                    made.estimates.learn({count: parts})
+                    made.estimates.parts.learn(parts)
             except PlanError as error:
                 self._made[count] = error
         made = self._made[count]
@@ -73,7 +73,7 @@ class MicrobatchCosts:
     @property
     def known_parts(self) -> dict[int, int]:
         """How much has been found out of parts, by microbatches."""
-        return {count: number for made in self.all for count, number in made.estimates.known_parts.items()}
+        return {made.program.microbatches: len(made.estimates.parts) for made in self.all}
 
     def known(self, since: Mapping[int, int]) -> dict[int, KnownParts]:
         """What has been found out of parts, by microbatches, for a copy of this process.
@@ -81,7 +81,9 @@ class MicrobatchCosts:
         Args:
           since: `known_parts` before.
         """
-        return {count: parts for made in self.all for count, parts in made.estimates.known(since).items()}
+        counts = {made.program.microbatches: made.estimates.parts for made in self.all}
+        found = {count: parts.known(since.get(count, 0)) for count, parts in counts.items()}
+        return {count: parts for count, parts in found.items() if parts.rows}
 
     def learn(self, found: Mapping[int, KnownParts]) -> None:
         """Take over what a copy of this process has found out, also of numbers of microbatches that are asked for
@@ -90,11 +92,12 @@ class MicrobatchCosts:
         Args:
           found: by microbatches.
         """
-        for made in self.all:
-            made.estimates.learn(found)
         for count, parts in found.items():
-            if count not in self._made:
+            made = self._made.get(count)
+            if made is None:
                 self._told.setdefault(count, []).append(parts)
+            elif isinstance(made, StageCosts):
+                made.estimates.parts.learn(parts)
 
     def nothing_fits(self) -> MemoryExceeded:
         """What to say where no plan fits."""

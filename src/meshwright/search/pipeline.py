@@ -103,7 +103,7 @@ class StageSearch:
         self.places = placements(request, self.submeshes)
         self.costs = costs if costs is not None else MicrobatchCosts(request, self.submeshes, self.places)
         self.costs.forget_estimates()  # another search may have looked for what is faster
-        self._scout = scout if scout is not None else Scout()
+        self._scout = scout if scout is not None else Scout(goes=False)
         self.counts = self.costs.counts
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
         self._interleaving = Interleaving(request, self.costs.of_program)

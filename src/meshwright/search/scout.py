@@ -7,10 +7,11 @@ what parts of the program cost. What it does in vain costs nothing but a process
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
-from multiprocessing import RawArray
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
@@ -32,11 +33,18 @@ _SEND_SECONDS = 0.2
 
 
 class Scout:
-    """There is a copy while it is out, one at a time. Use as a context: at its end there is none."""
+    """There is a copy while it is out, one at a time. Use as a context: at its end there is none.
 
-    def __init__(self) -> None:
+    Args:
+      goes: whether it may be sent out.
+    """
+
+    def __init__(self, *, goes: bool = True) -> None:
+        self._goes = goes
+        self._seen: frozenset[int] = frozenset()
         self._copy: Ahead | None = None
-        self._best = RawArray("d", (0, inf))  # in memory that both processes see
+        self._best = memoryview(mmap.mmap(-1, 2 * 8)).cast("d")  # in memory that both processes see
+        self.tell(0, inf)
         self._learn: Callable[[Mapping[int, KnownParts]], None] = lambda found: None
 
     def __enter__(self) -> Scout:
@@ -59,10 +67,13 @@ class Scout:
           best_seconds: as of `tell`; infinite if nothing is known.
         """
         left, best = list(counts), self._best
+        known = best_seconds <= best[1] and self._seen.issuperset(left)  # or the last one came to nothing
         self.tell(near or 0, best_seconds)
-        if not left or search.costs.base is None or (self._copy is not None and self._copy.at_work):
+        at_work = self._copy is not None and self._copy.at_work
+        if not self._goes or not left or known or at_work or search.costs.base is None:
             return
         self.recall()
+        self._seen = frozenset(left)
         self._copy = Ahead(lambda tell: _look_ahead(search, left, best, tell))
         self._learn = search.costs.learn
 
@@ -73,7 +84,7 @@ class Scout:
           near: its number of microbatches.
           best_seconds: what it counts for.
         """
-        self._best[:] = near, best_seconds
+        self._best[0], self._best[1] = near, best_seconds
 
     def listen(self) -> None:
         """Let the search take over what has been found out so far."""
@@ -83,17 +94,21 @@ class Scout:
     def recall(self) -> None:
         """The same; then there is no copy."""
         self.listen()
+        if self._copy is not None and self._copy.at_work:
+            self._seen = frozenset()
         self.__exit__()
 
 
-def _look_ahead(search: StageSearch, left: list[int], best: Sequence[float], tell: Callable[[Any], None]) -> None:
+def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], tell: Callable[[Any], None]) -> None:
     """What the copy does; the search is its own."""
-    costs, bounds = search.costs, search.bounds
+    costs, bounds, parent = search.costs, search.bounds, os.getppid()
     since, sent = costs.known_parts, time.perf_counter()
 
     def tell_in_time(after_seconds: float = _SEND_SECONDS) -> bool:
         nonlocal since, sent
         if time.perf_counter() - sent > after_seconds:
+            if os.getppid() != parent:
+                raise SystemExit  # nobody is left to hear
             if found := costs.known(since):
                 tell(found)
             since, sent = costs.known_parts, time.perf_counter()
