@@ -84,7 +84,8 @@ class Scout:
           near: its number of microbatches.
           best_seconds: what it counts for.
         """
-        self._best[0], self._best[1] = near, best_seconds
+        self._best[1] = best_seconds
+        self._best[0] = near  # last: it may be read between the two, and says whether anything is known
 
     def listen(self) -> None:
         """Let the search take over what has been found out so far."""
