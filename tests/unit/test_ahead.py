@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,17 +18,16 @@ import pytest
 from contradicting import contradicting
 
 from meshwright import stage_planning, value_and_grad
+from meshwright.ahead import Ahead, copied as ahead, in_two
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.program.traces import traces_of
-from meshwright.search import ahead
-from meshwright.search.ahead import Ahead
-from meshwright.search.in_two import in_two
 from meshwright.search.microbatch_costs import MicrobatchCosts
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.part_rows import KnownParts
 from meshwright.search.pins import Pins
 from meshwright.search.scout import Scout
+from meshwright.search.shared_work import estimates_found
 from meshwright.search.stage_costs import StageCosts
 from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.zoo import gpt
@@ -207,7 +207,7 @@ def trace_of(size: int) -> Any:
 @linux
 @pytest.mark.parametrize("fault", [None, "exits", "raises", "hangs"])
 def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.search.in_two._MOST_SECONDS", 0.3)
+    monkeypatch.setattr("meshwright.ahead.shared._MOST_SECONDS", 0.3)
     here = os.getpid()
     learned: list[int] = []
 
@@ -236,11 +236,32 @@ def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypa
     assert not set(learned) & set(others)
 
 
-def test_where_there_is_nothing_to_find_out_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_for_a_single_piece_of_work_no_copy_is_made(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a copy was made"))
     done: list[int] = []
-    in_two(range(5), done.append, done.append)
-    assert done == list(range(5))
+    in_two(range(count), done.append, done.append)
+    assert done == list(range(count))
+
+
+def test_where_there_is_nothing_to_find_out_no_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, places = contradicting(), [Submesh(0, 8), Submesh(0, 4), Submesh(0, 2)]
+    costs = StageCosts(
+        program, parameters=parameter_infos(program.source), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(),
+        remat=None,
+    )  # fmt: skip
+    asked: list[Submesh] = []
+
+    def fastest(submesh: Submesh, in_flight: Any) -> None:
+        asked.append(submesh)
+        costs.fastest(submesh, in_flight)
+
+    problem: Any = SimpleNamespace(fastest=fastest, submeshes=places, in_flight=lambda place: place, most_places=2)
+    estimates_found(problem, costs)
+    asked.clear()
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a copy was made"))
+    estimates_found(problem, costs)
+    assert sorted(asked) == sorted(places)
 
 
 @linux

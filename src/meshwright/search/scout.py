@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from ..ahead import Ahead
 from ..errors import PlanError
-from .ahead import Ahead
 from .part_rows import KnownParts
 from .shared_work import estimates_found
 

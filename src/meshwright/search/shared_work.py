@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from .ahead import is_copy
-from .in_two import in_two
+from ..ahead import in_two, is_copy
 from .inter_op_problem import InterOpProblem
 from .part_rows import KnownParts
 from .stage_costs import StageCosts
@@ -66,5 +65,9 @@ def _on_each_kind(problem: InterOpProblem, costs: StageCosts, find: Callable[[Su
     def expected(kind: int) -> tuple[float, int, int]:
         return kinds.took_seconds.get(kind, 0.0), len(kinds.meshes[kind]), kind
 
-    # A scout begins where this process ends.
-    in_two(sorted(of_kind, key=expected, reverse=is_copy()), work, learn)  # which process does what changes no number
+    # Short ones first, but a scout begins where this process ends: which process does what changes no number.
+    left = sorted(of_kind, key=expected, reverse=is_copy())
+    # As soon as there is something to find out of one, a second process is worth it.
+    while left and work(left.pop(0)) is None:
+        pass
+    in_two(left, work, learn)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
+from ...ahead import in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
 from ...program.staged import StagedProgram, staged_program
@@ -22,6 +23,9 @@ from .stage_program import StageProgram
 from .surroundings import Surroundings
 from .transport import kept_bytes, takes_workspace, workspace_bytes
 from .update_program import UpdateProgram
+
+# Stages with fewer are traced sooner than a copy of the process is made to help.
+_MANY_OPERATORS = 200
 
 
 class LocalStages:
@@ -73,15 +77,32 @@ class LocalStages:
     def memory(self) -> tuple[StageMemory, ...]:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled. Of stages that
         are the same program one is traced."""
-        splits, found = self.schedule.splits_backward, []
-        for stage, update in zip(self.stages, self.updates, strict=True):
-            counts = stage.microbatches, len(stage.own)
-            key = likeness(self._core, stage, update, self.around), counts, splits, self._platform
-            if key not in self._counted:
-                counted = stage_memory(stage, update, splits_backward=splits, platform=self._platform)
-                self._counted[key] = counted
-            found.append(passed_on(self._counted[key], stage))
-        return tuple(found)
+        splits, counted = self.schedule.splits_backward, self._counted
+        keys = [
+            (likeness(self._core, s, u, self.around), s.microbatches, len(s.own), splits, self._platform)
+            for s, u in zip(self.stages, self.updates, strict=True)
+        ]
+        left: dict[Hashable, int] = {}
+        for number, key in enumerate(keys):
+            if key not in counted:
+                left.setdefault(key, number)
+
+        def work(number: int) -> tuple[int, StageMemory]:
+            stage, update = self.stages[number], self.updates[number]
+            found = stage_memory(stage, update, splits_backward=splits, platform=self._platform)
+            learn((number, found))
+            return number, found
+
+        def learn(found: tuple[int, StageMemory]) -> None:
+            counted[keys[found[0]]] = found[1]
+
+        numbers = list(left.values())
+        if sum(len(self.stages[number].cut.graph.operators) for number in numbers) >= _MANY_OPERATORS:
+            in_two(numbers, work, learn)
+        else:
+            for number in numbers:
+                work(number)
+        return tuple(passed_on(counted[key], stage) for key, stage in zip(keys, self.stages, strict=True))
 
     def timing(self) -> Timing:
         """The plan's seconds, with the bytes of the traced programs.

@@ -1,4 +1,4 @@
-"""Pieces of work shared by this process and a copy of it (`search.ahead`)."""
+"""Pieces of work shared by this process and a copy of it (`ahead.copied`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .ahead import Ahead
+from .copied import Ahead
 
 K = TypeVar("K")
 
@@ -15,26 +15,25 @@ _MOST_SECONDS = 60.0
 
 
 def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
-    """Do all pieces of work. As soon as one has found something out, which takes longer than making a copy, the copy
-    does the others from the back and this process from the front.
+    """Do all pieces of work, each of which takes longer than making a copy does: the copy from the back, this process
+    from the front.
 
     >>> done = []
-    >>> in_two([1, 2, 3], done.append, done.append)
+    >>> in_two([1], done.append, done.append)
     >>> done
-    [1, 2, 3]
+    [1]
 
     Args:
-      keys: of the pieces of work, short ones first.
-      work: one of them, without JAX. It changes the process that does it, and returns what the other needs to know, or
-        something false where there was nothing to find out.
+      keys: of the pieces of work.
+      work: one of them, of which nothing runs on a device. It changes the process that does it, and returns what the
+        other needs to know, or something false where there was nothing to find out.
       learn: makes the same change from what was returned.
     """
-    left = list(keys)
-    found: Any = None
-    while left and (not found or len(left) == 1):
-        found = work(left.pop(0))
-    if left:
-        _shared(left, work, learn)
+    if len(keys) > 1:
+        _shared(keys, work, learn)
+    else:
+        for key in keys:
+            work(key)
 
 
 def _shared(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:

@@ -1,0 +1,8 @@
+"""A second process for planning: a copy of this one, that works ahead of it (`copied`) or on the same (`shared`)."""
+
+from __future__ import annotations
+
+from .copied import Ahead, is_copy
+from .shared import in_two
+
+__all__ = ["Ahead", "in_two", "is_copy"]
