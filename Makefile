@@ -26,12 +26,15 @@ PYTHON_LATEST ?= $(shell if python3.12 -c '' 2>/dev/null; then echo python3.12; 
   version=$$(pyenv versions --bare 2>/dev/null | grep -E '^3\.12\.[0-9]+$$' | sort -V | tail -n 1) && \
   [ -n "$$version" ] && echo "$$(pyenv prefix "$$version")/bin/python3.12"; fi)
 
-# $(1) python, $(2) environment, $(3) pins. The stamp is written last, so an interrupted set-up starts again.
+# $(1) python, $(2) environment, $(3) pins. What is installed is compiled by pip, the project's own modules here: else
+# the first command does it, or every one where Python may write no bytecode. The stamp is written last, so an
+# interrupted set-up starts again.
 define create_venv
 rm -rf $(2)
 $(1) -m venv $(2)
 $(2)/bin/python -m pip install --quiet --disable-pip-version-check -r $(3)
 $(2)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+$(2)/bin/python -m compileall -q src
 touch $(2)/.stamp
 endef
 

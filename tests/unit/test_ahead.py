@@ -133,7 +133,12 @@ def test_another_copy_takes_nothing_of_what_was_sent() -> None:
     with Ahead(lambda send: send(1)) as first:
         while first.at_work:
             time.sleep(0.005)
-        with Ahead(lambda send: send((first.heard(), first.at_work, first.end()))) as second:
+
+        def work(send: Callable[[Any], None]) -> None:
+            send((first.heard(), first.at_work, first.end()))
+            time.sleep(60)  # it is not over when it has been heard
+
+        with Ahead(work) as second:
             assert heard(second, 1) == [([], False, None)]
             assert first.heard() == [1]
             assert first._process == 0, "it came to its end"

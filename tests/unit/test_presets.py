@@ -13,7 +13,7 @@ from meshwright import presets, zoo
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning import plan_for
 from meshwright.program.batch import batch_inputs
-from meshwright.program.origins import dim_origins
+from meshwright.program.origins import dim_origins, operator_origins
 from meshwright.program.traces import Traces
 
 
@@ -144,7 +144,7 @@ def test_stacks_of_matrices_are_experts_and_routers_are_none() -> None:
 def test_a_perceptron_without_residuals_has_no_stream() -> None:
     target = zoo.mlp(width=64, layers=3, batch=16)
     graph = Traces(target.step).program((target.example_state, target.example_batch)).graph
-    assert "stream" not in {o.kind for op in graph.operators for o in op.origins}
+    assert "stream" not in {o.kind for origins in operator_origins(graph) for o in origins}
 
 
 def test_pipedream_takes_its_steady_period_and_keeps_versions() -> None:

@@ -8,10 +8,14 @@ inside a plain `jax.jit`, on one device) the primitive lowers to what `jax.value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
@@ -20,6 +24,62 @@ from .jaxpr import consts_of, evaluate, hoist_consts, inline, open_jaxpr
 
 value_and_grad_p = jex_core.Primitive("meshwright_value_and_grad")
 value_and_grad_p.multiple_results = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedCall:
+    """A call of `value_and_grad` in a step that was traced.
+
+    Args:
+      jaxpr: of the loss function: constants first, then what is differentiated.
+      num_consts: how many of its inputs are constants.
+      shapes: of its inputs.
+    """
+
+    jaxpr: jex_core.ClosedJaxpr
+    num_consts: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class _Reached(BaseException):
+    """What was traced has come to its first marked call. Not for users' code to catch."""
+
+    def __init__(self, call: MarkedCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+# Calls seen while somebody counts; and whether the first one ends the trace.
+_counted: ContextVar[list[None] | None] = ContextVar("counted", default=None)
+_stopping: ContextVar[bool] = ContextVar("stopping", default=False)
+
+
+@contextmanager
+def counted_calls() -> Iterator[list[None]]:
+    """An item for each marked call that is traced meanwhile, those in loss functions and loops included. What JAX has
+    traced before is not traced again."""
+    token = _counted.set([])
+    try:
+        yield cast(list[None], _counted.get())
+    finally:
+        _counted.reset(token)
+
+
+def traced_to_call(fun: Callable[..., Any], shapes: Sequence[Any]) -> MarkedCall | None:
+    """The first marked call of a function; what comes after it is not traced. None if it comes to none.
+
+    Args:
+      fun: of arrays.
+      shapes: its arguments.
+    """
+    token = _stopping.set(True)
+    try:
+        jax.make_jaxpr(fun)(*shapes)
+    except _Reached as reached:
+        return reached.call
+    finally:
+        _stopping.reset(token)
+    return None
 
 
 def value_and_grad(
@@ -76,6 +136,11 @@ def value_and_grad(
         closed = jax.make_jaxpr(flat_fun)(*wrt_leaves)
         consts = closed.consts
         jaxpr = hoist_consts(closed)
+        if (counted := _counted.get()) is not None:
+            counted.append(None)
+        if _stopping.get():
+            shapes = tuple(np.shape(one) for one in (*consts, *wrt_leaves))
+            raise _Reached(MarkedCall(jaxpr=jaxpr, num_consts=len(consts), shapes=shapes))
         outs = value_and_grad_p.bind(*consts, *wrt_leaves, jaxpr=jaxpr, num_consts=len(consts))
         num_aux = len(closed.out_avals) - 1
         value, aux, grads = outs[0], outs[1 : 1 + num_aux], outs[1 + num_aux :]

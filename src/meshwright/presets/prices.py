@@ -25,6 +25,7 @@ from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
 from ..program.batch import batch_extents
 from ..program.equal_stages import equal_stages, main_scan
+from ..program.origins import operator_origins
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
@@ -419,6 +420,6 @@ class PresetPrices:
         found = []
         for stage in range(len(staged.layers)):
             # What roles make of a stage depends on what its dims stand for in the whole program.
-            origins = tuple(operator.origins for operator in solver.cut(stage, stage + 1).graph.operators)
+            origins = operator_origins(solver.cut(stage, stage + 1).graph)
             found.append(first.setdefault((solver.number(stage, stage + 1), origins), stage))
         return tuple(found)

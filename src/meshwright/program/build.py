@@ -26,7 +26,6 @@ from .factors import Composer, Rule
 from .flops import equation_flops
 from .graph import Graph, Operator, Path, Value
 from .local import COMBINE
-from .origins import with_origins
 from .rules import Rules, is_call
 
 
@@ -253,14 +252,13 @@ class _Builder:
             )
             for index, (aval, name) in enumerate(zip(self.avals, self.names, strict=True))
         )
-        graph = Graph(
+        return Graph(
             values=values,
             operators=tuple(operators),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             parameters=parameters,
         )
-        return with_origins(graph)
 
     def _depends(self, inputs: Sequence[int]) -> list[bool]:
         """Which values depend on any input."""

@@ -252,6 +252,7 @@ class Cutter:
             inputs=tuple(numbers[v] for v in inputs),
             outputs=tuple(numbers[v] for v in outputs),
             parameters=tuple(range(len(held))),
+            part_of=(whole, tuple(op.index for op in operators)),
         )
         return Cut(
             equations=equations, repeated=repeated, graph=graph, operators=tuple(op.index for op in operators),

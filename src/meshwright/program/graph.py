@@ -12,13 +12,12 @@ body to the outside, so that one problem covers both:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from math import prod
 from typing import TypeVar
 
 from .factors import Rule
-from .origins import Origin
 
 Path = tuple[int, ...]
 
@@ -72,7 +71,6 @@ class Operator:
       matmul: whether the FLOPs are those of a matrix product or convolution.
       differentiated: whether a cotangent passes through it.
       source: the user's line, for reports.
-      origins: what each factor of its rule stands for in the program.
     """
 
     index: int
@@ -90,7 +88,6 @@ class Operator:
     matmul: bool
     differentiated: bool
     source: str
-    origins: tuple[Origin, ...] = ()
 
     @property
     def is_link(self) -> bool:
@@ -108,6 +105,7 @@ class Graph:
       inputs: the value of each program input.
       outputs: the value of each program output (None: a literal or an input passed through untouched is its value).
       parameters: which inputs are differentiated, as positions in `inputs`.
+      part_of: of a cut, the graph of the whole program and for each operator its index there; else None.
     """
 
     values: tuple[Value, ...]
@@ -115,6 +113,7 @@ class Graph:
     inputs: tuple[int, ...]
     outputs: tuple[int | None, ...]
     parameters: tuple[int, ...]
+    part_of: tuple[Graph, tuple[int, ...]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def producer(self) -> Mapping[int, tuple[int, int]]:

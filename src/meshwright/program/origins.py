@@ -22,13 +22,11 @@ dim (reshape) is no part of that dim's index, as it is no split of it either.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from .dependence import values_of_data
-
-if TYPE_CHECKING:
-    from .graph import Graph, Operator, Value
+from .graph import Graph, Operator, Value, once_for_each_graph
 
 Kind = Literal["expert", "stream", "vocabulary", "weight", "data", "other"]
 
@@ -49,15 +47,16 @@ class Origin:
     kind: Kind
 
 
-def with_origins(graph: Graph) -> Graph:
-    """The same graph with `Operator.origins` told for every operator."""
+@once_for_each_graph
+def operator_origins(graph: Graph) -> tuple[tuple[Origin, ...], ...]:
+    """Of each operator what each factor of its rule stands for: in the whole program, whatever part of it this is."""
+    if graph.part_of is not None:
+        whole, places = graph.part_of
+        of_whole = operator_origins(whole)
+        return tuple(of_whole[place] for place in places)
     indices = _Indices(graph)
     found = _origins(graph, indices)
-    operators = tuple(
-        replace(op, origins=tuple(found[indices.of(op.index, f)] for f in range(len(op.rule.factors))))
-        for op in graph.operators
-    )
-    return replace(graph, operators=operators)
+    return tuple(tuple(found[indices.of(op.index, f)] for f in range(len(op.rule.factors))) for op in graph.operators)
 
 
 def dim_origins(graph: Graph, value: int) -> tuple[Origin | None, ...]:
@@ -71,8 +70,8 @@ def dim_origins(graph: Graph, value: int) -> tuple[Origin | None, ...]:
         operator = graph.operators[user]
         for dim, factors in enumerate(tensor):
             lead = _leading(operator, factors)
-            if found[dim] is None and lead is not None and operator.origins:
-                found[dim] = operator.origins[lead]
+            if found[dim] is None and lead is not None:
+                found[dim] = operator_origins(graph)[user][lead]
     return tuple(found)
 
 

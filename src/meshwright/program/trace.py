@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
-from .._jax.grad import inline_value_and_grad, value_and_grad_p
+from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
 from ..errors import PlanError
 from .build import build_graph
@@ -170,10 +170,10 @@ def trace_program(
     combined: tuple[Reduction, ...] = ()
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
-        small_outer = _trace_small(step, small, microbatches)
-        small_equation = next(e for e in open_jaxpr(small_outer).eqns if e.primitive is value_and_grad_p)
-        split_dims = _split_dims(equation, small_equation, microbatches)
-        full_core, (core, boundaries) = core, _core(small_equation.params["jaxpr"])
+        full_call = _call(equation)
+        small_call = _trace_small(step, small, microbatches, alone=whole.marked_calls == 1)
+        split_dims = _split_dims(full_call, small_call, microbatches)
+        full_core, (core, boundaries) = core, _core(small_call.jaxpr)
         if reduction is None:
             reduction = loss_reduction(full_core, core, microbatches, split_dims)
         combined = aux_reductions(full_core, core, microbatches, split_dims)
@@ -234,10 +234,21 @@ def _uncut(whole: TracedStep) -> Program:
     )  # fmt: skip
 
 
-def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches: int) -> ClosedJaxpr:
-    """The step at the size of one microbatch."""
+def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches: int, *, alone: bool) -> MarkedCall:
+    """The marked call of the step at the size of one microbatch.
+
+    Args:
+      step: of the user.
+      shapes: its arguments.
+      microbatches: for messages.
+      alone: whether no other call was met when it was traced whole: then what comes after this one is left out, which
+        is most of a step.
+    """
     try:
-        outer, _ = traced(step, shapes)
+        found = traced_to_call(step, shapes) if alone else None
+        if found is None:
+            outer, _ = traced(step, shapes)
+            found = _call(next(e for e in open_jaxpr(outer).eqns if e.primitive is value_and_grad_p))
     except (TypeError, ValueError) as error:
         raise PlanError(
             refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",
@@ -245,7 +256,15 @@ def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches
             try_="x.shape[0] in place of a written batch size; an array that is no batch (class weights) in the state, "
             "since every array outside it is cut, and jax.random.key for a key as two numbers; or microbatches=1",
         ) from error  # fmt: skip
-    return outer
+    return found
+
+
+def _call(equation: Equation) -> MarkedCall:
+    """What a marked equation is."""
+    return MarkedCall(
+        jaxpr=equation.params["jaxpr"], num_consts=equation.params["num_consts"],
+        shapes=tuple(tuple(atom.aval.shape) for atom in equation.invars),
+    )  # fmt: skip
 
 
 def _check_request(microbatches: Any, batch_axis: Any, reduction: Any) -> None:
@@ -325,17 +344,17 @@ def _microbatch_shapes(shapes: tuple[Any, ...], microbatches: int, batch_axis: i
     return jax.tree.unflatten(tree, small)
 
 
-def _split_dims(full: Equation, small: Equation, microbatches: int) -> tuple[int | None, ...]:
+def _split_dims(full: MarkedCall, small: MarkedCall, microbatches: int) -> tuple[int | None, ...]:
     """The dim of each captured array that shrinks with the batch."""
     found: list[int | None] = []
-    num_consts = full.params["num_consts"]
-    if small.params["num_consts"] != num_consts:
+    num_consts = full.num_consts
+    if small.num_consts != num_consts:
         raise PlanError(
             refused=f"microbatches={microbatches}", got="a loss function that reads other arrays at another batch size",
             needed="the same arrays", where="the loss function", try_="microbatches=1",
         )  # fmt: skip
-    for position, (a, b) in enumerate(zip(full.invars, small.invars, strict=True)):
-        dims = [d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y]
+    for position, (a, b) in enumerate(zip(full.shapes, small.shapes, strict=True)):
+        dims = [d for d, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if position >= num_consts and dims:
             raise PlanError(
                 refused=f"microbatches={microbatches}", got="a differentiated array whose shape depends on the batch",
@@ -344,7 +363,7 @@ def _split_dims(full: Equation, small: Equation, microbatches: int) -> tuple[int
         if len(dims) > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"an array of shape {a.aval.shape} with the batch in more than one dim",
+                got=f"an array of shape {a} with the batch in more than one dim",
                 needed="arrays that microbatches cut along one dim", where="what the loss function reads",
                 try_="making it in the loss function, where it has the size of a microbatch; or microbatches=1",
             )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from .adaptive import adaptive
@@ -60,4 +61,12 @@ def make_schedule(name: str, stages: int, microbatches: int, **options: Any) -> 
     except TypeError as error:
         known = [p for p in inspect.signature(function).parameters if p not in ("stages", "microbatches")]
         raise refusal(name, "options", str(error), f"of the options {', '.join(known)}", "only those") from None
-    return function(stages, microbatches, **options)
+    given = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(options.items()))
+    return _made(name, stages, microbatches, given)
+
+
+# Schedules do not change, and what follows from one is found once: a plan that is searched, written out and reported
+# asks for its own a dozen times. The largest take some ten megabytes.
+@lru_cache(maxsize=8)
+def _made(name: str, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+    return SCHEDULES[name](stages, microbatches, **dict(options))

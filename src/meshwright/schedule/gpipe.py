@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .errors import check_count
-from .instruction import Edge, Instruction, Kind
+from .instruction import Edge, Kind, for_each_microbatch
 from .schedule import Schedule, stage_on_each_rank
 
 
@@ -35,11 +35,10 @@ def gpipe(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = None
     """
     stages = check_count("gpipe", "stages", stages)
     microbatches = check_count("gpipe", "microbatches", microbatches)
-    order = range(microbatches)
     ranks = [
         (
-            *(Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in order),
-            *(Instruction(kind=Kind.BACKWARD, stage=stage, microbatch=m) for m in reversed(order)),
+            *for_each_microbatch(Kind.FORWARD, stage, microbatches),
+            *reversed(for_each_microbatch(Kind.BACKWARD, stage, microbatches)),
         )
         for stage in range(stages)
     ]

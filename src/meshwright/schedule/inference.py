@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .errors import check_count
-from .instruction import Edge, Instruction, Kind
+from .instruction import Edge, Kind, for_each_microbatch
 from .schedule import Mode, Schedule, stage_on_each_rank
 
 
@@ -28,8 +28,5 @@ def inference(stages: int, microbatches: int, *, edges: Sequence[Edge] | None = 
     """
     stages = check_count("inference", "stages", stages)
     microbatches = check_count("inference", "microbatches", microbatches)
-    ranks = [
-        [Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in range(microbatches)]
-        for stage in range(stages)
-    ]
+    ranks = [for_each_microbatch(Kind.FORWARD, stage, microbatches) for stage in range(stages)]
     return stage_on_each_rank("inference", microbatches, ranks, held=(1,) * stages, edges=edges, mode=Mode.INFERENCE)

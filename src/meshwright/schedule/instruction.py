@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 
 class Kind(StrEnum):
@@ -52,6 +53,16 @@ class Instruction:
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else f", microbatch {self.microbatch}"
         return f"{self.kind} of stage {self.stage}{microbatch}"
+
+
+@lru_cache(maxsize=1 << 10)
+def for_each_microbatch(kind: Kind, stage: int, microbatches: int) -> tuple[Instruction, ...]:
+    """One thing done to a stage with each microbatch; a search looks at hundreds of schedules made of the same.
+
+    >>> print(*for_each_microbatch(Kind.FORWARD, 1, 2), sep="; ")
+    forward of stage 1, microbatch 0; forward of stage 1, microbatch 1
+    """
+    return tuple(Instruction(kind=kind, stage=stage, microbatch=m) for m in range(microbatches))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,9 +11,10 @@ Known limit: microbatches must be a multiple of the ranks, because each group of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from .errors import check_count, refusal
-from .instruction import Edge, Instruction, Kind
+from .instruction import Edge, Instruction, Kind, for_each_microbatch
 from .schedule import Mode, Schedule, check_edges
 
 
@@ -68,23 +69,21 @@ def _program(rank: int, ranks: int, chunks: int, microbatches: int) -> tuple[lis
     """Instructions of a rank without its updates, and the most it has in flight."""
     total = microbatches * chunks
     group = ranks if chunks > 1 else 1
-    forwards, backwards = [], []
-    for turn in range(total):
-        round_, place = divmod(turn, group * chunks)
-        chunk, offset = divmod(place, group)
-        microbatch = round_ * group + offset
-        forwards.append(Instruction(kind=Kind.FORWARD, stage=chunk * ranks + rank, microbatch=microbatch))
-        stage = (chunks - 1 - chunk) * ranks + rank
-        backwards.append(Instruction(kind=Kind.BACKWARD, stage=stage, microbatch=microbatch))
+    mine = range(rank, ranks * chunks, ranks)
+    forward = [for_each_microbatch(Kind.FORWARD, stage, microbatches) for stage in mine]
+    backward = [for_each_microbatch(Kind.BACKWARD, stage, microbatches) for stage in mine]
+    forwards: list[Instruction] = []
+    backwards: list[Instruction] = []
+    for first in range(0, microbatches, group):  # a group passes through all chunks together
+        for row, back in zip(forward, reversed(backward), strict=True):
+            forwards += row[first : first + group]
+            backwards += back[first : first + group]
     # With one chunk a value is back after as many turns as there are ranks behind; with more, a rank passes on
     # the other chunks of the group first, and its group must wait for both ends of the pipeline.
     ahead = (ranks - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * ranks + 1
     ahead = min(ahead, total)
-    program = forwards[: ahead - 1]
-    for turn in range(total):
-        program += forwards[ahead - 1 + turn : ahead + turn]
-        program.append(backwards[turn])
-    return program, ahead
+    in_turn = chain.from_iterable(zip(forwards[ahead - 1 :], backwards, strict=False))
+    return [*forwards[: ahead - 1], *in_turn, *backwards[total - ahead + 1 :]], ahead
 
 
 def _largest_divisor(number: int, at_most: int) -> int:

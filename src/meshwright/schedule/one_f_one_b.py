@@ -12,9 +12,10 @@ warm-up leaves no slack to hide it in. `eager_one_f_one_b` and `adaptive` do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from .errors import check_count
-from .instruction import Edge, Instruction, Kind
+from .instruction import Edge, Kind, for_each_microbatch
 from .schedule import Mode, Schedule, stage_on_each_rank
 
 
@@ -67,10 +68,10 @@ def alternate(
     held = tuple(min(depth, microbatches) for depth in depths)
     ranks = []
     for stage, ahead in enumerate(held):
-        program = [Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m) for m in range(ahead - 1)]
-        for m in range(microbatches):
-            if m + ahead <= microbatches:
-                program.append(Instruction(kind=Kind.FORWARD, stage=stage, microbatch=m + ahead - 1))
-            program += [Instruction(kind=kind, stage=stage, microbatch=m) for kind in gradients]
-        ranks.append(program)
+        forward = for_each_microbatch(Kind.FORWARD, stage, microbatches)
+        backward = [for_each_microbatch(kind, stage, microbatches) for kind in gradients]
+        # As long as there are forwards one comes before each backward.
+        in_turn = chain.from_iterable(zip(forward[ahead - 1 :], *backward, strict=False))
+        rest = chain.from_iterable(zip(*(row[microbatches - ahead + 1 :] for row in backward), strict=True))
+        ranks.append([*forward[: ahead - 1], *in_turn, *rest])
     return stage_on_each_rank(name, microbatches, ranks, held=held, edges=edges, mode=mode)

@@ -118,6 +118,8 @@ class Schedule:
     def delayed(self) -> tuple[int, ...]:
         """For each stage the most microbatches whose input gradient is there and whose weight gradient is not."""
         now, most = [0] * self.stages, [0] * self.stages
+        if not self.splits_backward:
+            return tuple(most)
         for one in (one for program in self.ranks for one in program):
             now[one.stage] += (one.kind is Kind.BACKWARD_INPUT) - (one.kind is Kind.BACKWARD_WEIGHT)
             most[one.stage] = max(most[one.stage], now[one.stage])

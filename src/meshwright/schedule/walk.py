@@ -12,7 +12,7 @@ Cost: linear in instructions and transfers, plus one sort.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from .errors import ScheduleError, refusal
 from .instruction import Instruction, Kind
@@ -62,27 +62,38 @@ def walk(schedule: Schedule) -> Walk:
         head.append(stop[-1] if stop else 0)
         stop.append(head[-1] + len(program))
     free = [0] * len(head)
+    units = [_UNITS[one.kind] for one in instructions]
     waiting: dict[int, list[int]] = {}
     keyed: list[tuple[int, int, int, tuple[int, int, int]]] = []
-    # A stack of ranks that may go on; each stands still only after noting what it waits for.
+    # A stack of ranks that may go on; each stands still only after noting what it waits for. A search walks hundreds
+    # of schedules: it is plain arithmetic on lists.
     runnable = list(reversed(range(len(head))))
     while runnable:
         rank = runnable.pop()
-        while head[rank] < stop[rank]:
-            number = head[rank]
-            missing = next((producer for producer in waits[number] if ends[producer] < 0), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            start = max([free[rank], *(ends[producer] for producer in waits[number])])
-            end = start + _UNITS[instructions[number].kind]
-            ends[number] = free[rank] = end
-            head[rank] += 1
-            keyed.append((start, 4, len(keyed), (number, -1, -1)))
-            for receiver, channel in sends[number]:
-                forward, odd = channel % 2 == 0, min(rank, ranks[receiver]) % 2
-                keyed.append((end, 2 * forward + odd, len(keyed), (receiver, number, channel)))
-            runnable.extend(reversed(waiting.pop(number, ())))
+        time = free[rank]
+        for number in range(head[rank], stop[rank]):
+            start = time
+            for producer in waits[number]:
+                ready = ends[producer]
+                if ready < 0:
+                    waiting.setdefault(producer, []).append(rank)
+                    head[rank] = number
+                    break
+                if ready > start:
+                    start = ready
+            else:
+                ends[number] = time = start + units[number]
+                keyed.append((start, 4, len(keyed), (number, -1, -1)))
+                for receiver, channel in sends[number]:
+                    order = 2 * (channel % 2 == 0) + min(rank, ranks[receiver]) % 2
+                    keyed.append((time, order, len(keyed), (receiver, number, channel)))
+                if number in waiting:
+                    runnable.extend(reversed(waiting.pop(number)))
+                continue
+            break
+        else:
+            head[rank] = stop[rank]
+        free[rank] = time
     if waiting:
         raise _deadlock(schedule, instructions, ranks, head, waiting)
     keyed.sort()
@@ -114,42 +125,34 @@ def _dependencies(
     waits: list[list[int]] = [[] for _ in instructions]
     sends: list[list[tuple[int, int]]] = [[] for _ in instructions]
     for number, one in enumerate(instructions):
-        stage, microbatch = one.stage, one.microbatch
-        if one.kind is Kind.FORWARD:
+        kind, stage, microbatch = one.kind, one.stage, one.microbatch
+        if kind is Kind.FORWARD:
             table, arriving, own = forwards, sources[stage], None
-        elif one.kind in _INPUT_GRADIENTS:
+        elif kind in _INPUT_GRADIENTS:
             table, arriving, own = gradients, targets[stage], forwards
-        elif one.kind is Kind.BACKWARD_WEIGHT:
+        elif kind is Kind.BACKWARD_WEIGHT:
             table, arriving, own = gradients, (), gradients
         else:  # an update follows its gradients on their own rank; the checker sees to that
             continue
         if own is not None:
-            waits[number].append(_found(own, stage, microbatch, schedule, one))
+            before = own.get((stage, microbatch))
+            waits[number].append(_missing(stage, schedule, one) if before is None else before)
         for other, channel in arriving:
-            producer = _found(table, other, microbatch, schedule, one)
+            producer = table.get((other, microbatch))
+            if producer is None:
+                producer = _missing(other, schedule, one)
             waits[number].append(producer)
             if ranks[producer] != ranks[number]:
                 sends[producer].append((number, channel))
     return waits, sends
 
 
-def _found(
-    table: dict[tuple[int, int | None], int],
-    stage: int,
-    microbatch: int | None,
-    schedule: Schedule,
-    reader: Instruction,
-) -> int:
-    number = table.get((stage, microbatch))
-    if number is None:
-        raise refusal(
-            schedule.name,
-            str(reader),
-            f"no instruction that computes what it reads of stage {stage}",
-            "one",
-            "`check_schedule`, which lists all faults",
-        )
-    return number
+def _missing(stage: int, schedule: Schedule, reader: Instruction) -> NoReturn:
+    """Refuse a schedule in which nobody computes what an instruction reads of a stage."""
+    raise refusal(
+        schedule.name, str(reader), f"no instruction that computes what it reads of stage {stage}", "one",
+        "`check_schedule`, which lists all faults",
+    )  # fmt: skip
 
 
 def _deadlock(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .errors import check_count
-from .instruction import Edge, Instruction, Kind
+from .instruction import Edge, Instruction, Kind, for_each_microbatch
 from .schedule import Schedule, stage_on_each_rank
 
 
@@ -44,12 +44,13 @@ def zero_bubble(stages: int, microbatches: int, *, edges: Sequence[Edge] | None 
 
 def _program(stage: int, stages: int, microbatches: int) -> list[Instruction]:
     ahead, delay = min(stages - stage, microbatches), stage
-    order = [(Kind.FORWARD, m) for m in range(ahead - 1)]
+    forward, gradient, weight = (
+        for_each_microbatch(kind, stage, microbatches)
+        for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    order = list(forward[: ahead - 1])
     for m in range(microbatches):
-        if m + ahead <= microbatches:
-            order.append((Kind.FORWARD, m + ahead - 1))
-        order.append((Kind.BACKWARD_INPUT, m))
-        if m >= delay:
-            order.append((Kind.BACKWARD_WEIGHT, m - delay))
-    order += [(Kind.BACKWARD_WEIGHT, m) for m in range(max(microbatches - delay, 0), microbatches)]
-    return [Instruction(kind=kind, stage=stage, microbatch=m) for kind, m in order]
+        order += forward[m + ahead - 1 : m + ahead]
+        order.append(gradient[m])
+        order += weight[m - delay : m - delay + 1] if m >= delay else ()
+    return [*order, *weight[max(microbatches - delay, 0) :]]

@@ -8,7 +8,7 @@ state, gradients and the activations kept for the backward pass. `solve` proves 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -19,7 +19,7 @@ import numpy as np
 from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator, once_for_each_graph
-from ..program.origins import dim_origins
+from ..program.origins import dim_origins, operator_origins
 from ..program.residuals import is_cheap, is_stored, kept_values, needed_again, read_by_backward
 from ..sharding import Spec
 from ..solve import Problem, Solution, solve
@@ -97,9 +97,14 @@ def trips_of(operator: Operator, value: int) -> int:
     return operator.repeats
 
 
+# What tells operators apart, numbered: programs have thousands of operators of a few hundred kinds, and a number is
+# looked up at once.
+_NUMBERS: dict[Hashable, int] = {}
+
+
 @once_for_each_graph
-def _signatures(graph: Graph) -> tuple[tuple[Any, ...], ...]:
-    """Of each operator what its choices and their seconds depend on, but for mesh and device."""
+def _signatures(graph: Graph) -> tuple[int, ...]:
+    """Of each operator what its choices and their seconds depend on, but for mesh and device, as a number."""
     values, of_parameters = graph.values, values_of_parameters(graph)
 
     def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
@@ -107,7 +112,7 @@ def _signatures(graph: Graph) -> tuple[tuple[Any, ...], ...]:
             None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
         )
 
-    return tuple(
+    found = (
         (
             operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
             operator.combine, operator.differentiated,
@@ -116,6 +121,16 @@ def _signatures(graph: Graph) -> tuple[tuple[Any, ...], ...]:
         )
         for operator in graph.operators
     )  # fmt: skip
+    return tuple(_NUMBERS.setdefault(one, len(_NUMBERS)) for one in found)
+
+
+@once_for_each_graph
+def _signatures_with_origins(graph: Graph) -> tuple[int, ...]:
+    """The same, told apart by what their dims stand for as well."""
+    return tuple(
+        _NUMBERS.setdefault((number, origins), len(_NUMBERS))
+        for number, origins in zip(_signatures(graph), operator_origins(graph), strict=True)
+    )
 
 
 class IntraOpProblem:
@@ -258,20 +273,19 @@ class IntraOpProblem:
 
     def _add_operators(self) -> None:
         graph, m = self.graph, self.microbatches
-        signatures = _signatures(graph)
-        # What roles make of an operator belongs to this problem alone.
-        cache: dict[Any, OperatorPrices] = self.prices.operators if self._pins.roles is None else {}
+        roles = self._pins.roles
+        signatures = _signatures(graph) if roles is None else _signatures_with_origins(graph)
+        cache = self.prices.operators.setdefault(None if roles is None else roles.key, {})
         for operator in graph.operators:
             if self._is_constant(operator):
                 continue
             signature = signatures[operator.index]
-            if self._pins.roles is not None:
-                signature = (*signature, operator.origins)
             if signature not in cache:
                 of_parameters = self._is_of_parameters(operator)
                 choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
-                if self._pins.roles is not None:
-                    choices = self._pins.roles.operator(operator, choices, of_parameters=of_parameters)
+                if roles is not None:
+                    origins = operator_origins(graph)[operator.index]
+                    choices = roles.operator(operator, origins, choices, of_parameters=of_parameters)
                 cache[signature] = self.prices.of_operator(graph, operator, choices)
             known = cache[signature]
             seconds = self.forward_runs(operator) * known.forward_seconds + known.backward_seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -87,8 +87,9 @@ class Prices:
         self._shards: dict[SpecRow, np.ndarray] = {}
         self._shared: dict[tuple[SpecRow, tuple[SpecRow, ...]], SpecRow] = {}
         self._kernels: dict[Kernel, float] = {}
-        # What problems on this mesh have found out of operators and parameters, by what tells them apart.
-        self.operators: dict[object, OperatorPrices] = {}
+        # What problems on this mesh have found out of operators (by roles, None for none) and parameters, by what tells
+        # them apart.
+        self.operators: dict[Hashable, dict[int, OperatorPrices]] = {}
         self.parameters: dict[object, ParameterPrices] = {}
         self._conversions = conversion_prices(mesh)
 

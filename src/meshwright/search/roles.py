@@ -16,12 +16,12 @@ An operator that cannot do what is asked of it (a size that the axis does not di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ..program.graph import Graph, Operator
-from ..program.origins import Origin, dim_origins
+from ..program.origins import Origin, dim_origins, operator_origins
 from ..sharding import Spec
 from .choices import OperatorChoice, ParameterChoice
 
@@ -50,6 +50,11 @@ class Roles:
     gathered: bool = False
 
     @property
+    def key(self) -> Hashable:
+        """Equal for roles that allow the same."""
+        return type(self), tuple(self.axes.items()), self.batch, self.sequence_parallel, self.gathered
+
+    @property
     def storing(self) -> frozenset[str]:
         """The axes that may split optimizer state further than parameters."""
         return frozenset(axis for axis, role in self.axes.items() if role != "tensor")
@@ -67,17 +72,18 @@ class Roles:
         return origin is not None and origin.kind == kind and not self.is_batch(origin)
 
     def operator(
-        self, operator: Operator, choices: Sequence[OperatorChoice], *, of_parameters: bool
+        self, operator: Operator, origins: Sequence[Origin], choices: Sequence[OperatorChoice], *, of_parameters: bool
     ) -> tuple[OperatorChoice, ...]:
         """The algorithms of an operator that the roles allow.
 
         Args:
-          operator: with its origins told.
+          operator: of the program.
+          origins: what its factors stand for (`operator_origins`).
           choices: all of its algorithms.
           of_parameters: whether it depends on parameters alone.
         """
         for axis, role in self.axes.items():
-            wanted, required = self._factors(operator, role, of_parameters=of_parameters)
+            wanted, required = self._factors(operator, origins, role, of_parameters=of_parameters)
 
             def factor(choice: OperatorChoice, axis: str = axis) -> int | None:
                 return next((f for f, axes in enumerate(choice.algorithm.axes) if axis in axes), None)
@@ -85,9 +91,11 @@ class Roles:
             choices = _narrowed(choices, factor, wanted, required=required)
         return tuple(choices)
 
-    def _factors(self, operator: Operator, role: Role, *, of_parameters: bool) -> tuple[set[int], bool]:
+    def _factors(
+        self, operator: Operator, told: Sequence[Origin], role: Role, *, of_parameters: bool
+    ) -> tuple[set[int], bool]:
         """The factors an axis may split, and whether it has to split one of them if it can."""
-        origins = dict(enumerate(operator.origins))
+        origins = dict(enumerate(told))
         batch = {f for f, o in origins.items() if self.is_batch(o)}
         if role == "batch":
             return (set(origins), False) if of_parameters and self.gathered else (batch, True)
@@ -111,10 +119,10 @@ class Roles:
 
     def can_split(self, graph: Graph, role: Role, size: int) -> bool:
         """Whether some operator has what an axis of this role and size must split."""
-        for operator in graph.operators:
-            wanted, required = self._factors(operator, role, of_parameters=False)
+        for operator, origins in zip(graph.operators, operator_origins(graph), strict=True):
+            wanted, required = self._factors(operator, origins, role, of_parameters=False)
             if role == "expert":
-                wanted = {f for f in wanted if self._is(operator.origins[f], "expert")}
+                wanted = {f for f in wanted if self._is(origins[f], "expert")}
             able = wanted.intersection(operator.rule.splittable()) if required else ()
             if any(operator.rule.factors[f].size % size == 0 for f in able):
                 return True

@@ -8,19 +8,29 @@ from ..sharding import Spec
 
 
 class SpecRow(tuple[Spec, ...]):
-    """A tuple of specs that is hashed once: tables are looked up by them a hundred thousand times a search.
+    """A tuple of specs that is hashed once, and of which there is one in a process: tables are looked up by them a
+    hundred thousand times a search, and rows that are one object need not be compared.
 
-    >>> SpecRow([Spec.replicated(1)]) == (Spec.replicated(1),)
-    True
+    >>> row = SpecRow([Spec.replicated(1)])
+    >>> row == (Spec.replicated(1),), row is SpecRow([Spec.replicated(1)])
+    (True, True)
     """
 
     _hash: int
 
     def __new__(cls, specs: Iterable[Spec]) -> SpecRow:
         """The row of these specs."""
-        made = super().__new__(cls, specs)
-        made._hash = tuple.__hash__(made)
-        return made
+        given = tuple(specs)
+        known = _KNOWN.get(given)
+        if known is None:
+            known = super().__new__(cls, given)
+            known._hash = hash(given)
+            _KNOWN[given] = known
+        return known
 
     def __hash__(self) -> int:
         return self._hash
+
+
+# Layouts of operators on meshes of two axes: a few thousand rows, whatever is planned.
+_KNOWN: dict[tuple[Spec, ...], SpecRow] = {}

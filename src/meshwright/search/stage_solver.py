@@ -11,6 +11,7 @@ from typing import Any
 from ..cluster import Cluster, Device, LogicalMesh
 from ..program.cut import Cut
 from ..program.graph import Graph
+from ..program.origins import operator_origins
 from ..program.residuals import is_cheap, kept_values
 from ..program.segments import Segments, rematerialise
 from ..program.staged import StagedProgram
@@ -257,7 +258,7 @@ class StageSolver:
             infos = self.parameters_of(cut)
             names = [info.name for info in infos] if self._pins.layouts else []
             inputs = [self.program.split_dims[i] for i in cut.program_inputs if i < len(self.program.split_dims)]
-            origins = [op.origins for op in cut.graph.operators] if self._pins.roles is not None else []
+            origins = operator_origins(cut.graph) if self._pins.roles is not None else ()
             sizes = [info.optimizer_bytes for info in infos]
             key = (cut.fingerprint, *map(tuple, (sizes, names, inputs, origins)))
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..program.graph import Graph, Operator
+from ..program.origins import operator_origins
 from ..program.residuals import kept_values
 from ..search.intra_op import IntraOpSolution
 from ..search.stage_problem import StageProblem
@@ -234,7 +235,7 @@ class _Count:
             if result is None or len(data) != 2:
                 continue
             elements = operator.repeats * prod(graph.values[result].shape) / self.shards(result)
-            streams = any(o is not None and o.kind == "stream" for o in operator.origins)
+            streams = any(o is not None and o.kind == "stream" for o in operator_origins(graph)[operator.index])
             if operator.name == "add" and streams and graph.values[result].itemsize < 4:
                 total += elements
             if operator.name == "dot_general" and self._into_softmax(result):

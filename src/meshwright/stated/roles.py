@@ -37,10 +37,12 @@ class StatedRoles(Roles):
     def _sequence(self, origins: Mapping[int, Origin | None]) -> set[int]:
         return {f for f, o in origins.items() if o is not None and o.kind == "data" and not self.is_batch(o)}
 
-    def _factors(self, operator: Operator, role: Any, *, of_parameters: bool) -> tuple[set[int], bool]:
+    def _factors(
+        self, operator: Operator, told: Sequence[Origin], role: Any, *, of_parameters: bool
+    ) -> tuple[set[int], bool]:
         if role != "context":
-            return Roles._factors(self, operator, role, of_parameters=of_parameters)
-        origins = dict(enumerate(operator.origins))
+            return Roles._factors(self, operator, told, role, of_parameters=of_parameters)
+        origins = dict(enumerate(told))
         return (set(origins), False) if of_parameters and self.gathered else (self._sequence(origins), True)
 
     def _may_split(self, origins: Sequence[Origin | None], use: Spec, axis: str) -> bool:
