@@ -47,47 +47,94 @@ class Cut:
     Args:
       equations: first and one past the last.
       repeated: equations before the range that make the constants it reads, ascending.
-      graph: the range; operators keep their paths, values are numbered anew, its inputs are parameters first, then
-        inputs of the program, then what it receives.
-      operators: for each operator its index in the whole graph.
-      values: for each value its index in the whole graph.
+      whole: graph of the whole program.
+      inside: the range's operators as the whole graph has them, but that pieces of one scan are one.
+      shapes: of values that these have in another shape.
+      values: for each value of the range its index in the whole graph.
+      inputs: values that it reads, as the whole graph numbers them: parameters first, then inputs of the program, then
+        what it receives.
+      outputs: values that leave it, as the whole graph numbers them.
       parameters: what its parameters are, in the order of `graph.parameters`.
       program_inputs: which other inputs of the program it reads, as positions in the whole graph's `inputs`.
       received: values of the whole graph that it reads and earlier equations compute.
       sent: values of the whole graph that it computes and later equations read.
-      sent_values: for each of these the value of `graph` that it is; pieces of one scan are one there.
+      made: for each of these the value of the whole graph that stands for it in the range.
       program_outputs: which outputs of the program it computes, as positions in the whole graph's `outputs`.
     """
 
     equations: tuple[int, int]
     repeated: tuple[int, ...]
-    graph: Graph
-    operators: tuple[int, ...]
+    whole: Graph
+    inside: tuple[Operator, ...]
+    shapes: Mapping[int, tuple[int, ...]]
     values: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     parameters: tuple[HeldParameter, ...]
     program_inputs: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
-    sent_values: tuple[int, ...]
+    made: tuple[int, ...]
     program_outputs: tuple[int, ...]
 
     @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for ranges that are the same program, whatever their place and their names."""
-        base = self.equations[0]
+        base, renumbered = self.equations[0], self._renumbered
 
         def place(path: tuple[int, ...] | None) -> tuple[int, ...] | None:
             return None if path is None else (path[0] - base, *path[1:])
 
         operators = tuple(
             (
-                op.name, op.operands, op.results, op.rule, op.combine, op.repeats, op.outer_repeats,
-                op.operand_repeats, place(op.region), op.flops, op.matmul, op.differentiated,
+                op.name, renumbered(op.operands), renumbered(op.results), op.rule, op.combine, op.repeats,
+                op.outer_repeats, op.operand_repeats, place(op.region), op.flops, op.matmul, op.differentiated,
             )
-            for op in self.graph.operators
+            for op in self.inside
         )  # fmt: skip
-        values = tuple((v.shape, v.dtype, v.itemsize, v.differentiated, v.constant) for v in self.graph.values)
-        return operators, values, self.graph.inputs, self.graph.outputs, self.graph.parameters
+        whole = [self.whole.values[v] for v in self.values]
+        values = tuple(
+            (self.shapes.get(v.index, v.shape), v.dtype, v.itemsize, v.differentiated, v.constant) for v in whole
+        )
+        return operators, values, renumbered(self.inputs), renumbered(self.outputs), len(self.parameters)
+
+    @cached_property
+    def operators(self) -> tuple[int, ...]:
+        """For each operator its index in the whole graph."""
+        return tuple(op.index for op in self.inside)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The range as a graph of its own, made when it is asked for: of ranges that are the same program one is
+        enough. Operators keep their paths, values are numbered anew."""
+        renumbered, whole = self._renumbered, self.whole
+        return Graph(
+            values=tuple(
+                replace(whole.values[v], index=i, shape=self.shapes.get(v, whole.values[v].shape))
+                for i, v in enumerate(self.values)
+            ),
+            operators=tuple(
+                replace(op, index=i, operands=renumbered(op.operands), results=renumbered(op.results))
+                for i, op in enumerate(self.inside)
+            ),
+            inputs=tuple(self._numbers[v] for v in self.inputs),
+            outputs=renumbered(self.outputs),
+            parameters=tuple(range(len(self.parameters))),
+            part_of=(whole, self.operators),
+        )
+
+    @cached_property
+    def sent_values(self) -> tuple[int, ...]:
+        """For each value that is sent the value of `graph` that it is; pieces of one scan are one there."""
+        return tuple(self._numbers[v] for v in self.made)
+
+    @cached_property
+    def _numbers(self) -> Mapping[int, int]:
+        return {v: i for i, v in enumerate(self.values)}
+
+    def _renumbered(self, values: Sequence[int | None]) -> tuple[int | None, ...]:
+        numbers = self._numbers
+        return tuple(None if v is None else numbers[v] for v in values)
 
 
 class Cutter:
@@ -155,11 +202,14 @@ class Cutter:
         leaving = tuple(i for i, v in enumerate(graph.outputs) if v is not None and v in mine)
         inputs = [*(v for v, _ in held), *(graph.inputs[i] for i in program_inputs), *received]
         left = [*sent, *(v for i in leaving if (v := graph.outputs[i]) is not None)]
-        outputs = list(dict.fromkeys(same.get(v, v) for v in left))
-        return self._build(
-            shapes,
-            (first, last), repeated, operators, inputs, outputs,
-            held=tuple(h for _, h in held), program_inputs=tuple(program_inputs), received=tuple(received), sent=sent,
+        outputs = tuple(dict.fromkeys(same.get(v, v) for v in left))
+        order = dict.fromkeys(inputs)
+        for op in operators:
+            order.update(dict.fromkeys(v for v in (*op.operands, *op.results) if v is not None))
+        return Cut(
+            equations=(first, last), repeated=repeated, whole=graph, inside=tuple(operators), shapes=shapes,
+            values=tuple(order), inputs=tuple(inputs), outputs=outputs, parameters=tuple(h for _, h in held),
+            program_inputs=tuple(program_inputs), received=tuple(received), sent=sent,
             made=tuple(same.get(v, v) for v in sent), program_outputs=leaving,
         )  # fmt: skip
 
@@ -214,48 +264,3 @@ class Cutter:
                 received.append(value)
         held.sort(key=lambda one: (one[1].parameter, one[1].rows or (0, 0)))
         return held, sorted(others), sorted(received)
-
-    def _build(
-        self,
-        shapes: Mapping[int, tuple[int, ...]],
-        equations: tuple[int, int],
-        repeated: tuple[int, ...],
-        operators: Sequence[Operator],
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        *,
-        held: tuple[HeldParameter, ...],
-        program_inputs: tuple[int, ...],
-        received: tuple[int, ...],
-        sent: tuple[int, ...],
-        made: tuple[int, ...],
-        program_outputs: tuple[int, ...],
-    ) -> Cut:
-        order = dict.fromkeys(inputs)
-        for op in operators:
-            order.update(dict.fromkeys(v for v in (*op.operands, *op.results) if v is not None))
-        numbers = {v: i for i, v in enumerate(order)}
-        whole = self.graph
-
-        def renumbered(values: Sequence[int | None]) -> tuple[int | None, ...]:
-            return tuple(None if v is None else numbers[v] for v in values)
-
-        graph = Graph(
-            values=tuple(
-                replace(whole.values[v], index=i, shape=shapes.get(v, whole.values[v].shape))
-                for v, i in numbers.items()
-            ),
-            operators=tuple(
-                replace(op, index=i, operands=renumbered(op.operands), results=renumbered(op.results))
-                for i, op in enumerate(operators)
-            ),
-            inputs=tuple(numbers[v] for v in inputs),
-            outputs=tuple(numbers[v] for v in outputs),
-            parameters=tuple(range(len(held))),
-            part_of=(whole, tuple(op.index for op in operators)),
-        )
-        return Cut(
-            equations=equations, repeated=repeated, graph=graph, operators=tuple(op.index for op in operators),
-            values=tuple(numbers), parameters=held, program_inputs=program_inputs, received=received, sent=sent,
-            sent_values=tuple(numbers[v] for v in made), program_outputs=program_outputs,
-        )  # fmt: skip

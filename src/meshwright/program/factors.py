@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # the graph and its rules are searched without JAX
@@ -42,7 +43,7 @@ class Factor:
     halo: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rule:
     """The factors of one operator.
 
@@ -63,6 +64,14 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     factors: tuple[Factor, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Rules are part of what tells operators apart, of which a search asks a hundred thousand times: hashed once.
+        return hash((self.operands, self.results, self.factors))
 
     def splittable(self) -> tuple[int, ...]:
         """Factors that may be split, and can be: they lead every dim they are part of (a block of a minor factor is
