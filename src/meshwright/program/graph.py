@@ -22,7 +22,7 @@ from .factors import Rule
 Path = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Value:
     """One array of the program.
 
@@ -44,7 +44,7 @@ class Value:
     constant: bool
     name: str
 
-    @property
+    @cached_property
     def bytes(self) -> float:
         """Bytes of the whole value."""
         return prod(self.shape) * self.itemsize

@@ -119,11 +119,19 @@ def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
 def is_stored(graph: Graph, operator: Operator) -> bool:
     """Whether a fusing compiler writes the result of an operator to memory: some reader is not part of the same chain.
     Single numbers are computed by whoever reads them."""
-    results = [v for v in operator.results if v is not None]
-    if all(prod(graph.values[v].shape) == 1 for v in results):
-        return False
-    readers = [graph.operators[user] for v in results for user, _ in graph.consumers.get(v, ())]
-    return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)
+    return _stored(graph)[operator.index]
+
+
+@once_for_each_graph
+def _stored(graph: Graph) -> tuple[bool, ...]:
+    def stored(operator: Operator) -> bool:
+        results = [v for v in operator.results if v is not None]
+        if all(prod(graph.values[v].shape) == 1 for v in results):
+            return False
+        readers = [graph.operators[user] for v in results for user, _ in graph.consumers.get(v, ())]
+        return not is_fusible(operator) or not readers or any(not is_fusible(reader) for reader in readers)
+
+    return tuple(map(stored, graph.operators))
 
 
 def is_fusible(operator: Operator) -> bool:

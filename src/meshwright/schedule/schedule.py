@@ -90,10 +90,18 @@ class Schedule:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """For each stage, the most microbatches it holds at once, counted."""
-        most = [0] * self.stages
+        if self.mode is Mode.INFERENCE:  # nothing is kept for a backward
+            return (1,) * self.stages
+        now, most = [0] * self.stages, [0] * self.stages
+        last = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         for program in self.ranks:
-            for stage, held, _ in holdings(program, self.mode):
-                most[stage] = max(most[stage], held)
+            for one in program:
+                if one.kind is Kind.FORWARD:
+                    now[one.stage] = held = now[one.stage] + 1
+                    if held > most[one.stage]:
+                        most[one.stage] = held
+                elif one.kind in last:
+                    now[one.stage] -= 1
         return tuple(most)
 
     @cached_property

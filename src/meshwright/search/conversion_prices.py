@@ -11,7 +11,6 @@ Sizes are told apart by powers of two: a collective is priced by the algorithm t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from math import log2
@@ -21,6 +20,7 @@ import numpy as np
 from ..cluster import LogicalMesh
 from ..cost.collective import KINDS, collective_lines
 from ..sharding import Spec, convert
+from .spec_row import SpecRow
 
 # A collective of a conversion: its kind, its axes, and the axes that split its buffer.
 _Move = tuple[str, tuple[str, ...], tuple[str, ...]]
@@ -45,15 +45,14 @@ class ConversionPrices:
         self._terms: dict[int, np.ndarray] = {}
 
     def lines(
-        self, sources: Sequence[Spec], targets: Sequence[Spec], value_bytes: float, *, differentiated: bool
+        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Fixed seconds and seconds per byte of the whole value, forward and backward: each `[2, source, target]`.
 
         Around `value_bytes`. Infinite where no conversion exists. Without a cotangent what it would be does not matter.
         """
         if not differentiated:
-            sources = [spec.without_broadcast() for spec in sources]
-            targets = [spec.without_broadcast() for spec in targets]
+            sources, targets = sources.without_broadcast, targets.without_broadcast
         numbers = _CATALOGUE.numbers(sources, targets)
         found = self._terms_of(self._size(value_bytes))[:, numbers]
         return found[:2], found[2:]
@@ -138,7 +137,7 @@ class _Catalogue:
         width = len(self._made_of) - first
         return forward.reshape(width, -1), backward.reshape(width, -1)
 
-    def numbers(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+    def numbers(self, sources: SpecRow, targets: SpecRow) -> np.ndarray:
         """Of each pair its conversion, `[source, target]`."""
         rank = len(sources[0].dims) if sources else 0
         pairs = self._by_rank.setdefault(rank, _Pairs())
@@ -182,11 +181,15 @@ class _Pairs:
 
     def __init__(self) -> None:
         self._position: dict[Spec, int] = {}
+        self._of_rows: dict[SpecRow, np.ndarray] = {}
         self.conversions = np.full((0, 0), -1, dtype=np.intp)
 
-    def positions(self, specs: Sequence[Spec]) -> np.ndarray:
+    def positions(self, specs: SpecRow) -> np.ndarray:
         """Where each spec stands, room made for new ones."""
+        if specs in self._of_rows:
+            return self._of_rows[specs]
         found = np.array([self._position.setdefault(spec, len(self._position)) for spec in specs], dtype=np.intp)
+        self._of_rows[specs] = found
         size = len(self.conversions)
         if len(self._position) > size:
             grown = np.full((max(2 * size, len(self._position)),) * 2, -1, dtype=np.intp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from ..sharding import Spec
 
@@ -30,6 +31,11 @@ class SpecRow(tuple[Spec, ...]):
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def without_broadcast(self) -> SpecRow:
+        """The row of values that have no cotangent."""
+        return SpecRow(spec.without_broadcast() for spec in self)
 
 
 # Layouts of operators on meshes of two axes: a few thousand rows, whatever is planned.

@@ -16,7 +16,7 @@ else), of those of attention a tenth; what collectives need is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ..program.graph import Graph, Operator
@@ -108,11 +108,18 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
     for region in (*regions(graph).values(), *_bodies(graph).values()):
         others = inputs if _is_inner(region[0]) else outside
         read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - others
-        moments, again = [], frozenset[int]()
+        again, again_bytes, worst = set[int](), 0.0, -1.0
+        moment: Moment | None = None
         for operator in region:
-            again |= read.intersection(v for v in operator.results if v is not None and not graph.values[v].constant)
-            moments.append(_moment(graph, operator, again, kept, others))
-        found.append(max(moments, key=lambda moment: moment.bytes(graph)))
+            for value in operator.results:
+                if value in read and value not in again and not graph.values[value].constant:
+                    again.add(value)
+                    again_bytes += graph.values[value].bytes
+            around = _around(graph, operator, again, kept, others)
+            size = again_bytes + sum(times * graph.values[value].bytes for value, times in around.items())
+            if size > worst:
+                worst, moment = size, Moment(operator=operator.index, around=around, again=frozenset(again))
+        found += [moment] if moment is not None else []
     most = max((moment.bytes(graph) for moment in found), default=0.0)
     return tuple(one for one in found if most > 0 and one.bytes(graph) >= AS_BAD * most)
 
@@ -128,10 +135,13 @@ def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) 
     for operator in plain:
         if not is_fusible(operator):
             again |= read_by_backward(graph, operator) - kept - outside
-        early.append(_moment(graph, operator, again, kept, outside))
+        early.append(
+            Moment(operator=operator.index, around=_around(graph, operator, again, kept, outside), again=again)
+        )
     again = none
     for operator in reversed(plain):
-        late.append(_moment(graph, operator, again, kept, outside, cotangents))
+        around = _around(graph, operator, again, kept, outside, cotangents)
+        late.append(Moment(operator=operator.index, around=around, again=again, cotangents=cotangents))
         if operator.matmul and operator.differentiated and not weights.isdisjoint(operator.operands):
             again |= read_by_backward(graph, operator) - kept - outside
             cotangents |= {value for value in operator.results if value is not None}
@@ -162,10 +172,10 @@ def _bodies(graph: Graph) -> dict[int, list[Operator]]:
     return found
 
 
-def _moment(
-    graph: Graph, operator: Operator, again: frozenset[int], kept: frozenset[int], others: frozenset[int],
+def _around(
+    graph: Graph, operator: Operator, again: Set[int], kept: frozenset[int], others: frozenset[int],
     cotangents: frozenset[int] = frozenset(),
-) -> Moment:  # fmt: skip
+) -> dict[int, float]:  # fmt: skip
     """Around an operator there is a cotangent of each value but others, and of what is neither kept nor there again a
     copy."""
     around: dict[int, float] = {}
@@ -174,7 +184,7 @@ def _moment(
             if value is None or value in others or not graph.values[value].differentiated:
                 continue
             around[value] = float(value not in cotangents) + float(value not in kept and value not in again)
-    return Moment(operator=operator.index, around=around, again=again, cotangents=cotangents)
+    return around
 
 
 def _largest_gradient(graph: Graph) -> tuple[int | None, float]:
