@@ -20,7 +20,7 @@ from .preset_planning import BestUnderPresets, best_under_presets, bounded, prov
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
-from .presets.written import held_bytes, usable_bytes, written_out
+from .presets.written import fullest_held, held_bytes, usable_bytes, written_out
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
@@ -197,7 +197,8 @@ def _plan_in_order(
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
-    of microbatches is found first, until it fits: what is missed is known before all numbers are searched.
+    of microbatches is found first, until the rank fits that is the fullest: what is missed is known before all numbers
+    are searched. All of it is written out only where nothing faster is found.
     """
     programs, costs = begun_with or (_Programs(asked, stages, microbatch_counts(asked)), None)
     request = replace(
@@ -215,13 +216,39 @@ def _plan_in_order(
     nothing: MemoryExceeded | None = None
     known: dict[Hashable, StageMemory] = {}
     kept: Planning | None = None
+    unwritten: StageSearchResult | None = None  # what is kept, as long as only its fullest rank has been looked at
+    platform = asked.cluster.device.platform
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
     probes = _PROBES if free and len(programs) > 1 and large else 0
     # Their plans take something else than what the search says.
     retimed = asked.schedule in _SEARCHED
     late, least = 0, 0.0
+
+    def fits(plan: Plan, peaks: Sequence[float], counted: Sequence[float]) -> bool:
+        """Whether these peaks do; else what was missed is learned."""
+        nonlocal leanest
+        usable = usable_bytes(plan)
+        leanest = min(leanest, MARGIN * max(peaks))
+        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
+            return True
+        missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
+        return False
+
+    def keeps() -> bool:
+        """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
+        nonlocal kept, unwritten, probes
+        if kept is not None and unwritten is not None:
+            asked.tell("predicting memory")
+            plan = written_out(unwritten.plan, unwritten.program, platform, known=known)
+            good = fits(plan, held_bytes(plan), held_bytes(unwritten.plan))
+            kept, unwritten = replace(kept, plan=plan) if good else None, None
+            probes = 0
+        return kept is not None
+
     for _ in range(_ATTEMPTS):
+        if unwritten is not None and asked.left_seconds < 0:
+            keeps()
         late += kept is not None and asked.left_seconds < 0
         if late > _LATE_ATTEMPTS:
             break
@@ -239,11 +266,15 @@ def _plan_in_order(
             if kept is None:
                 raise
             solve_seconds += time.perf_counter() - begun
+            if not keeps():
+                continue
             kept, least = proven(kept, error), max(least, error.least_seconds)
             break
         except MemoryExceeded as error:
             if kept is not None:
-                break
+                if keeps():
+                    break
+                continue
             if probing:
                 probes = 0  # other numbers may fit
                 continue
@@ -263,22 +294,25 @@ def _plan_in_order(
         elif asked.schedule == "pipedream" and len(plan.stages) > 1:
             plan = _asynchronous(plan, result.program.graph)
         asked.tell("predicting memory")
-        plan = written_out(plan, result.program, asked.cluster.device.platform, known=known)
-        peaks, usable = held_bytes(plan), usable_bytes(plan)
-        leanest = min(leanest, MARGIN * max(peaks))
-        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
+        if probing and not retimed and len(plan.stages) > 1:
+            # Most such plans are a beginning and no more: the rank that is the fullest says what is missed.
+            if fits(plan, fullest_held(plan, result.program, platform, known=known), counted):
+                kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
+            continue
+        plan = written_out(plan, result.program, platform, known=known)
+        if fits(plan, held_bytes(plan), counted):
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)
             if not probing:
-                return found if kept is None or found.counted_seconds <= kept.counted_seconds else kept
+                slower = kept is not None and kept.counted_seconds < found.counted_seconds and keeps()
+                return kept if slower and kept is not None else found
             kept = found
             continue
-        missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         predicted = result.plan.predicted
         assert predicted is not None  # the search prices what it finds
         if not probing:
             # What plans take at least they take in less memory too.
             least = max(least, (1 - predicted.optimality_gap) * counted_seconds(result.plan))
-    if kept is not None:
+    if keeps() and kept is not None:
         kept = bounded(kept, least) if least and not retimed else kept
         return replace(kept, trace_seconds=programs.seconds, solve_seconds=solve_seconds)
     raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing

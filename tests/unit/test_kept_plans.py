@@ -11,9 +11,11 @@ import pytest
 from meshwright import stage_planning, zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded
+from meshwright.plan import Plan
 from meshwright.plan_request import Planning
 from meshwright.planning import plan_for
 from meshwright.program.traces import traces_of
+from meshwright.search.memory_reserve import MissedMemory
 from meshwright.search.pipeline import NothingFaster, StageSearch, StageSearchResult
 
 Run = Callable[..., StageSearchResult]
@@ -62,6 +64,61 @@ def test_nothing_faster_says_how_much_faster_others_can_be(planned: Callable[...
     assert found.plan.predicted is not None
     assert found.plan.predicted.optimality_gap == pytest.approx(1 - 1e-4 / step_seconds(found))
     assert "8 microbatches: nothing" in found.considered
+
+
+def test_its_stages_are_all_written_out_before_it_is_returned(
+    planned: Callable[..., Planning], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Plan] = []
+    real = stage_planning.written_out
+
+    def write(plan: Plan, *args: Any, **options: Any) -> Plan:
+        written.append(real(plan, *args, **options))
+        return written[-1]
+
+    def then(search: Run) -> StageSearchResult:
+        del search
+        assert not written, "the fullest rank alone is looked at first"
+        raise NothingFaster(1e-4, ())
+
+    monkeypatch.setattr(stage_planning, "written_out", write)
+    found = planned(then)
+    assert [stage.memory for stage in found.plan.stages] == [stage.memory for stage in written[0].stages]
+
+
+def test_one_that_does_not_fit_after_all_is_given_up(
+    planned: Callable[..., Planning], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank than the fullest needs more than there is: that is learned, and the search goes on."""
+    reserved: list[float] = []
+
+    def write(plan: Plan, *args: Any, **options: Any) -> Plan:
+        del args, options
+        first, last = plan.stages
+        if reserved:
+            return plan
+        much = replace(last.memory, workspace=2 * last.memory_limit_bytes)
+        return replace(plan, stages=(first, replace(last, memory=much)))
+
+    class Done(Exception):
+        pass
+
+    def then(search: Run) -> StageSearchResult:
+        del search
+        raise NothingFaster(1e-4, ())
+
+    learned = MissedMemory.learn
+
+    def learn(self: MissedMemory, *args: Any) -> None:
+        learned(self, *args)
+        reserved.append(self(args[0]).final)
+        raise Done
+
+    monkeypatch.setattr(stage_planning, "written_out", write)
+    monkeypatch.setattr(MissedMemory, "learn", learn)
+    with pytest.raises(Done):
+        planned(then)
+    assert reserved[0] > 0
 
 
 def test_it_is_returned_where_a_later_one_is_slower(planned: Callable[..., Planning]) -> None:

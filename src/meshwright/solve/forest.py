@@ -10,11 +10,16 @@ Cost: for all cases together about ten microseconds a node and edge, as long as 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from meshwright.solve.flat import FlatEdges, FlatNodes
 from meshwright.solve.problem import Problem
 from meshwright.solve.thin import relaxed, spanning_forest
+
+# What roots have in place of a parent, and of tables.
+_NO_PARENT, _NO_TABLE = -1, np.zeros((0, 0))
 
 
 class Forest:
@@ -39,36 +44,36 @@ class Forest:
         nothing = Problem.unchecked(costs=tuple(np.zeros(k) for k in problem.sizes), edges=problem.edges)
         # What edges that are left out cost at least, by the choice of one end.
         self._left_out = FlatNodes(relaxed(nothing, kept).costs)
-        # Of each node its neighbours, each with the table (neighbour's choices, own).
-        in_forest: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
-        # Edges may have the same table; turned round it is held once.
+        # Of each node its neighbours, each with the table (neighbour's choices, own) and the same turned round. Edges
+        # may have the same table; turned round it is held once.
+        in_forest: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in range(nodes)]
         turned: dict[int, np.ndarray] = {}
         for u, v in kept:
             table = problem.edges[u, v]
             if id(table) not in turned:
                 turned[id(table)] = np.ascontiguousarray(table.T)
-            in_forest[u].append((v, turned[id(table)]))
-            in_forest[v].append((u, table))
-        # Roots first; each node with its parent and the table (own choices, parent's), or None for a root.
-        self._order: list[tuple[int, int, np.ndarray | None]] = []
+            in_forest[u].append((v, turned[id(table)], table))
+            in_forest[v].append((u, table, turned[id(table)]))
+        # Roots first; each node with its parent and the tables (own choices, parent's) and (parent's, own).
+        self._order: list[tuple[int, int, np.ndarray, np.ndarray]] = []
         seen = [False] * nodes
         for root in range(nodes):
-            stack: list[tuple[int, int, np.ndarray | None]] = [] if seen[root] else [(root, -1, None)]
+            stack = [] if seen[root] else [(root, _NO_PARENT, _NO_TABLE, _NO_TABLE)]
             seen[root] = True
             while stack:
                 one = stack.pop()
                 self._order.append(one)
-                for u, table in in_forest[one[0]]:
+                for u, table, back in in_forest[one[0]]:
                     if not seen[u]:
                         seen[u] = True
-                        stack.append((u, one[0], table))
-        # Of each node the left-out edges to nodes that have chosen before it.
-        position = {v: i for i, (v, _, _) in enumerate(self._order)}
+                        stack.append((u, one[0], table, back))
+        # Of each node the left-out edges to nodes that have chosen before it, with the table (their choices, own).
+        position = {v: i for i, (v, *_) in enumerate(self._order)}
         self._before: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
         for (u, v), table in problem.edges.items():
             if (u, v) not in kept:
-                later, earlier, own = (u, v, table) if position[v] < position[u] else (v, u, table.T)
-                self._before[later].append((earlier, own))
+                later, earlier, back = (u, v, table.T) if position[v] < position[u] else (v, u, table)
+                self._before[later].append((earlier, back))
 
     def minimise_each(self, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """An assignment of little total cost in each case.
@@ -83,17 +88,20 @@ class Forest:
         """
         cases = costs.shape[1]
         bounds = np.zeros(cases)
-        summed = np.split(costs + self._left_out.numbers[:, None], self._left_out.starts[1:]) if len(costs) else []
-        for v, parent, table in reversed(self._order):
-            if table is None:
-                bounds += summed[v].min(axis=0)
+        # Cases first: sums over tables then run along their rows.
+        total = np.add(costs.T, self._left_out.numbers, order="C")
+        ends = [*self._left_out.starts.tolist(), len(costs)]
+        summed = [total[:, first:last] for first, last in pairwise(ends)]
+        for v, parent, table, _ in reversed(self._order):
+            if parent == _NO_PARENT:
+                bounds += summed[v].min(axis=1)
             else:
-                summed[parent] += (table[:, :, None] + summed[v][:, None, :]).min(axis=0)
+                summed[parent] += np.minimum.reduce(table[:, None, :] + summed[v].T[:, :, None], axis=0)
         choices = np.empty((len(summed), cases), dtype=int)
-        for v, parent, table in self._order:
-            vector = summed[v] if table is None else summed[v] + table[:, choices[parent]]
+        for v, parent, _, back in self._order:
+            vector = summed[v] if parent == _NO_PARENT else summed[v] + back[choices[parent]]
             for u, left_out in self._before[v]:
-                vector = vector + left_out[:, choices[u]]
-            choices[v] = vector.argmin(axis=0)
+                vector = vector + left_out[choices[u]]
+            choices[v] = vector.argmin(axis=1)
         own = costs[self._left_out.starts[:, None] + choices, np.arange(cases)].sum(axis=0)
         return choices, own + self.edges.sum(choices), bounds

@@ -62,11 +62,14 @@ def relaxed(problem: Problem, kept: Iterable[tuple[int, int]]) -> Problem:
 def _by_importance(problem: Problem) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """The edges of a spanning forest, and the others; both by importance."""
     spread = {}
+    known: dict[int, tuple[bool, float]] = {}  # many edges have the same table
     for pair, table in problem.edges.items():
-        most = float(table.max())
-        forbids = most == np.inf
-        most = float(table.max(where=np.isfinite(table), initial=0.0)) if forbids else most
-        spread[pair] = (forbids, most - min(float(table.min()), most))
+        if id(table) not in known:
+            most = float(table.max())
+            forbids = most == np.inf
+            most = float(table.max(where=np.isfinite(table), initial=0.0)) if forbids else most
+            known[id(table)] = forbids, most - min(float(table.min()), most)
+        spread[pair] = known[id(table)]
     ranked = sorted(problem.edges, key=lambda pair: (not spread[pair][0], -spread[pair][1], pair))
     part = list(range(len(problem.costs)))
 

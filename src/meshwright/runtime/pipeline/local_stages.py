@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from ...plan import Memory, Plan
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
-from ...simulate import EdgeTiming, Timeline, Timing, plan_schedule, plan_timing, simulate
+from ...simulate import EdgeTiming, StageTiming, Timeline, Timing, plan_schedule, plan_timing, simulate
 from ..microbatches import grown_dims
 from .alike import likeness
 from .asynchronous import check_asynchronous
@@ -75,15 +75,19 @@ class LocalStages:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """For each stage what it holds on one device, from its traced programs: nothing is compiled. Of stages that
-        are the same program one is traced."""
+        """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
+        return tuple(self._memory_of(range(len(self.stages))).values())
+
+    def _memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
+        """The same of these stages alone. Of stages that are the same program one is traced."""
         splits, counted = self.schedule.splits_backward, self._counted
-        keys = [
-            (likeness(self._core, s, u, self.around), s.microbatches, len(s.own), splits, self._platform)
-            for s, u in zip(self.stages, self.updates, strict=True)
-        ]
+        keys: dict[int, Hashable] = {}
+        for number in numbers:
+            s, u = self.stages[number], self.updates[number]
+            alike = likeness(self._core, s, u, self.around)
+            keys[number] = alike, s.microbatches, len(s.own), splits, self._platform
         left: dict[Hashable, int] = {}
-        for number, key in enumerate(keys):
+        for number, key in keys.items():
             if key not in counted:
                 left.setdefault(key, number)
 
@@ -96,13 +100,26 @@ class LocalStages:
         def learn(found: tuple[int, StageMemory]) -> None:
             counted[keys[found[0]]] = found[1]
 
-        numbers = list(left.values())
-        if sum(len(self.stages[number].cut.graph.operators) for number in numbers) >= _MANY_OPERATORS:
-            in_two(numbers, work, learn)
+        todo = list(left.values())
+        if sum(len(self.stages[number].cut.graph.operators) for number in todo) >= _MANY_OPERATORS:
+            in_two(todo, work, learn)
         else:
-            for number in numbers:
+            for number in todo:
                 work(number)
-        return tuple(passed_on(counted[key], stage) for key, stage in zip(keys, self.stages, strict=True))
+        return {number: passed_on(counted[key], self.stages[number]) for number, key in keys.items()}
+
+    def peak_bytes(self, rank: int) -> float:
+        """The most bytes on one device of a rank, whose stages alone are traced.
+
+        Raises:
+          PlanError: nobody has priced the plan.
+        """
+        planned = plan_timing(self.plan)
+        found = self._memory_of(stage for stage, at in enumerate(self.schedule.stage_ranks) if at == rank)
+        stages = tuple(
+            _traced(stage, found[number]) if number in found else stage for number, stage in enumerate(planned.stages)
+        )
+        return simulate(self.schedule, replace(planned, stages=stages)).peak_bytes[rank]
 
     def timing(self) -> Timing:
         """The plan's seconds, with the bytes of the traced programs.
@@ -110,20 +127,8 @@ class LocalStages:
         Raises:
           PlanError: nobody has priced the plan.
         """
-        planned, memory = plan_timing(self.plan), self.memory
-        stages = tuple(
-            replace(
-                stage,
-                constant_bytes=found.constant_bytes,
-                version_bytes=found.parameter_bytes,
-                in_flight_bytes=found.in_flight_bytes,
-                delayed_bytes=found.delayed_bytes,
-                handed_bytes=found.handed_bytes,
-                workspace_bytes=found.workspace_bytes,
-                update_workspace_bytes=found.update_workspace_bytes,
-            )
-            for stage, found in zip(planned.stages, memory, strict=True)
-        )
+        planned = plan_timing(self.plan)
+        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, self.memory, strict=True))
         edges = tuple(self._edge(one) for one in planned.edges)
         stages = tuple(
             replace(stage, constant_bytes=stage.constant_bytes + kept)
@@ -194,6 +199,20 @@ class LocalStages:
             )
             stages.append(replace(stage, memory=memory, in_flight=self.schedule.in_flight[number]))
         return replace(self.plan, stages=tuple(stages))
+
+
+def _traced(planned: StageTiming, found: StageMemory) -> StageTiming:
+    """What a plan says of a stage, with what its traced programs hold."""
+    return replace(
+        planned,
+        constant_bytes=found.constant_bytes,
+        version_bytes=found.parameter_bytes,
+        in_flight_bytes=found.in_flight_bytes,
+        delayed_bytes=found.delayed_bytes,
+        handed_bytes=found.handed_bytes,
+        workspace_bytes=found.workspace_bytes,
+        update_workspace_bytes=found.update_workspace_bytes,
+    )
 
 
 def _staged(given: Program | StagedProgram, plan: Plan) -> StagedProgram:
