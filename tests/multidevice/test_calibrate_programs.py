@@ -16,6 +16,7 @@ CASES: list[Case] = [
     Starts(kernels=2),
     *(Chain(name=name, size_bytes=SIZE, kernels=chain_kernels(name, SIZE)) for name in ("add", "softmax")),
     *(Collective(kind=kind, size_bytes=SIZE, shape=(2, 4), axis=1) for kind in KINDS),
+    Collective(kind="all_gather", size_bytes=SIZE, shape=(2, 4), axis=0, together=3),
 ]
 
 

@@ -141,6 +141,7 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
             "latency_seconds": host.link.latency_seconds, "launch_seconds": host.link.launch_seconds,
             "exchange_efficiency": host.link.exchange_efficiency,
             "reduction_bandwidth_bytes_per_second": host.link.reduction_bandwidth_bytes_per_second,
+            "sum_bandwidth_bytes_per_second": host.link.sum_bandwidth_bytes_per_second,
         },
         "median_errors": calibration.median_errors(),
         "cases": [_row(one, predicted, error) for one, predicted, error in rows],

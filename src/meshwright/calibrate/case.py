@@ -84,23 +84,25 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """A collective in all groups along one axis of a logical mesh at once.
+    """Collectives in all groups along one axis of a logical mesh at once.
 
     Args:
       kind: as of `cost.collective`, `size_bytes` too.
       size_bytes: see there.
       shape: of the logical mesh.
       axis: position of the axis in it.
+      together: how many, none waiting for another.
     """
 
     kind: str
     size_bytes: int
     shape: tuple[int, ...]
     axis: int
+    together: int = 1
 
     def seconds(self, axis: Axis) -> float:
         """Predicted, over `axis`, which describes the case's own."""
-        return collective_seconds(self.kind, float(self.size_bytes), [axis])
+        return self.together * collective_seconds(self.kind, float(self.size_bytes), [axis])
 
 
 Case = Product | Starts | Chain | Collective
@@ -131,5 +133,6 @@ def case_document(case: Case) -> dict[str, Any]:
     if isinstance(case, Chain):
         return {"kind": case.name, "dtype": "float32", "size_bytes": case.size_bytes}
     return {
-        "kind": case.kind, "size_bytes": case.size_bytes, "group": case.shape[case.axis], "mesh": list(case.shape)
+        "kind": case.kind, "size_bytes": case.size_bytes, "group": case.shape[case.axis], "mesh": list(case.shape),
+        "together": case.together,
     }  # fmt: skip

@@ -23,6 +23,9 @@ _CHAIN_BYTES = tuple(2**power for power in (17, 20, 23, 26))
 _MESSAGE_BYTES = tuple(2**power for power in (10, 16, 20, 24, 28))
 # Virtual CPU devices share the caches of one machine, and the programs that run on them are small.
 _CPU_MESSAGE_BYTES = tuple(2**power for power in (10, 14, 17, 20, 22))
+# Gathered are parameters, and their gradients are scattered: there are many, and none waits for another. Sums of
+# activations wait for what they sum, and those of gradients are one.
+_TOGETHER = {"all_gather": 8, "reduce_scatter": 8}
 # A quick calibration has few sizes: of messages what a start costs and what bytes do.
 _QUICK_MESSAGE_BYTES = (2**10, 2**20, 2**26)
 
@@ -48,7 +51,10 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
     for number, (shape, axis, _) in enumerate(groups_of(cluster)):
         # What a step of a collective takes is seen in groups of two sizes.
         for kind in KINDS if not quick or number == 0 else KINDS[:1] if number == 1 else ():
-            found.append([Collective(kind=kind, size_bytes=size, shape=shape, axis=axis) for size in messages])
+            together = _TOGETHER.get(kind, 1)
+            found.append(
+                [Collective(kind=kind, size_bytes=size, shape=shape, axis=axis, together=together) for size in messages]
+            )
     return found
 
 

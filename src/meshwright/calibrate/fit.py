@@ -8,7 +8,7 @@ what the measurements do not tell stays as described.
 
 Devices: FLOP/s of each dtype, bytes/s of memory, the share of a product's traffic that hides behind its arithmetic, and
 the cost of starting a kernel. Links: bytes/s, latency, launch, the share of the bandwidth that an exchange reaches, and
-of a switch that sums by itself its bytes/s.
+where a switch sums by itself, or devices sum in the memory that they share, the bytes/s of that.
 
 Known limit: the NICs of hosts are fitted where some axis crosses them, and are the description's otherwise.
 """
@@ -119,8 +119,9 @@ def _fit_links(cluster: Cluster, measured: Sequence[Measurement]) -> Cluster:
     places = [name for name, kinds in (("link", {"device"}), ("nic", {"host", "leaf"})) if kinds & crossed]
     links = [getattr(cluster.hosts[0], place) for place in places]
     start = [number for link in links for number in _numbers(link)]
-    lowest = [-math.inf, math.log(_LEAST_SECONDS), math.log(_LEAST_SECONDS), math.log(1e-3), -math.inf] * len(links)
-    highest = [math.inf, 0.0, 0.0, 0.0, math.inf] * len(links)
+    none = math.inf
+    lowest = [-none, math.log(_LEAST_SECONDS), math.log(_LEAST_SECONDS), math.log(1e-3), -none, -none] * len(links)
+    highest = [none, 0.0, 0.0, 0.0, none, none] * len(links)
 
     def made(unknowns: np.ndarray) -> Cluster:
         parts = np.reshape(unknowns, (len(links), -1))
@@ -147,16 +148,18 @@ def _numbers(link: Link) -> list[float]:
     return [
         math.log(link.bandwidth_bytes_per_second), *(math.log(max(t, 1e-6)) for t in times),
         math.log(min(link.exchange_efficiency, 0.9)), math.log(link.reduction_bandwidth_bytes_per_second or 1.0),
+        math.log(link.sum_bandwidth_bytes_per_second or 1.0),
     ]  # fmt: skip
 
 
 def _link(link: Link, unknowns: np.ndarray) -> Link:
-    bandwidth, latency, launch, exchange, reduction = (math.exp(x) for x in unknowns)
+    bandwidth, latency, launch, exchange, reduction, sums = (math.exp(x) for x in unknowns)
     return replace(
         link, bandwidth_bytes_per_second=bandwidth, latency_seconds=latency, launch_seconds=launch,
         exchange_efficiency=min(exchange, 1.0),
-        # Whether a switch sums is known; how fast it does is measured.
+        # Whether a switch sums, or memory is shared, is known; how fast that is is measured.
         reduction_bandwidth_bytes_per_second=reduction if link.reduction_bandwidth_bytes_per_second else 0.0,
+        sum_bandwidth_bytes_per_second=sums if link.sum_bandwidth_bytes_per_second else 0.0,
     )  # fmt: skip
 
 

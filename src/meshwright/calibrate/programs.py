@@ -5,7 +5,8 @@ zero of them is what calling the program costs by itself, which is taken off. Wh
 what a kernel of any program pays for being started.
 
 A collective is timed between kernels, as it is in a program, and the kernels are taken off: devices that share
-processors do not arrive at it together, which costs more than meeting in a loop that does nothing else.
+processors do not arrive at it together, which costs more than meeting in a loop that does nothing else. Of those that
+wait for nobody in a program several are there at once.
 
 Values neither grow nor vanish in a loop: arithmetic on numbers too small for their type is slower than any plan's.
 """
@@ -122,14 +123,17 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
     if isinstance(case, Starts):
         return (lambda *arrays: tuple(x @ x for x in arrays)), [(_TINY, _TINY)] * case.kernels, jnp.float32
     function, elements = _collective(case, names[case.axis])
+    together = case.together
 
-    def between(x: jax.Array, rows: jax.Array, square: jax.Array) -> tuple[jax.Array, ...]:
-        # Each waits for the other by one number.
-        first = jnp.clip(x[:1], 0.0, 1e-3)[None]
+    def between(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        # Kernel and collectives wait for each other by one number.
+        *operands, rows, square = arrays
+        first = jnp.stack([jnp.clip(x[:1], 0.0, 1e-3 / together) for x in operands]).sum(axis=0)[None]
         rows = jax.lax.dynamic_update_slice(rows, first, (0, 0)) @ square
-        return function(jax.lax.dynamic_update_slice(x, rows[0, :1], (0,))), rows, square
+        made = (function(jax.lax.dynamic_update_slice(x, rows[0, :1], (0,))) for x in operands)
+        return *made, rows, square
 
-    return between, [(elements,), *_BETWEEN_SHAPES], jnp.float32
+    return between, [*[(elements,)] * together, *_BETWEEN_SHAPES], jnp.float32
 
 
 @cache

@@ -22,9 +22,11 @@ def calibration_text(calibration: Calibration) -> str:
         ("traffic hidden by products", f"{100 * device.memory_overlap:.0f} %"),
         ("starting a kernel", format_seconds(device.kernel_launch_seconds)),
     ]
+    sums = link.sum_bandwidth_bytes_per_second
     if any("group" in case_document(one.case) for one in calibration.fitted.measured):
         constants += [
             ("link", format_bytes_rate(link.bandwidth_bytes_per_second)),
+            *([("sums in shared memory", format_bytes_rate(sums))] if sums else []),
             ("link in an exchange", f"{100 * link.exchange_efficiency:.0f} % of that"),
             ("latency of a step of a collective", format_seconds(link.latency_seconds)),
             ("starting a collective", format_seconds(link.launch_seconds)),

@@ -131,7 +131,8 @@ class Link:
     this link. `exchange_efficiency` (0 to 1]: the share of the bandwidth that an all-to-all reaches. `chunk_steps`: a
     message travels in chunks, as large as is best but so that one takes at most this many step latencies; 0: in one
     piece, latency and transfer add up. `reduction_bandwidth_bytes_per_second`: in and out of each device when a switch
-    sums and copies by itself; 0 where none does.
+    sums and copies by itself; 0 where none does. `sum_bandwidth_bytes_per_second`: where devices share memory, that at
+    which each sums what all have written there; 0 where they share none.
 
     Raises ClusterError for a number that is not finite or out of range.
 
@@ -145,6 +146,7 @@ class Link:
     exchange_efficiency: float = 1.0
     chunk_steps: float = 0.0
     reduction_bandwidth_bytes_per_second: float = 0.0
+    sum_bandwidth_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Link", "bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, above=True)
@@ -153,6 +155,7 @@ class Link:
         check_number("Link", "exchange_efficiency", self.exchange_efficiency, above=True, at_most=1.0)
         check_number("Link", "chunk_steps", self.chunk_steps)
         check_number("Link", "reduction_bandwidth_bytes_per_second", self.reduction_bandwidth_bytes_per_second)
+        check_number("Link", "sum_bandwidth_bytes_per_second", self.sum_bandwidth_bytes_per_second)
 
 
 def slowest_link(links: Sequence[Link]) -> Link:
@@ -166,6 +169,7 @@ def slowest_link(links: Sequence[Link]) -> Link:
         exchange_efficiency=min(link.exchange_efficiency for link in links),
         chunk_steps=min(link.chunk_steps for link in links),
         reduction_bandwidth_bytes_per_second=min(link.reduction_bandwidth_bytes_per_second for link in links),
+        sum_bandwidth_bytes_per_second=min(link.sum_bandwidth_bytes_per_second for link in links),
     )
 
 

@@ -10,6 +10,9 @@ tree       all-reduce only: a chain in each host, two complementary binary trees
            receives and sends twice, for one half), S / b between two units, which have no inner node.
 switch     all-reduce only, where a switch sums and copies (NVLink SHARP): each device sends its S and receives its
            1/k of the sum, and the other way round for the copies: (1 + 1/k) S each way. Four steps; trees over hosts.
+memory     gathers and sums where all devices share memory, in place of a ring: everybody waits for everybody (n-1
+           steps, twice for an all-reduce) and then passes over the whole buffer once, S / b: summing what all have
+           written there, or copying it, each at its own rate, however many there are.
 torus      gathers and sums over all dims at once inside, then rings over slices on what is left.
 direct     exchange: every device to every other one. Steps inside a host are taken one after the other, messages
            to other hosts are under way eight at a time (as NCCL and MPI libraries do).
@@ -104,6 +107,8 @@ class _Group:
             yield self._direct()
         elif self.is_torus:
             yield self._torus(2 if kind == "all_reduce" else 1)
+        elif self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second:
+            yield self._memory(kind, self.inner)
         else:
             yield self._ring(2 if kind == "all_reduce" else 1)
             if kind == "all_reduce":
@@ -131,6 +136,11 @@ class _Group:
         inside = (1 + 1 / inner.size) / inner.link.reduction_bandwidth_bytes_per_second
         latency = _SWITCH_STEPS * inner.link.latency_seconds + 2 * self._tree_steps()
         return self._chunked("switch", latency, max([inside, *map(_tree_share, self.outer)]))
+
+    def _memory(self, kind: str, inner: Level) -> tuple[Line, ...]:
+        rate = inner.bandwidth_bytes_per_second if kind == "all_gather" else inner.link.sum_bandwidth_bytes_per_second
+        meetings = 2 if kind == "all_reduce" else 1
+        return self._chunked("memory", meetings * (inner.size - 1) * inner.link.latency_seconds, 1 / rate)
 
     def _tree_steps(self) -> float:
         return sum(ceil(log2(level.size)) * level.link.latency_seconds for level in self.outer)

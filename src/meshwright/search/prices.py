@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cluster import Device, LogicalMesh
 from ..cost.collective import collective_seconds
-from ..cost.efficiency import profile_of
+from ..cost.efficiency import SLICED_BACKWARD, profile_of
 from ..cost.kernels import Kernel, kernel_seconds
 from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
@@ -191,7 +191,7 @@ class Prices:
         """The same for many algorithms, each forward and backward apart: seconds of compute, and of collectives
         inside."""
         if operator.is_link:
-            return [(0.0, 0.0, 0.0, 0.0)] * len(algorithms)
+            return [(*self._sliced(graph, operator, algorithm), 0.0, 0.0) for algorithm in algorithms]
         stored = is_stored(graph, operator)
         parts = []
         for algorithm in algorithms:
@@ -215,7 +215,7 @@ class Prices:
           of_parameters: the values that depend on parameters alone.
         """
         if operator.is_link:
-            return 0.0, 0.0
+            return self._sliced(graph, operator, algorithm)[0], 0.0
         found = self.kernels(graph, operator, algorithm)
         inside = sum(
             self.collective(c.kind, c.size_bytes, c.axes) for c in self.inner_collectives(graph, operator, algorithm)
@@ -226,6 +226,15 @@ class Prices:
             if operator.operands[one.operand] in of_parameters
         )
         return self.kernel(found.forward) + inside, weight
+
+    def _sliced(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[float, float]:
+        """Seconds of one run of a scan's link forward and backward: what it takes out of a stack may be copied."""
+        (value, *_), (spec, *_) = operator.results, algorithm.results
+        if not self.profile.sliced or operator.name != "scan_slice" or value is None:
+            return 0.0, 0.0
+        size = graph.values[value].bytes / spec.shards(self.sizes)
+        once = self.profile.sliced * size / (self.profile.memory * self.device.memory_bandwidth_bytes_per_second)
+        return once, SLICED_BACKWARD * once * operator.differentiated
 
     def kernels(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> OperatorKernels:
         """What a device runs for an operator that is no link."""
