@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -11,21 +11,21 @@ from math import inf, isfinite, prod
 from typing import Any, NamedTuple
 
 from .cluster import HostOrder, host_orders
-from .errors import MemoryExceeded, PlanError, size_words
+from .errors import MemoryExceeded, PlanError
 from .microbatch_counts import finer_counts, microbatch_counts
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
+from .plan_memory import PlanMemory
 from .plan_request import Planning, PlanRequest, counted_seconds, in_cluster
 from .preset_planning import BestUnderPresets, best_under_presets, bounded, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.prices import PresetPrices, PricedPreset
-from .presets.written import fullest_held, held_bytes, usable_bytes, written_out
+from .presets.written import held_bytes
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
 from .program.trace import Program
 from .replica_planning import REPLICAS
-from .runtime.pipeline.stage_memory import StageMemory
 from .search.memory_reserve import MissedMemory
 from .search.microbatch_costs import MicrobatchCosts
 from .search.parameters import parameter_infos
@@ -198,7 +198,7 @@ def _plan_in_order(
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, until the rank fits that is the fullest: what is missed is known before all numbers
-    are searched. All of it is written out only where nothing faster is found.
+    are searched. All of it is written out only where it may be the answer.
     """
     programs, costs = begun_with or (_Programs(asked, stages, microbatch_counts(asked)), None)
     request = replace(
@@ -210,14 +210,11 @@ def _plan_in_order(
     large = is_large(programs.any.source)
     mine = scout if large else None  # a small one is searched before a scout has found anything out
     search = StageSearch(request, costs=costs, scout=mine)
-    missed = MissedMemory(MARGIN)
+    memory = PlanMemory(asked.cluster.device.platform, asked.tell)
     solve_seconds = 0.0
-    leanest = float("inf")
     nothing: MemoryExceeded | None = None
-    known: dict[Hashable, StageMemory] = {}
     kept: Planning | None = None
     unwritten: StageSearchResult | None = None  # what is kept, as long as only its fullest rank has been looked at
-    platform = asked.cluster.device.platform
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
     probes = _PROBES if free and len(programs) > 1 and large else 0
@@ -225,25 +222,11 @@ def _plan_in_order(
     retimed = asked.schedule in _SEARCHED
     late, least = 0, 0.0
 
-    def fits(plan: Plan, peaks: Sequence[float], counted: Sequence[float]) -> bool:
-        """Whether these peaks do; else what was missed is learned."""
-        nonlocal leanest
-        usable = usable_bytes(plan)
-        leanest = min(leanest, MARGIN * max(peaks))
-        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
-            return True
-        missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
-        return False
-
     def keeps() -> bool:
         """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
         nonlocal kept, unwritten, probes
         if kept is not None and unwritten is not None:
-            asked.tell("predicting memory")
-            plan = written_out(unwritten.plan, unwritten.program, platform, known=known)
-            good = fits(plan, held_bytes(plan), held_bytes(unwritten.plan))
-            kept, unwritten = replace(kept, plan=plan) if good else None, None
-            probes = 0
+            kept, unwritten, probes = memory.settled(kept, unwritten.program), None, 0
         return kept is not None
 
     for _ in range(_ATTEMPTS):
@@ -259,7 +242,7 @@ def _plan_in_order(
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(
-                missed, time_limit_seconds=max(asked.left_seconds, least_seconds), probing=probing,
+                memory.missed, time_limit_seconds=max(asked.left_seconds, least_seconds), probing=probing,
                 faster_than_seconds=kept.counted_seconds if kept is not None and not retimed else inf,
             )  # fmt: skip
         except NothingFaster as error:
@@ -293,14 +276,13 @@ def _plan_in_order(
             plan = _timed(replace(plan, schedule="inference", schedule_options=()))
         elif asked.schedule == "pipedream" and len(plan.stages) > 1:
             plan = _asynchronous(plan, result.program.graph)
-        asked.tell("predicting memory")
         if probing and not retimed and len(plan.stages) > 1:
             # Most such plans are a beginning and no more: the rank that is the fullest says what is missed.
-            if fits(plan, fullest_held(plan, result.program, platform, known=known), counted):
+            if memory.fullest_fits(plan, result.program, counted):
                 kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
             continue
-        plan = written_out(plan, result.program, platform, known=known)
-        if fits(plan, held_bytes(plan), counted):
+        plan, fits = memory.written_out(plan, result.program, counted)
+        if fits:
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)
             if not probing:
                 slower = kept is not None and kept.counted_seconds < found.counted_seconds and keeps()
@@ -310,12 +292,13 @@ def _plan_in_order(
         predicted = result.plan.predicted
         assert predicted is not None  # the search prices what it finds
         if not probing:
+            keeps()  # while there are attempts left to learn from what it misses
             # What plans take at least they take in less memory too.
             least = max(least, (1 - predicted.optimality_gap) * counted_seconds(result.plan))
     if keeps() and kept is not None:
         kept = bounded(kept, least) if least and not retimed else kept
         return replace(kept, trace_seconds=programs.seconds, solve_seconds=solve_seconds)
-    raise _over(asked, leanest) if isfinite(leanest) or nothing is None else nothing
+    raise memory.too_large(asked.cluster) if isfinite(memory.leanest) or nothing is None else nothing
 
 
 def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
@@ -344,27 +327,9 @@ def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
     )  # fmt: skip
 
 
-def _plain_ranks(plan: Plan) -> list[bool]:
-    """Of each rank, whether some stage of it computes nothing again."""
-    found: dict[tuple[int, ...], bool] = {}
-    for stage in plan.stages:
-        found[stage.devices] = found.get(stage.devices, False) or not stage.rematerialised
-    return list(found.values())
-
-
 def _nearest(counts: Iterable[int], wanted: int) -> int:
     """Of these numbers of microbatches the nearest to the one wanted, by their ratio."""
     return min(counts, key=lambda count: max(count / wanted, wanted / count))
-
-
-def _over(asked: PlanRequest, leanest: float) -> MemoryExceeded:
-    device = asked.cluster.device
-    return MemoryExceeded(
-        refused=f"a plan of several stages for {asked.cluster.num_devices} x {device.kind}",
-        got=f"{size_words(device.usable_memory_bytes)} usable on a device",
-        needed=f"about {size_words(leanest)} on a device, the predicted peak of the leanest plan found",
-        where="the stage search", try_="more devices, a smaller batch, more microbatches",
-    )  # fmt: skip
 
 
 def _check_mesh(asked: PlanRequest, stages: int | None) -> None:

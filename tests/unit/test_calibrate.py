@@ -54,6 +54,7 @@ def changed(cluster: Cluster) -> Cluster:
         host.link, bandwidth_bytes_per_second=0.5 * host.link.bandwidth_bytes_per_second, latency_seconds=9e-6,
         launch_seconds=70e-6, exchange_efficiency=0.7,
         reduction_bandwidth_bytes_per_second=0.8 * host.link.reduction_bandwidth_bytes_per_second,
+        sum_bandwidth_bytes_per_second=0.3 * host.link.sum_bandwidth_bytes_per_second,
     )  # fmt: skip
     return replace(cluster, hosts=tuple(replace(host, device=device, link=link) for host in cluster.hosts))
 
@@ -65,7 +66,7 @@ def close(a: Cluster, b: Cluster, tolerance: float) -> None:
     for name in ("memory_bandwidth_bytes_per_second", "memory_overlap", "kernel_launch_seconds"):
         assert getattr(one.device, name) == pytest.approx(getattr(two.device, name), rel=tolerance)
     numbers = ("bandwidth_bytes_per_second", "latency_seconds", "launch_seconds", "exchange_efficiency")
-    for name in (*numbers, "reduction_bandwidth_bytes_per_second"):
+    for name in (*numbers, "reduction_bandwidth_bytes_per_second", "sum_bandwidth_bytes_per_second"):
         assert getattr(one.link, name) == pytest.approx(getattr(two.link, name), rel=tolerance)
 
 

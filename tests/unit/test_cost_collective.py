@@ -36,11 +36,13 @@ DEVICE = Device(
 )  # fmt: skip
 
 
-def cluster_of(hosts: int, devices: int, *, reduction: float = 0.0, chunk_steps: float = 0.0) -> Cluster:
+def cluster_of(
+    hosts: int, devices: int, *, reduction: float = 0.0, sums: float = 0.0, chunk_steps: float = 0.0
+) -> Cluster:
     """Link 100 bytes/s and 1 s a step; a NIC of 32 bytes/s and 4 s a step for each device; launches 5 and 7 s."""
     link = Link(
         bandwidth_bytes_per_second=100.0, latency_seconds=1.0, launch_seconds=5.0, chunk_steps=chunk_steps,
-        reduction_bandwidth_bytes_per_second=reduction,
+        reduction_bandwidth_bytes_per_second=reduction, sum_bandwidth_bytes_per_second=sums,
     )  # fmt: skip
     nic = Link(bandwidth_bytes_per_second=32.0, latency_seconds=4.0, launch_seconds=7.0, chunk_steps=chunk_steps)
     host = Host(device=DEVICE, devices=devices, link=link, nics=devices, nic=nic)
@@ -58,6 +60,21 @@ def test_one_axis_closed_forms():
     assert collective_seconds("all_to_all", 100.0, x) == 5 + 3 * 1.0 + 3 / 4 * 100 / 10
     assert collective_seconds("all_to_all", 100.0, [axis(exchange=5.0)]) == 5 + 3 * 1.0 + 3 / 4 * 100 / 5
     assert collective_seconds("permute", 100.0, x) == 5 + 1.0 + 100 / 10
+
+
+def test_devices_that_share_memory_sum_in_one_pass():
+    """Everybody waits for everybody, and passes over the buffer once, at the rate of sums or of copies."""
+    (x,) = cluster_of(1, 4, sums=25.0).logical_mesh((4,)).axes
+    assert collective_seconds("all_reduce", 100.0, [x]) == 5 + 6 * 1.0 + 100 / 25
+    assert collective_seconds("reduce_scatter", 100.0, [x]) == 5 + 3 * 1.0 + 100 / 25
+    assert collective_seconds("all_gather", 100.0, [x]) == 5 + 3 * 1.0 + 100 / 100
+    assert collective_algorithm("all_reduce", 100.0, [x]) == "memory"
+    two = cluster_of(1, 4, sums=25.0).logical_mesh((2, 2)).axes
+    assert collective_seconds("all_reduce", 100.0, two) == collective_seconds("all_reduce", 100.0, [x])
+    (apart,) = cluster_of(2, 4, sums=25.0).logical_mesh((8,)).axes  # between hosts nothing is shared
+    assert collective_seconds("all_reduce", 1e6, [apart]) == collective_seconds(
+        "all_reduce", 1e6, cluster_of(2, 4).logical_mesh((8,)).axes
+    )
 
 
 @pytest.mark.parametrize(("launch", "name"), [(5.0, "by axis"), (50.0, "ring")])

@@ -17,6 +17,7 @@ from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.stage_costs import StageCosts
 from meshwright.search.submeshes import Submesh, Submeshes
+from meshwright.search.workspace import held_together
 from meshwright.zoo import registry
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 4
@@ -44,8 +45,12 @@ def test_what_ranks_hold_fits_and_is_shared_by_need() -> None:
         the memory, and bytes of the rank that holds most."""
         costs().reserve(MemoryReserve(usable - size, usable - size))
         for stages in interleaved(costs(), RANKS, CHUNKS):
-            held = [s.option.constant_bytes + n * s.option.in_flight_bytes for s, n in zip(stages, own, strict=True)]
-            most = max(sum(held[rank::RANKS]) for rank in range(RANKS))
+            # They run in turn: the largest workspace does for all.
+            held = [
+                (one.constant_bytes - one.workspace_bytes + n * one.in_flight_bytes, one.workspace_bytes)
+                for one, n in zip((stage.option for stage in stages), own, strict=True)
+            ]
+            most = max(held_together(held[rank::RANKS]) for rank in range(RANKS))
             if most <= size * (1 + 1e-9):
                 equal = [
                     costs().solve_within(s.first, s.last, s.submesh, n, size / CHUNKS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright import stage_planning, zoo
+from meshwright import plan_memory, stage_planning, zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded
 from meshwright.plan import Plan
@@ -70,7 +70,7 @@ def test_its_stages_are_all_written_out_before_it_is_returned(
     planned: Callable[..., Planning], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Plan] = []
-    real = stage_planning.written_out
+    real = plan_memory.written_out
 
     def write(plan: Plan, *args: Any, **options: Any) -> Plan:
         written.append(real(plan, *args, **options))
@@ -81,44 +81,43 @@ def test_its_stages_are_all_written_out_before_it_is_returned(
         assert not written, "the fullest rank alone is looked at first"
         raise NothingFaster(1e-4, ())
 
-    monkeypatch.setattr(stage_planning, "written_out", write)
+    monkeypatch.setattr(plan_memory, "written_out", write)
     found = planned(then)
     assert [stage.memory for stage in found.plan.stages] == [stage.memory for stage in written[0].stages]
 
 
-def test_one_that_does_not_fit_after_all_is_given_up(
-    planned: Callable[..., Planning], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another rank than the fullest needs more than there is: that is learned, and the search goes on."""
-    reserved: list[float] = []
+def test_one_that_does_not_fit_after_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank than the fullest needs more than there is: that is learned, and the search goes on without a plan."""
+    monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
+    real, write_real = StageSearch.run, plan_memory.written_out
+    asked: list[tuple[bool, float, float]] = []
+    written: list[Plan] = []
+
+    def run(self: StageSearch, reserve: MissedMemory, **options: Any) -> StageSearchResult:
+        asked.append((options["probing"], options["faster_than_seconds"], reserve(1).final))
+        if len(asked) == 2:
+            raise NothingFaster(1e-4, ())
+        return real(self, reserve, **options)
 
     def write(plan: Plan, *args: Any, **options: Any) -> Plan:
-        del args, options
-        first, last = plan.stages
-        if reserved:
-            return plan
-        much = replace(last.memory, workspace=2 * last.memory_limit_bytes)
-        return replace(plan, stages=(first, replace(last, memory=much)))
+        first, last = (plan if written else write_real(plan, *args, **options)).stages
+        if not written:  # the first time
+            last = replace(last, memory=replace(last.memory, workspace=2 * last.memory_limit_bytes))
+        written.append(replace(plan, stages=(first, last)))
+        return written[-1]
 
-    class Done(Exception):
-        pass
-
-    def then(search: Run) -> StageSearchResult:
-        del search
-        raise NothingFaster(1e-4, ())
-
-    learned = MissedMemory.learn
-
-    def learn(self: MissedMemory, *args: Any) -> None:
-        learned(self, *args)
-        reserved.append(self(args[0]).final)
-        raise Done
-
-    monkeypatch.setattr(stage_planning, "written_out", write)
-    monkeypatch.setattr(MissedMemory, "learn", learn)
-    with pytest.raises(Done):
-        planned(then)
-    assert reserved[0] > 0
+    monkeypatch.setattr(StageSearch, "run", run)
+    monkeypatch.setattr(plan_memory, "written_out", write)
+    target = zoo.build("mlp-tiny")
+    found = plan_for(
+        traces_of(target.step), (target.example_state, target.example_batch), cluster=load_cluster("dgx-a100-80"),
+        stages=2,
+    )  # fmt: skip
+    (first, known, before), (second, below, _), (third, again, learned) = asked
+    assert (first, second, third) == (True, False, False)
+    assert below < known == again == float("inf")
+    assert before == 0.0 < learned
+    assert found.plan.stages == written[1].stages
 
 
 def test_it_is_returned_where_a_later_one_is_slower(planned: Callable[..., Planning]) -> None:

@@ -163,3 +163,21 @@ def test_all_ways_to_run_an_operator_are_priced_as_each_of_them(name: str) -> No
         assert known.backward_seconds == pytest.approx([backward + mirrored for _, backward, _, mirrored in parts])
         names.add(operator.name)
     assert {"dot_general", "add", "reduce_max"} <= names
+
+
+def test_what_a_scan_slices_is_copied_on_cpus_alone() -> None:
+    """Four layers of [8, 8] weights: a pass over each forward; taken again, added and written backward."""
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
+
+    graph = graph_of(loss, array(4, 8, 8), array(16, 8))
+    link = found(graph, "scan_slice")
+    for device, passes in ((CPU, 1.0), (A100, 0.0)):
+        prices = prices_of(load_cluster("cpu").logical_mesh((2, 4), ("x", "y")), device)
+        for algorithm in (one.algorithm for one in operator_choices(graph, link, prices.sizes, of_parameters=True)):
+            ((forward, backward, inside, mirrored),) = prices.operator_parts(graph, link, [algorithm])
+            once = 8 * 8 * 4 / algorithm.results[0].shards(prices.sizes) / device.memory_bandwidth_bytes_per_second
+            assert (forward, backward) == (pytest.approx(passes * once), pytest.approx(3 * passes * once))
+            assert (inside, mirrored) == (0.0, 0.0)
+            assert prices.operator_passes(graph, link, algorithm, ()) == (forward, 0.0)

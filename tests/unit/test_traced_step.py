@@ -42,6 +42,55 @@ def test_what_is_shared_changes_no_program(name: str) -> None:
         assert [one.rule for one in shared.graph.operators] == [one.rule for one in alone.graph.operators]
 
 
+def test_of_a_microbatch_nothing_is_traced_behind_the_loss() -> None:
+    updated: list[int] = []
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = value_and_grad(lambda w: jnp.mean((2.0 * x) @ w))(weights)
+        updated.append(x.shape[0])
+        return weights - grads, value
+
+    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    program = trace_program(step, args, microbatches=4)
+    assert updated == [16]
+    assert program.graph.values[program.graph.inputs[0]].shape == (4, 8)
+
+
+def test_a_loss_with_a_marked_call_of_its_own_is_traced_to_the_end() -> None:
+    """The inner call comes first: where there are two, the whole step says which is which."""
+    traced: list[int] = []
+
+    def loss(weights: Any, x: Any) -> Any:
+        inner, _ = value_and_grad(lambda v: jnp.sum(v**2))(jnp.ones(3))
+        return jnp.mean(x @ weights) + jax.lax.stop_gradient(inner)
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = value_and_grad(loss)(weights, x)
+        traced.append(x.shape[0])
+        return weights - grads, value
+
+    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    program = trace_program(step, args, microbatches=4)
+    assert traced == [16, 4]
+    assert (4, 8) in {value.shape for value in program.graph.values}
+
+
+def test_a_marked_call_that_was_traced_before_does_not_take_the_place_of_the_loss() -> None:
+    """JAX remembers the inner function at the full batch: nothing of its call is seen while that is traced."""
+    inner = jax.jit(lambda w, x: jax.lax.stop_gradient(value_and_grad(lambda v: jnp.mean((x @ v) ** 4))(w)[0]))
+
+    def step(weights: Any, x: Any) -> Any:
+        value, grads = value_and_grad(lambda w: jnp.mean(jnp.sin(x @ w)) + inner(w, x))(weights)
+        return weights - grads, value
+
+    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    jax.eval_shape(inner, *args)
+    program = trace_program(step, args, microbatches=4, reduction="mean")
+    names = [operator.name for operator in program.graph.operators]
+    assert "sin" in names
+    assert (4, 8) in {value.shape for value in program.graph.values}
+
+
 def test_calls_with_derivatives_of_their_own_have_rules_of_their_own() -> None:
     """The same program forwards, and once a derivative that mixes the rows."""
 

@@ -49,37 +49,45 @@ class _Reached(BaseException):
         self.call = call
 
 
-# Calls seen while somebody counts; and whether the first one ends the trace.
-_counted: ContextVar[list[None] | None] = ContextVar("counted", default=None)
+# Whether the first marked call ends the trace.
 _stopping: ContextVar[bool] = ContextVar("stopping", default=False)
 
 
 @contextmanager
-def counted_calls() -> Iterator[list[None]]:
-    """An item for each marked call that is traced meanwhile, those in loss functions and loops included. What JAX has
-    traced before is not traced again."""
-    token = _counted.set([])
+def _set_stopping(stops: bool) -> Iterator[None]:
+    token = _stopping.set(stops)
     try:
-        yield cast(list[None], _counted.get())
+        yield
     finally:
-        _counted.reset(token)
+        _stopping.reset(token)
 
 
 def traced_to_call(fun: Callable[..., Any], shapes: Sequence[Any]) -> MarkedCall | None:
-    """The first marked call of a function; what comes after it is not traced. None if it comes to none.
+    """The first marked call of a function that no other one holds; what comes after it is not traced. None if it comes
+    to none.
 
     Args:
       fun: of arrays.
       shapes: its arguments.
     """
-    token = _stopping.set(True)
     try:
-        jax.make_jaxpr(fun)(*shapes)
+        with _set_stopping(True):
+            jax.make_jaxpr(fun)(*shapes)
     except _Reached as reached:
         return reached.call
-    finally:
-        _stopping.reset(token)
     return None
+
+
+def marked_calls(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
+    """How many marked calls a program has, those in loops, branches and loss functions included."""
+    count = 0
+    for equation in open_jaxpr(program).eqns:
+        count += equation.primitive is value_and_grad_p
+        for value in equation.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)):
+                    count += marked_calls(part)
+    return count
 
 
 def value_and_grad(
@@ -133,11 +141,10 @@ def value_and_grad(
             return (loss, *aux_leaves)
 
         # Closed-over tracers (the batch, keys, anything computed before) come back as the jaxpr's constants.
-        closed = jax.make_jaxpr(flat_fun)(*wrt_leaves)
+        with _set_stopping(False):
+            closed = jax.make_jaxpr(flat_fun)(*wrt_leaves)
         consts = closed.consts
         jaxpr = hoist_consts(closed)
-        if (counted := _counted.get()) is not None:
-            counted.append(None)
         if _stopping.get():
             shapes = tuple(np.shape(one) for one in (*consts, *wrt_leaves))
             raise _Reached(MarkedCall(jaxpr=jaxpr, num_consts=len(consts), shapes=shapes))

@@ -24,7 +24,8 @@ _MESSAGE_BYTES = tuple(2**power for power in (10, 16, 20, 24, 28))
 # Virtual CPU devices share the caches of one machine, and the programs that run on them are small.
 _CPU_MESSAGE_BYTES = tuple(2**power for power in (10, 14, 17, 20, 22))
 # Gathered are parameters, and their gradients are scattered: there are many, and none waits for another. Sums of
-# activations wait for what they sum, and those of gradients are one.
+# activations wait for what they sum, and those of gradients are one. On virtual CPU devices alone: elsewhere compilers
+# may make one of several, and a device runs one at a time.
 _TOGETHER = {"all_gather": 8, "reduce_scatter": 8}
 # A quick calibration has few sizes: of messages what a start costs and what bytes do.
 _QUICK_MESSAGE_BYTES = (2**10, 2**20, 2**26)
@@ -51,7 +52,7 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
     for number, (shape, axis, _) in enumerate(groups_of(cluster)):
         # What a step of a collective takes is seen in groups of two sizes.
         for kind in KINDS if not quick or number == 0 else KINDS[:1] if number == 1 else ():
-            together = _TOGETHER.get(kind, 1)
+            together = _TOGETHER.get(kind, 1) if small else 1
             found.append(
                 [Collective(kind=kind, size_bytes=size, shape=shape, axis=axis, together=together) for size in messages]
             )

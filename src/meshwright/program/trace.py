@@ -171,7 +171,7 @@ def trace_program(
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
-        small_call = _trace_small(step, small, microbatches, alone=whole.marked_calls == 1)
+        small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
         full_core, (core, boundaries) = core, _core(small_call.jaxpr)
         if reduction is None:
@@ -241,8 +241,8 @@ def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches
       step: of the user.
       shapes: its arguments.
       microbatches: for messages.
-      alone: whether no other call was met when it was traced whole: then what comes after this one is left out, which
-        is most of a step.
+      alone: whether the whole step has no other call: then what comes after this one is not traced, which is most of a
+        step. (A step that changes something outside itself is left in the middle.)
     """
     try:
         found = traced_to_call(step, shapes) if alone else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._jax.grad import counted_calls, value_and_grad_p
+from .._jax.grad import marked_calls, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, inline, is_literal, open_jaxpr
 from .rules import Rules
 from .state import StateLeaf, relate_state
@@ -26,7 +26,6 @@ class TracedStep:
       state_inputs: how many of the leading inputs come back as the leading outputs.
       in_tree: structure of the arguments.
       out_tree: structure of the results.
-      marked_calls: how many `value_and_grad` calls were met while it was traced, those in loss functions included.
       rules: factor rules of the step's equations and of its programs'.
     """
 
@@ -35,13 +34,17 @@ class TracedStep:
     state_inputs: int
     in_tree: Any
     out_tree: Any
-    marked_calls: int = 0
     rules: Rules = field(default_factory=Rules)
 
     @cached_property
     def markers(self) -> tuple[int, ...]:
         """Positions of its `value_and_grad` equations."""
         return tuple(i for i, eqn in enumerate(open_jaxpr(self.outer).eqns) if eqn.primitive is value_and_grad_p)
+
+    @cached_property
+    def has_one_call(self) -> bool:
+        """Whether there is one `value_and_grad` equation in all, in loops and loss functions too."""
+        return marked_calls(self.outer) == 1
 
     @cached_property
     def sources(self) -> tuple[int | None, ...]:
@@ -74,10 +77,9 @@ def trace_step(step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
       step: a function of arrays; the first argument is the state if the first result has its structure and shapes.
       shapes: its arguments (`abstract`).
     """
-    with counted_calls() as calls:
-        outer, out_tree = traced(step, shapes)
+    outer, out_tree = traced(step, shapes)
     return TracedStep(
-        outer=outer, out_tree=out_tree, marked_calls=len(calls), in_tree=jax.tree.structure(shapes),
+        outer=outer, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
         names=tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes)),
         state_inputs=_state_inputs(outer, shapes, out_tree),
     )  # fmt: skip

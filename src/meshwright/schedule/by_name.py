@@ -61,12 +61,21 @@ def make_schedule(name: str, stages: int, microbatches: int, **options: Any) -> 
     except TypeError as error:
         known = [p for p in inspect.signature(function).parameters if p not in ("stages", "microbatches")]
         raise refusal(name, "options", str(error), f"of the options {', '.join(known)}", "only those") from None
-    given = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(options.items()))
-    return _made(name, stages, microbatches, given)
+    given = tuple((key, _frozen(value)) for key, value in sorted(options.items()))
+    try:
+        hash((stages, microbatches, given))
+    except TypeError:  # for the function to refuse
+        return function(stages, microbatches, **options)
+    return _made(name, stages, microbatches, given, str(given))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 # Schedules do not change, and what follows from one is found once: a plan that is searched, written out and reported
 # asks for its own a dozen times. The largest take some ten megabytes.
-@lru_cache(maxsize=8)
-def _made(name: str, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+@lru_cache(maxsize=8, typed=True)
+def _made(name: str, stages: int, microbatches: int, options: tuple[tuple[str, Any], ...], told: str) -> Schedule:
+    del told  # 1 and True are the same option, and not the same text
     return SCHEDULES[name](stages, microbatches, **dict(options))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from .errors import ScheduleError
 from .instruction import Instruction, Kind
-from .schedule import Mode, Schedule, holdings
+from .schedule import Mode, Schedule, most_held
 
 
 def check_schedule(schedule: Schedule) -> tuple[str, ...]:
@@ -128,6 +128,6 @@ def _befores(one: Instruction, last: Kind, microbatches: range) -> Iterator[Inst
 
 def _too_many_in_flight(schedule: Schedule) -> Iterator[str]:
     for rank, (program, limit) in enumerate(zip(schedule.ranks, schedule.in_flight_limit, strict=True)):
-        most = max((held for _, _, held in holdings(program, schedule.mode)), default=0)
+        most = most_held(program, schedule.mode)
         if most > limit:
             yield f"rank {rank}: got {most} microbatches in flight; needed at most {limit}"

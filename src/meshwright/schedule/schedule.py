@@ -178,22 +178,16 @@ def stage_on_each_rank(
     )
 
 
-def holdings(program: Iterable[Instruction], mode: Mode) -> Iterable[tuple[int, int, int]]:
-    """Stage, microbatches held by it and pairs held by the rank, as each forward of a rank's `program` begins."""
-    by_stage: dict[int, int] = {}
-    by_rank = 0
+def most_held(program: Iterable[Instruction], mode: Mode) -> int:
+    """The most pairs (stage, microbatch) that a rank holds, by its program."""
+    held = most = 0
     for one in program:
         if one.kind is Kind.FORWARD:
-            held = by_stage.get(one.stage, 0) + 1
-            by_rank += 1
-            yield one.stage, held, by_rank
-            if mode is Mode.INFERENCE:  # nothing is kept for a backward
-                by_rank -= 1
-            else:
-                by_stage[one.stage] = held
+            most = max(most, held + 1)
+            held += mode is not Mode.INFERENCE  # which keeps nothing for a backward
         elif one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            by_stage[one.stage] = by_stage.get(one.stage, 0) - 1
-            by_rank -= 1
+            held -= 1
+    return most
 
 
 def neighbours(stages: int) -> tuple[Edge, ...]:

@@ -215,7 +215,10 @@ class Prices:
           of_parameters: the values that depend on parameters alone.
         """
         if operator.is_link:
-            return self._sliced(graph, operator, algorithm)[0], 0.0
+            forward, backward = self._sliced(graph, operator, algorithm)
+            # Backward it is taken again, which others wait for, and its gradient added to that of the stack.
+            adding = (SLICED_BACKWARD - 1) / SLICED_BACKWARD * (operator.operands[0] in of_parameters)
+            return forward, adding * backward
         found = self.kernels(graph, operator, algorithm)
         inside = sum(
             self.collective(c.kind, c.size_bytes, c.axes) for c in self.inner_collectives(graph, operator, algorithm)
