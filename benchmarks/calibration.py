@@ -6,7 +6,8 @@ On eight virtual CPU devices: calibrates (or reads a calibration made before), t
 six ways that differ in what they compute and move, and times all six in turn in one process. Per model: predicted and
 measured seconds of each plan and their rank correlation (Spearman). Measured is the fastest step of all, which other
 work on the machine disturbs least; beside it stands the median over rounds of the fastest step of each. Plans whose
-measured intervals overlap (`calibrate.sample`, over rounds) are ties that no prediction can rank; they are counted.
+measured intervals overlap (`calibrate.sample`, over rounds) are ties that no prediction can rank; they are counted, and
+so are pairs that the clock tells apart and the prediction has in the other order.
 
 Plans are predicted before any of them is run; nothing is fitted to a step.
 """
@@ -131,10 +132,14 @@ def row(family: str, cluster: Cluster, arguments: Any) -> dict[str, Any]:
             "collectives": {c.kind: {"count": c.count, "bytes": c.bytes} for c in stage.communication},
         })  # fmt: skip
     ratios = [e["predicted_seconds"] / e["measured_seconds"] for e in entries]
+    pairs = [(a, b) for place, a in enumerate(entries) for b in entries[:place]]
+    apart = [(a, b) for a, b in pairs if a["low_seconds"] > b["high_seconds"] or b["low_seconds"] > a["high_seconds"]]
     return {
         "model": target.name, "plans": entries, "rank_correlation": _correlation(entries),
-        "ties": sum(
-            a.low <= b.high and b.low <= a.high for place, a in enumerate(samples) for b in samples[:place]
+        "ties": len(pairs) - len(apart),
+        "misordered": sum(
+            (a["median_seconds"] < b["median_seconds"]) != (a["predicted_seconds"] < b["predicted_seconds"])
+            for a, b in apart
         ),
         "median_predicted_over_measured": statistics.median(ratios),
     }  # fmt: skip
@@ -149,7 +154,7 @@ def _correlation(entries: Sequence[dict[str, Any]]) -> float:
 def show(result: dict[str, Any]) -> None:
     print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
     for one in result["results"]:
-        print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {one['ties']} of 15 pairs tied")
+        print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {one['ties']} of 15 pairs tied, {one['misordered']} misordered")
         for plan in sorted(one["plans"], key=lambda plan: plan["measured_seconds"]):
             moved = ", ".join(f"{k} {v['count']} x {v['bytes'] / 1024:.0f} KiB" for k, v in plan["collectives"].items())
             print(
