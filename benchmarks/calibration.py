@@ -154,7 +154,8 @@ def _correlation(entries: Sequence[dict[str, Any]]) -> float:
 def show(result: dict[str, Any]) -> None:
     print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
     for one in result["results"]:
-        print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {one['ties']} of 15 pairs tied, {one['misordered']} misordered")
+        pairs = f"{one['ties']} of 15 pairs tied, {one['misordered']} misordered"
+        print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {pairs}")
         for plan in sorted(one["plans"], key=lambda plan: plan["measured_seconds"]):
             moved = ", ".join(f"{k} {v['count']} x {v['bytes'] / 1024:.0f} KiB" for k, v in plan["collectives"].items())
             print(

@@ -87,7 +87,7 @@ def test_its_stages_are_all_written_out_before_it_is_returned(
 
 
 def test_one_that_does_not_fit_after_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank than the fullest needs more than there is: that is learned, and the search goes on without a plan."""
+    """Another rank than the fullest needs more than there is: that is learned, and the search goes on."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
     real, write_real = StageSearch.run, plan_memory.written_out
     asked: list[tuple[bool, float, float]] = []
