@@ -21,7 +21,7 @@ from .search.stage_result import NothingFaster
 
 # Presets may be looked at for this share of the time, or for so many seconds of it: where there is little, one of them
 # is a better beginning than what a search finds without.
-_SHARE, _LEAST_SECONDS = 1 / 3, 6.0
+_SHARE, _LEAST_SECONDS = 1 / 2, 6.0
 
 
 class BestUnderPresets:
