@@ -182,3 +182,12 @@ def test_refusals(build: object, message: str) -> None:
         build()  # type: ignore[operator]
     assert isinstance(caught.value, PlanError)
     assert caught.value.try_
+
+
+def test_schedules_that_are_remembered_are_refused_all_the_same() -> None:
+    """1 and True, 4 and 4.0 are equal keys, and not the same arguments; what has no hash the function refuses."""
+    known = make_schedule("interleaved_one_f_one_b", 4, 4, chunks=1)
+    assert make_schedule("interleaved_one_f_one_b", 4, 4, chunks=1) is known
+    for microbatches, chunks in ((4.0, 1), (4, True), ([4], 1), (4, {})):
+        with pytest.raises(ScheduleError):
+            make_schedule("interleaved_one_f_one_b", 4, microbatches, chunks=chunks)

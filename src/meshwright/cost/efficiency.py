@@ -100,8 +100,8 @@ class EfficiencyProfile:
 # What is known of a kind of device beside its description. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's
 # peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
 # what the mask leaves out too, nothing comes in tiles, and bandwidths are measured by bytes written; XLA copies there
-# what a loop slices (four layers of 256 x 256 on 64 rows, scanned and unrolled: 0.33 ms more for 1 MiB of weights
-# forward, 1.5 ms forward and backward; a pass is 0.37 ms).
+# what a loop slices (`benchmarks/cpu_costs.py`: scanned in place of unrolled, 1 MiB of weights takes 0.1 to 0.3 ms more
+# forward, 1.3 to 1.5 ms forward and backward; a pass is 0.37 ms).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),
