@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,9 @@ from meshwright.search.inter_op_problem import Crossing
 from meshwright.search.intra_op import IntraOpProblem
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
+from meshwright.search.priced import Priced
 from meshwright.search.program_parts import in_parts
-from meshwright.search.stage_costs import StageCosts
+from meshwright.search.stage_costs import StageCosts, option_of
 from meshwright.search.stage_problem import StageProblem
 from meshwright.search.stage_solver import Place
 from meshwright.search.submeshes import Submesh, Submeshes
@@ -393,3 +395,31 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
             bounded += solution.objective > free.chosen.solution.objective
         assert costs.solver.within(place, "none", 2, 0.99 * least) is None
     assert bounded > 5
+
+
+def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is as fast as on the best of all logical meshes solved to the end, within what that is worth."""
+    submesh, in_flight, loose = Submesh(0, 16), 2, 0
+    whole = StageProblem.fastest.func  # type: ignore[attr-defined]  # of a cached property
+
+    def uncertain(problem: StageProblem) -> Priced:
+        found = whole(problem)
+        return replace(found, share=min(found.share, 0.97))  # as where forests cannot tell
+
+    monkeypatch.setattr(StageProblem, "fastest", property(uncertain))
+    costs, fresh = costs_of("moe-tiny", "p3.16xlarge:2"), costs_of("moe-tiny", "p3.16xlarge:2")
+    kind, limit = costs.solver.kind_of[submesh], costs.limit_bytes(submesh, last=False)
+    fresh.solver.kind_of[submesh]
+    for first, last in ((0, 1), (1, 3), (0, 4)):
+        found = costs.solve(first, last, submesh, in_flight)
+        weight = costs.estimates.weight
+        stages = [
+            fresh.solver.within(Place(first, last, kind, mesh), "none", in_flight, limit)
+            for mesh in range(len(costs.solver.meshes[kind]))
+        ]
+        best = min(weight(option_of(stage)) for stage in stages if stage is not None)
+        assert min(map(weight, found)) <= best / 0.99
+        loose += sum(option.tag.certain_share < 0.98 for option in found)
+        # The fastest of them is solved to the end.
+        assert min(found, key=weight).tag.certain_share >= 0.99
+    assert loose > 0

@@ -117,6 +117,7 @@ class StageProblem(IntraOpProblem):
             split_dims=dims,
         )  # fmt: skip
         self.in_flight = 1
+        self._within: dict[tuple[float, int, float], IntraOpSolution | None] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         self._workspace = self._workspace_by_node(workspace)
@@ -251,6 +252,12 @@ class StageProblem(IntraOpProblem):
         """
         if limit_bytes <= 0:
             return None
+        key = limit_bytes, self.in_flight, gap
+        if key not in self._within:
+            self._within[key] = self._by_prices(limit_bytes, gap)
+        return self._within[key]
+
+    def _by_prices(self, limit_bytes: float, gap: float) -> IntraOpSolution | None:
         ready, in_flight = self._free, self.in_flight
         free = self.fastest
         unit = max(free.bound, 1e-12) / limit_bytes

@@ -31,7 +31,7 @@ WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
 _NEAR = 8
 
 # Ranges are solved to this relative gap: more than the cost model knows.
-_GAP = 1e-2
+RANGE_GAP = 1e-2
 
 _SECONDS_PER_SOLVE = 20.0
 
@@ -58,6 +58,12 @@ class SolvedStage:
     mesh: LogicalMesh
     segments: Segments
     seconds: StageSeconds
+
+    @property
+    def certain_share(self) -> float:
+        """Of its seconds, what the fastest way to run it takes at least."""
+        solution = self.chosen.solution
+        return solution.lower_bound / solution.objective if solution.objective > 0 else 1.0
 
     @property
     def boundary(self) -> tuple[float, float]:
@@ -349,16 +355,34 @@ class StageSolver:
                 self._problems.pop((*key, remat), None)
                 self._free.pop((*key, remat), None)
 
-    def free(self, place: Place, remat: str) -> SolvedStage | None:
-        """The best solution whatever its memory, or None if no layout exists."""
+    def free(self, place: Place, remat: str, *, loosely: bool = False) -> SolvedStage | None:
+        """The best solution whatever its memory, or None if no layout exists; `loosely` as of `within`."""
         key = self._key(place, remat)
+        if key not in self._free and loosely and (found := self._freely(place, remat)) is not None:
+            if found.certain_share < 1 - RANGE_GAP:
+                return found
+            self._free[key] = found
         if key not in self._free:
-            (found,) = self.priced(place, remat, [(0.0, 1)])
-            self._free[key] = found[0].certain(found[1]) if found is not None else None
+            (one,) = self.priced(place, remat, [(0.0, 1)])
+            self._free[key] = one[0].certain(one[1]) if one is not None else None
         return self._free[key]
 
+    def _freely(self, place: Place, remat: str) -> SolvedStage | None:
+        """What a forest finds where memory has no limit, if it finds anything."""
+        built = self.problem(place, remat)
+        if built is None:
+            return None
+        try:
+            found = built[0].fastest
+        except Infeasible:
+            return None  # who solves it to the end may ask for less
+        if found.choices is None:
+            return None
+        self.solves += 1
+        return self._once(place, remat, built, found.choices, found.share).certain(found.share)
+
     def priced(
-        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float = _GAP
+        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float = RANGE_GAP
     ) -> list[tuple[SolvedStage, float] | None]:
         """The best solutions where memory has no limit but a price, each with the share of its seconds that is certain
         to be needed there; None for none.
@@ -393,13 +417,23 @@ class StageSolver:
             self._same[key] = self._solved(place, built, built[0].chosen(choices, share))
         return self._same[key]
 
-    def within(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:
-        """The best solution that needs no more bytes on a device with so many microbatches in flight, or None."""
+    def within(
+        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool = False
+    ) -> SolvedStage | None:
+        """The best solution that needs no more bytes on a device with so many microbatches in flight, or None.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          in_flight: microbatches.
+          limit: bytes on a device.
+          loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
+        """
         if not self._exceeds(place, remat, in_flight, limit):
-            free = self.free(place, remat)
+            free = self.free(place, remat, loosely=loosely)
             if free is None or free.held_bytes(in_flight) <= limit:
                 return free
-        return self._limited(place, remat, in_flight, limit)
+        return self._limited(place, remat, in_flight, limit, loosely=loosely)
 
     def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
         """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
@@ -412,7 +446,7 @@ class StageSolver:
         except Infeasible:
             return False
 
-    def _limited(self, place: Place, remat: str, in_flight: int, limit: float) -> SolvedStage | None:
+    def _limited(self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool) -> SolvedStage | None:
         built = self.problem(place, remat)
         if built is None:
             return None
@@ -422,10 +456,10 @@ class StageSolver:
         self.solves += 1
         problem.in_flight = in_flight
         try:
-            chosen = found = problem.within(limit, gap=_GAP)
-            if chosen is None or not chosen.solution.proven:
+            chosen = found = problem.within(limit, gap=RANGE_GAP)
+            if chosen is None or not (loosely or chosen.solution.proven):
                 known = chosen.solution.choices if chosen is not None else None
-                chosen = problem.solve(limit, gap=_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, known=known)
+                chosen = problem.solve(limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, known=known)
             if found is not None:  # what it proves holds for whatever was found then
                 solution = chosen.solution
                 proven = min(max(solution.lower_bound, found.solution.lower_bound), solution.objective)
