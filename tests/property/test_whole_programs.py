@@ -25,6 +25,7 @@ from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
 from meshwright.program.residuals import is_fusible, kept_values, needed_again, read_by_backward
 from meshwright.program.trace import trace_program
+from meshwright.search import intra_op
 from meshwright.search.choices import values_of_parameters
 from meshwright.search.hierarchical import HierarchicalSearch, SearchRequest
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
@@ -162,10 +163,18 @@ class Priced:
             ParameterInfo(name=value.name, optimizer_bytes=OPTIMIZER_SHARE * value.bytes)
             for value in (graph.values[graph.inputs[p]] for p in graph.parameters)
         ]
-        self.problem = IntraOpProblem(
-            graph, self.mesh, self.cluster.device, parameters=self.parameters, microbatches=case.microbatches,
-            pins=Pins(layouts=case.pins), carried=self.carried,
-        )  # fmt: skip
+
+        def problem() -> IntraOpProblem:
+            return IntraOpProblem(
+                graph, self.mesh, self.cluster.device, parameters=self.parameters, microbatches=case.microbatches,
+                pins=Pins(layouts=case.pins), carried=self.carried,
+            )  # fmt: skip
+
+        self.chained = problem()
+        # Every operator by itself: what follows another one may be laid out in any way.
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(intra_op, "leaders", lambda wiring, rows: {o.index: o.index for o in wiring.operators})
+            self.problem = problem()
         self.kept = kept_values(graph) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
@@ -261,9 +270,11 @@ class Priced:
             moved += self.case.microbatches * 3 * self.shard_bytes(value, choice.use)
         return total + moved / MEMORY_BYTES_PER_SECOND
 
-    def price(self, assignment: Sequence[int]) -> tuple[float, float]:
+    def price(self, assignment: Sequence[int], problem: IntraOpProblem | None = None) -> tuple[float, float]:
         """Seconds of a step and bytes on a device."""
-        graph, problem, m = self.graph, self.problem, self.case.microbatches
+        problem = problem or self.problem
+        graph, m = self.graph, self.case.microbatches
+        operators = problem.operator_choices(assignment)
         picked = [choices[i] for choices, i in zip(problem.choices, assignment, strict=True)]
         seconds = size = 0.0
         have: dict[int, Spec] = {}
@@ -280,8 +291,8 @@ class Priced:
                 # A device holds the whole batch, and it is written there once.
                 size += m * self.shard_bytes(value, choice)
                 seconds += m * self.shard_bytes(value, choice) / MEMORY_BYTES_PER_SECOND
-        for index, node in problem.operator_node.items():
-            for value, spec in zip(graph.operators[index].results, picked[node].algorithm.results, strict=True):
+        for index in problem.operator_node:
+            for value, spec in zip(graph.operators[index].results, operators[index].algorithm.results, strict=True):
                 if value is not None:
                     have[value] = spec
         for value, node in problem.shared_node.items():
@@ -292,9 +303,9 @@ class Priced:
             if value in self.kept:
                 size += maker.repeats * self.shard_bytes(value, picked[node])
         gathered: set[int] = set()
-        for index, node in problem.operator_node.items():
-            operator, algorithm = graph.operators[index], picked[node].algorithm
-            seconds += m * operator.repeats * self.work_seconds(index, picked[node])
+        for index in problem.operator_node:
+            operator, algorithm = graph.operators[index], operators[index].algorithm
+            seconds += m * operator.repeats * self.work_seconds(index, operators[index])
             for position, value in enumerate(operator.operands):
                 if value is None or value not in have:
                     continue
@@ -328,17 +339,25 @@ def priced(request: pytest.FixtureRequest) -> Priced:
     return Priced(CASES[request.param])
 
 
-def test_the_problem_prices_assignments_by_the_definitions(priced: Priced) -> None:
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_problem_prices_assignments_by_the_definitions(priced: Priced, chained: bool) -> None:
     rng = np.random.default_rng(0)
-    numbers = priced.problem.problem(math.inf)
+    problem = priced.chained if chained else priced.problem
+    numbers = problem.problem(math.inf)
     finite = 0
     for _ in range(400):
-        assignment = tuple(int(rng.integers(len(choices))) for choices in priced.problem.choices)
-        seconds, size = priced.price(assignment)
+        assignment = tuple(int(rng.integers(len(choices))) for choices in problem.choices)
+        seconds, size = priced.price(assignment, problem)
         assert numbers.objective(assignment) == pytest.approx(seconds, rel=1e-9)
         assert numbers.memory_of(assignment) == pytest.approx(size, rel=1e-9)
         finite += math.isfinite(seconds)
     assert finite >= 40
+
+
+def test_operators_follow_others() -> None:
+    """Else the least of all assignments says nothing of chains."""
+    cases = [Priced(case) for case in CASES.values()]
+    assert sum(len(one.chained.choices) < len(one.problem.choices) for one in cases) >= 3
 
 
 def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:

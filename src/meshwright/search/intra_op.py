@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.graph import Graph, Operator, once_for_each_graph
 from ..program.origins import dim_origins, operator_origins
-from ..program.residuals import is_cheap, is_stored, kept_values, needed_again, read_by_backward
+from ..program.residuals import is_stored
 from ..sharding import Spec
 from ..solve import Problem, Solution, solve
 from .choices import (
@@ -35,6 +35,7 @@ from .parameter_prices import ParameterPrices, parameter_prices
 from .pins import Pins
 from .prices import OperatorPrices, prices_of
 from .spec_row import SpecRow
+from .wiring import Shared, forward_runs, forward_runs_of, leaders, wiring_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,7 @@ class ParameterInfo:
     optimizer_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A conversion that each microbatch makes so many times, between what two nodes choose.
 
     Args:
@@ -147,6 +147,9 @@ class IntraOpProblem:
       carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
     """
 
+    # Whether what is made of parameters alone is gathered again in the backward pass, and not kept.
+    gathers_again = False
+
     def __init__(
         self,
         graph: Graph,
@@ -167,10 +170,8 @@ class IntraOpProblem:
         self.carried = carried
         self.gradient_exchange = pins.gradient_exchange
         self._pins = pins
-        self._again, self._read_again = needed_again(graph)
         self.of_parameters = values_of_parameters(graph)
-        # Parameters are at hand anyway, and so is what is made of them alone.
-        self._kept = kept_values(graph) - self.of_parameters
+        self._wiring = wiring_of(graph)
         # Node tables: choices, seconds, bytes; and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []
         self._seconds: list[np.ndarray] = []
@@ -182,8 +183,7 @@ class IntraOpProblem:
         self.input_node: dict[int, int] = {}
         self.parameter_prices: dict[int, ParameterPrices] = {}
         self.moves: list[Move] = []
-        # Edges that are alike share their table: by the one it was made of, and how often that runs; and turned round.
-        self._scaled: dict[tuple[int, float], np.ndarray] = {}
+        # Edges that are alike share their table, and the same turned round.
         self._turned: dict[int, np.ndarray] = {}
         self._defines: dict[int, tuple[int, SpecRow]] = {}
         self._add_inputs()
@@ -260,25 +260,21 @@ class IntraOpProblem:
                         table[i, j] = np.inf
             self._connect(u, v, table)
 
-    def _is_constant(self, operator: Operator) -> bool:
-        return all(v is None or self.graph.values[v].constant for v in operator.results)
-
     def forward_runs(self, operator: Operator) -> int:
-        """How often an operator runs for one backward pass: twice where it is rematerialised."""
-        return 2 if operator.index in self._again else 1
+        """As `wiring.forward_runs`."""
+        return forward_runs(self.graph, operator)
 
     def forward_runs_of(self, value: int, operator: Operator) -> int:
         """How often a conversion of `value` made for (or right after) `operator` runs forward."""
-        return 2 if operator.region is not None and value in self._read_again else 1
+        of_parameters = self.gathers_again and value in self.of_parameters and len(operator.path) == 1
+        return 2 if of_parameters else forward_runs_of(self.graph, value, operator)
 
     def _add_operators(self) -> None:
-        graph, m = self.graph, self.microbatches
+        graph, m, prices = self.graph, self.microbatches, self.operator_prices
         roles = self._pins.roles
         signatures = _signatures(graph) if roles is None else _signatures_with_origins(graph)
         cache = self.prices.operators.setdefault(None if roles is None else roles.key, {})
-        for operator in graph.operators:
-            if self._is_constant(operator):
-                continue
+        for operator in self._wiring.operators:
             signature = signatures[operator.index]
             if signature not in cache:
                 of_parameters = self._is_of_parameters(operator)
@@ -287,43 +283,39 @@ class IntraOpProblem:
                     origins = operator_origins(graph)[operator.index]
                     choices = roles.operator(operator, origins, choices, of_parameters=of_parameters)
                 cache[signature] = self.prices.of_operator(graph, operator, choices)
-            known = cache[signature]
+            prices[operator.index] = cache[signature]
+        leader = leaders(self._wiring, prices)
+        node_of: dict[int, int] = {}
+        for operator in self._wiring.operators:
+            index = operator.index
+            known, first = prices[index], leader[index]
             seconds = self.forward_runs(operator) * known.forward_seconds + known.backward_seconds
-            node = self._node(known.choices, m * operator.repeats * seconds)
-            self.operator_node[operator.index] = node
-            self.operator_prices[operator.index] = known
-            choices = known.choices
-            for position, value in enumerate(operator.results):
+            if first not in node_of:
+                node_of[first] = self._node(known.choices, m * operator.repeats * seconds)
+            else:
+                self._seconds[node_of[first]] += m * operator.repeats * seconds
+            node = self.operator_node[index] = node_of[first]
+            for value, row in zip(operator.results, known.results, strict=True):
                 if value is not None:
-                    self._defines[value] = (node, known.results[position])
-        for value, users in graph.consumers.items():
-            if value in self._defines and self._is_shared(value, users):
-                self._add_shared(value)
+                    self._defines[value] = (node, row)
+        for shared in self._wiring.shared:
+            self._add_shared(shared)
 
     def _is_of_parameters(self, operator: Operator) -> bool:
         return all(v in self.of_parameters for v in operator.results if v is not None)
 
-    def _is_shared(self, value: int, users: Sequence[tuple[int, int]]) -> bool:
-        if value in self.input_node:
-            return False
-        made_by = self.graph.producer.get(value)
-        if made_by is not None and self.graph.operators[made_by[0]].name in ("scan_const", "scan_slice"):
-            return False
-        return sum(1 for operator, _ in users if operator in self.operator_node) > 1
-
-    def _add_shared(self, index: int) -> None:
+    def _add_shared(self, shared: Shared) -> None:
+        index = shared.value
         producer, specs = self._defines[index]
-        users = [(user, at) for user, at in self.graph.consumers[index] if user in self.operator_node]
-        choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in users))
+        choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in shared.users))
         node = self._node(choices, [0.0] * len(choices))
         self.shared_node[index] = node
-        made_by = self.graph.operators[self.graph.producer[index][0]]
-        table = self._conversions(index, specs, choices, self.forward_runs_of(index, made_by))
-        times = self.trips(made_by, index)
-        self._connect(producer, node, self._times(self.microbatches * times, table))
+        times = self.trips(shared.maker, index)
+        table = self._conversions(index, specs, choices, self.forward_runs_of(index, shared.maker), times)
+        self._connect(producer, node, table)
         self.moves.append(Move(producer, node, index, times, specs, choices))
         self._defines[index] = (node, choices)
-        if index in self._kept:
+        if shared.kept:
             self._bytes[node] += self._kept_bytes(index, choices)
 
     def trips(self, operator: Operator, value: int) -> int:
@@ -338,18 +330,13 @@ class IntraOpProblem:
         """Bytes of a value on one device, by how it is split."""
         return self.graph.values[index].bytes / self.prices.shards(specs)
 
-    def _conversions(self, index: int, sources: SpecRow, targets: SpecRow, runs: int) -> np.ndarray:
+    def _conversions(self, index: int, sources: SpecRow, targets: SpecRow, runs: int, times: float) -> np.ndarray:
+        """So many conversions of a value in each microbatch of a step, as a table that is not to be changed."""
         value = self.graph.values[index]
         return self.prices.conversion_table(
-            sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated
-        )
-
-    def _times(self, times: float, table: np.ndarray) -> np.ndarray:
-        """So many conversions as one. The table lives as long as the prices do, so that its identity tells it."""
-        key = id(table), times
-        if key not in self._scaled:
-            self._scaled[key] = times * table
-        return self._scaled[key]
+            sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated,
+            times=self.microbatches * times,
+        )  # fmt: skip
 
     def _connect(self, u: int, v: int, table: np.ndarray) -> None:
         """Add what a pair of choices costs; the table is not to be changed any more."""
@@ -361,38 +348,20 @@ class IntraOpProblem:
             self._connect(v, u, self._turned.setdefault(id(table), table.T))
 
     def _add_operands(self) -> None:
-        graph, m = self.graph, self.microbatches
-        gathered: set[int] = set()
-        for operator in graph.operators:
-            node = self.operator_node.get(operator.index)
-            if node is None:
-                continue
-            for position, index in enumerate(operator.operands):
-                if index is None or index not in self._defines:
-                    continue
+        for operator, reads in zip(self._wiring.operators, self._wiring.reads, strict=True):
+            node, operands = self.operator_node[operator.index], self.operator_prices[operator.index].operands
+            for read in reads:
+                index, times = read.value, read.times
                 source, specs = self._defines[index]
-                targets = self.operator_prices[operator.index].operands[position]
-                table = self._conversions(index, specs, targets, self.forward_runs_of(index, operator))
-                times = operator.operand_repeats[position]
-                self._connect(source, node, self._times(m * times, table))
-                self.moves.append(Move(source, node, index, times, specs, targets))
-                if index in self._kept and index not in self.shared_node and index not in self.input_node:
+                targets = operands[read.position]
+                if source != node:  # else it follows what makes the value
+                    runs = 2 if read.of_parameters and self.gathers_again else read.runs
+                    self._connect(source, node, self._conversions(index, specs, targets, runs, times))
+                    self.moves.append(Move(source, node, index, times, specs, targets))
+                if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
-                elif index not in gathered and self._keeps_gathered(operator, index):
-                    gathered.add(index)
+                elif read.holds == "gathered":
                     self._bytes[node] += self.was_gathered(targets) * self._kept_bytes(index, targets)
-
-    def _keeps_gathered(self, operator: Operator, value: int) -> bool:
-        """Whether an operand of a product is kept as it was gathered for it: collectives run once, so the backward pass
-        has no other."""
-        return operator.region is None and self.reads_gathered(operator, value)
-
-    def reads_gathered(self, operator: Operator, value: int) -> bool:
-        """Whether the derivative of an operator reads an operand as it was gathered for it."""
-        return (
-            not is_cheap(operator.name) and value in self.graph.producer
-            and value not in self.of_parameters and value in read_by_backward(self.graph, operator)
-        )  # fmt: skip
 
     def was_gathered(self, specs: SpecRow) -> np.ndarray:
         """Of an operand, by how it is split: what is split over all devices was not gathered."""
@@ -407,18 +376,23 @@ class IntraOpProblem:
             node, specs = self._defines[index]
             if position < self.carried:
                 target, wanted = self._defines[self.graph.inputs[position]]
-                self._connect(node, target, self._conversions(index, specs, wanted, 1))
+                self._connect(node, target, self._conversions(index, specs, wanted, 1, 1 / self.microbatches))
                 self.moves.append(Move(node, target, index, 1, specs, wanted))
                 continue
-            self.moves.append(Move(node, node, index, 1, specs, SpecRow(Spec(spec.dims) for spec in specs)))
-            for i, spec in enumerate(specs):
-                if spec.partial or spec.broadcast:
-                    self._seconds[node][i] += (
-                        self._conversions(index, SpecRow([spec]), SpecRow([Spec(spec.dims)]), 1)[0, 0]
-                        * self.microbatches
-                    )
+            whole = SpecRow(Spec(spec.dims) for spec in specs)
+            self.moves.append(Move(node, node, index, 1, specs, whole))
+            if whole is not specs:
+                self._connect(node, node, self._conversions(index, specs, whole, 1, 1))
 
     # Solving
+
+    def operator_choices(self, choices: Sequence[int]) -> tuple[OperatorChoice | None, ...]:
+        """The choice of every operator, None for what depends on no input, for choices of all nodes."""
+        nodes, known = self.operator_node, self.operator_prices
+        return tuple(
+            known[index].choices[choices[nodes[index]]] if index in nodes else None
+            for index in range(len(self.graph.operators))
+        )
 
     def problem(self, memory_limit_bytes: float) -> Problem:
         """The problem as numbers."""
@@ -448,9 +422,7 @@ class IntraOpProblem:
             for i, v in enumerate(graph.inputs)
         )
         return IntraOpSolution(
-            operators=tuple(
-                picked[self.operator_node[o.index]] if o.index in self.operator_node else None for o in graph.operators
-            ),
+            operators=self.operator_choices(solution.choices),
             settled={value: picked[node] for value, node in self.shared_node.items()},
             parameters=parameters,
             inputs=inputs,

@@ -101,34 +101,40 @@ class Prices:
         return self._collectives[key]
 
     def conversion_table(
-        self,
-        sources: SpecRow,
-        targets: SpecRow,
-        value_bytes: float,
-        *,
-        forward_runs: int,
-        differentiated: bool,
-    ) -> np.ndarray:
+        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, forward_runs: int, differentiated: bool,
+        times: float = 1,
+    ) -> np.ndarray:  # fmt: skip
         """Seconds from each source spec to each target spec; infinite where no conversion exists.
 
         Args:
+          sources: specs.
+          targets: the same.
+          value_bytes: of the whole value.
           forward_runs: how often the forward collectives run for one backward (2 where they are rematerialised).
           differentiated: whether the value has a cotangent; if not, backward collectives do not run.
+          times: how often all that is done.
+
+        Returns:
+          Shape (sources, targets). The array lives as long as these prices and is not to be changed: its identity tells
+          it from others.
         """
-        key = (sources, targets, value_bytes, forward_runs, differentiated)
+        # Rows are hashed by their identity, which is quicker: there is one of each, for good.
+        key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times)
         if key not in self._tables:
             forward, backward = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
             once = forward[0] + forward[1] * value_bytes
-            self._forward_tables[sources, targets, value_bytes, differentiated] = once
+            self._forward_tables[*key[:3], differentiated] = once
             table = forward_runs * once
-            self._tables[key] = table + (backward[0] + backward[1] * value_bytes) if differentiated else table
+            if differentiated:
+                table += backward[0] + backward[1] * value_bytes
+            self._tables[key] = times * table
         return self._tables[key]
 
     def forward_table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool
     ) -> np.ndarray:
         """As `conversion_table`, of the forward collectives alone, once."""
-        key = (sources, targets, value_bytes, differentiated)
+        key = (id(sources), id(targets), value_bytes, differentiated)
         if key not in self._forward_tables:
             (fixed, rate), _ = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
             self._forward_tables[key] = fixed + rate * value_bytes

@@ -33,6 +33,11 @@ class SpecRow(tuple[Spec, ...]):
         return self._hash
 
     @cached_property
+    def distinct(self) -> bool:
+        """Whether no two of them are the same."""
+        return len(set(self)) == len(self)
+
+    @cached_property
     def without_broadcast(self) -> SpecRow:
         """The row of values that have no cotangent."""
         return SpecRow(spec.without_broadcast() for spec in self)

@@ -18,7 +18,7 @@ import numpy as np
 from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
 from ..program.cut import Cut
-from ..program.graph import Graph, Operator
+from ..program.graph import Graph
 from ..program.residuals import kept_inputs
 from ..solve import Problem, Solution
 from ..solve.flat import FlatNodes
@@ -28,6 +28,7 @@ from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import Passes
 from .pins import Pins
 from .priced import Priced, PricedProblem
+from .wiring import reads_gathered
 from .workspace import AS_BAD, Moment, Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
@@ -96,6 +97,9 @@ class StageProblem(IntraOpProblem):
       workspace: what its backward pass makes beside what is kept; None for nothing.
     """
 
+    # Loops keep it.
+    gathers_again = True
+
     def __init__(
         self,
         cut: Cut,
@@ -137,12 +141,6 @@ class StageProblem(IntraOpProblem):
             kept[self.input_node[value]] = kept[self.input_node[value]] / microbatches * (value in stays)
         self._kept_by_node = kept
 
-    def forward_runs_of(self, value: int, operator: Operator) -> int:
-        """As in any problem; and what is made of parameters alone is gathered again in the backward pass and not kept,
-        but for loops, which keep it."""
-        of_parameters = value in self.of_parameters and len(operator.path) == 1
-        return 2 if of_parameters else super().forward_runs_of(value, operator)
-
     def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
         """Bytes on one device, by the choice of each node."""
         rows = [np.zeros_like(row) for row in self._bytes]
@@ -172,7 +170,7 @@ class StageProblem(IntraOpProblem):
         readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
         if shared := (value in self.shared_node or not readers):
             rows[node] += share * self.local_bytes(value, specs)
-            readers = [one for one in readers if self.reads_gathered(graph.operators[one[1]], value)]
+            readers = [one for one in readers if reads_gathered(graph, graph.operators[one[1]], value)]
         for reader, user, at in readers[:1]:
             wanted = self.operator_prices[user].operands[at]
             held = share * self.local_bytes(value, wanted)
@@ -303,11 +301,11 @@ class StageProblem(IntraOpProblem):
             lower_bound=share * objective,
             memory=self._held(choices, self.in_flight),
         )  # fmt: skip
-        graph, nodes = self.graph, self.operator_node
+        graph = self.graph
         picked = [row[c] for row, c in zip(self.choices, choices, strict=True)]
         inputs = [picked[self.input_node[value]] for value in graph.inputs]
         return IntraOpSolution(
-            operators=tuple(picked[nodes[o.index]] if o.index in nodes else None for o in graph.operators),
+            operators=self.operator_choices(choices),
             settled={value: picked[node] for value, node in self.shared_node.items()},
             parameters=tuple(inputs[position] for position in graph.parameters),
             inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
