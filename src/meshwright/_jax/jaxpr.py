@@ -6,7 +6,7 @@ has `num_consts`/`num_carry`; nothing outside this package may notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -263,6 +263,48 @@ def result_avals(equation: Equation, operands: Sequence[jax.ShapeDtypeStruct]) -
         return jax.eval_shape(lambda *xs: list(bind(equation, *xs)), *operands)
     except (TypeError, ValueError, AssertionError, NotImplementedError, IndexError):  # each primitive has its own
         return None
+
+
+# What JAX wraps a rule into, by what each wrapper closes over: the name of what is inside, and of what else counts.
+_WRAPPERS: Mapping[frozenset[str], tuple[str, tuple[str, ...]]] = {
+    frozenset(["cells", "fn", "sentinel"]): ("fn", ()),  # remembers its results
+    frozenset(["eqn", "jvp_jaxpr_fun", "used_outs"]): ("jvp_jaxpr_fun", ("used_outs",)),  # of a call without dead code
+    frozenset(["jvp_jaxpr_fun", "num_consts"]): ("jvp_jaxpr_fun", ("num_consts",)),  # of a call that is traced again
+    frozenset(["in_avals", "in_tangent_avals", "jvp", "self"]): ("jvp", ()),  # traces it
+}
+
+
+def custom_jvp_of(equation: Equation) -> Hashable:
+    """What a call of a function with a custom JVP computes, but for its shapes: equal for calls of the same function
+    with the same static arguments. None for other equations, and where it cannot be told.
+
+    Every such call has a program and a rule of its own, of which JAX compares nothing but the identity. The user's rule
+    is found in what they close over; that is no interface of JAX, and where it is not there, None is the answer.
+    """
+    if equation.primitive.name != "custom_jvp_call" or equation.params.get("num_consts") != 0:
+        return None
+    rule, said = equation.params.get("jvp_jaxpr_fun"), [equation.params.get("symbolic_zeros")]
+    while not getattr(rule, "transforms", ()):
+        function = getattr(rule, "f", rule)
+        cells = getattr(function, "__closure__", None) or ()
+        names = function.__code__.co_freevars if cells else ()
+        closed = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+        if frozenset(names) not in _WRAPPERS:
+            return None
+        inside, counts = _WRAPPERS[frozenset(names)]
+        said += [str(closed[name]) for name in counts]
+        rule = closed[inside]
+    # Each call has a store of its own for the tree of its results; all else is the user's.
+    static = tuple(
+        (step, *(one for one in given if not getattr(one, "__qualname__", "").startswith("transformation_with_aux")))
+        for step, given in rule.transforms
+    )
+    found = rule.f, static, tuple(said)
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

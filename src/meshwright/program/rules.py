@@ -15,6 +15,7 @@ from .._jax.jaxpr import (
     Equation,
     Jaxpr,
     Vjp,
+    custom_jvp_of,
     inline,
     is_literal,
     is_remat,
@@ -292,13 +293,14 @@ def _warn_whole(equation: Equation, why: str) -> None:
 def _signature(equation: Equation) -> tuple[Any, ...]:
     """Equal for equations with the same rule."""
     params = equation.params
-    holds_programs = is_call(equation) or equation.primitive.name == "scan"
-    described: Hashable = (
+    described: Hashable
+    if (function := custom_jvp_of(equation)) is not None:
+        described = function
+    elif is_call(equation) or equation.primitive.name == "scan":
         # Calls of one jitted function on the same shapes hold the same objects.
-        tuple((name, _identity(params[name])) for name in sorted(params))
-        if holds_programs
-        else str(sorted(params.items(), key=lambda kv: kv[0]))
-    )
+        described = tuple((name, _identity(params[name])) for name in sorted(params))
+    else:
+        described = str(sorted(params.items(), key=lambda kv: kv[0]))
     atoms = tuple((a.aval.shape, str(a.aval.dtype), is_literal(a)) for a in equation.invars)
     return (
         equation.primitive.name,
