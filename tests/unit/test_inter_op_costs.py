@@ -273,6 +273,23 @@ def test_a_layer_of_equal_blocks_is_estimated_from_one() -> None:
     assert in_parts(tiny) is tiny
 
 
+def test_what_stands_before_and_after_equal_layers_is_a_part_of_its_own() -> None:
+    """Of the first layer, which has the embedding, and of the last, which has the head, all else is like the others."""
+    target = zoo.moe.build(replace(zoo.moe.CONFIGS["moe-tiny"], layers=8))
+    program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=4)
+    staged = staged_program(program, layers=4)
+    parts = in_parts(staged)
+    first, second, third, last = staged.layers
+    size = second[1] - second[0]
+    inside = ((first[1] - size, first[1]), second, third, (last[0], last[0] + size))
+    assert parts.layers == ((0, inside[0][0]), *inside, (inside[-1][1], last[1]))
+    costs = StageCosts(
+        staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat="none"
+    )
+    numbers = [costs.estimates.solver.number(part, part + 1) for part in range(6)]
+    assert numbers[1] == numbers[2] == numbers[3] == numbers[4]
+
+
 def test_prices_of_memory_trade_it_for_seconds() -> None:
     program, staged = program_of("gpt-tiny")
     cluster = load_cluster("cpu")

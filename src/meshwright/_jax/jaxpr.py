@@ -20,6 +20,7 @@ from .boundary import Boundaries, layer_boundary_p
 from .manual import is_shard_map, on_whole_arrays, plain_body
 
 ClosedJaxpr = jex_core.ClosedJaxpr
+ShapedArray = jax.core.ShapedArray
 Equation = jex_core.JaxprEqn
 Jaxpr = jex_core.Jaxpr
 Literal = jex_core.Literal
@@ -259,10 +260,15 @@ def evaluate(
 
 def result_avals(equation: Equation, operands: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Any] | None:
     """Shapes an equation gives on operands of other shapes, or None where it refuses them."""
+    primitive, avals = equation.primitive, [ShapedArray(one.shape, one.dtype) for one in operands]
     try:
-        return jax.eval_shape(lambda *xs: list(bind(equation, *xs)), *operands)
+        try:
+            found, _ = primitive.abstract_eval(*avals, **equation.params)
+        except NotImplementedError:  # a call, which JAX only knows how to trace
+            return jax.eval_shape(lambda *xs: list(bind(equation, *xs)), *operands)
     except (TypeError, ValueError, AssertionError, NotImplementedError, IndexError):  # each primitive has its own
         return None
+    return found if primitive.multiple_results else [found]
 
 
 # What JAX wraps a rule into, by what each wrapper closes over: the name of what is inside, and of what else counts.

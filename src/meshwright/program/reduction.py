@@ -126,22 +126,46 @@ class _Growth:
 _UNKNOWN = _Growth(degree=None, varies=True, sums=2)
 
 
-def loss_reduction(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]) -> str:
-    """ "mean" or "sum".
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What a loss function makes, at the full batch and at the size of a microbatch.
 
     Args:
       full: the loss function at the full batch.
       small: the same at the size of a microbatch.
       microbatches: how many of the second make the first.
-      split_dims: for each leading input, the dim that is the batch.
+      growths: of each result.
+    """
 
-    Raises:
-      PlanError: where it is neither, or cannot be told; `reduction=` settles it.
+    full: Jaxpr
+    small: Jaxpr
+    microbatches: int
+    growths: Sequence[_Growth]
+
+
+def results_of(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]) -> Results:
+    """How the results of a loss function depend on the batch.
+
+    Args:
+      full: as of `Results`.
+      small: the same.
+      microbatches: the same.
+      split_dims: for each leading input, the dim that is the batch.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
     given = [_Growth(varies=d is not None) for d in split_dims]
     given += [_Growth()] * (len(a.invars) - len(given))
-    loss = _growths(a, b, microbatches, given)[0] if _names(a) == _names(b) else _UNKNOWN
+    growths = _growths(a, b, microbatches, given) if _names(a) == _names(b) else [_UNKNOWN] * len(a.outvars)
+    return Results(full=a, small=b, microbatches=microbatches, growths=growths)
+
+
+def loss_reduction(results: Results) -> str:
+    """ "mean" or "sum".
+
+    Raises:
+      PlanError: where it is neither, or cannot be told; `reduction=` settles it.
+    """
+    a, microbatches, loss = results.full, results.microbatches, results.growths[0]
     if loss.sums < 2 and loss.degree in (0, 1):
         return "mean" if loss.degree == 0 else "sum"
     last = next((source_line(e) for e in reversed(a.eqns) if a.outvars[0] in e.outvars), "the loss function")
@@ -174,17 +198,13 @@ class ReductionWarning(UserWarning):
     """A result whose value over the batch does not follow from its values over microbatches."""
 
 
-def aux_reductions(
-    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]
-) -> tuple[Reduction, ...]:
+def aux_reductions(results: Results) -> tuple[Reduction, ...]:
     """How each result beside the loss combines over microbatches; warns, with its line, of those that do not.
 
-    Args: as of `loss_reduction`.
+    Raises:
+      PlanError: where one compares examples of the batch with each other.
     """
-    a, b = open_jaxpr(full), open_jaxpr(small)
-    given = [_Growth(varies=d is not None) for d in split_dims]
-    given += [_Growth()] * (len(a.invars) - len(given))
-    growths = _growths(a, b, microbatches, given) if _names(a) == _names(b) else [_UNKNOWN] * len(a.outvars)
+    a, b, microbatches, growths = results.full, results.small, results.microbatches, results.growths
     made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
     found: list[Reduction] = []
     for x, y, growth in zip(a.outvars[1:], b.outvars[1:], growths[1:], strict=True):

@@ -117,11 +117,13 @@ class Rules:
 
     def _programs(self, equation: Equation, differentiated: bool) -> list[Jaxpr]:
         if differentiated and equation.primitive.name != "while":
-            parts = self._derivative(equation)
+            parts = self.derivative(equation)
             return [open_jaxpr(parts.forward), open_jaxpr(parts.backward)]
         return call_bodies(equation)
 
-    def _derivative(self, equation: Equation) -> Vjp:
+    def derivative(self, equation: Equation) -> Vjp:
+        """The programs behind a call that is differentiated. They are traced when the equation is prepared: under a
+        mesh JAX would remember a rule's program for that mesh alone."""
         key = self._signature(equation)
         if key not in self._derivatives:
             self._derivatives[key] = vjp_parts(equation)
@@ -157,7 +159,7 @@ class Rules:
         results = [composer.tensor(v.aval.shape) for v in equation.outvars]
         name = equation.primitive.name
         if differentiated and name in ("custom_jvp_call", "custom_vjp_call", "cond"):
-            parts = self._derivative(equation)
+            parts = self.derivative(equation)
             made = self._pass(composer, open_jaxpr(parts.forward), operands)
             _unify_all(composer, made[: len(results)], results)
             cotangents = [r for r, smooth in zip(results, parts.results, strict=True) if smooth]
@@ -301,12 +303,12 @@ def _signature(equation: Equation) -> tuple[Any, ...]:
         described = tuple((name, _identity(params[name])) for name in sorted(params))
     else:
         described = str(sorted(params.items(), key=lambda kv: kv[0]))
-    atoms = tuple((a.aval.shape, str(a.aval.dtype), is_literal(a)) for a in equation.invars)
+    atoms = tuple((a.aval.shape, a.aval.dtype, is_literal(a)) for a in equation.invars)
     return (
         equation.primitive.name,
         described,
         atoms,
-        tuple((v.aval.shape, str(v.aval.dtype)) for v in equation.outvars),
+        tuple((v.aval.shape, v.aval.dtype) for v in equation.outvars),
     )
 
 

@@ -21,7 +21,7 @@ from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, ope
 from ..errors import PlanError
 from .build import build_graph
 from .graph import Graph
-from .reduction import Reduction, aux_reductions, loss_reduction
+from .reduction import Reduction, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
 from .traced_step import TracedStep, fingerprint, trace_step, traced
@@ -174,9 +174,10 @@ def trace_program(
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
         full_core, (core, boundaries) = core, _core(small_call.jaxpr)
+        results = results_of(full_core, core, microbatches, split_dims)
         if reduction is None:
-            reduction = loss_reduction(full_core, core, microbatches, split_dims)
-        combined = aux_reductions(full_core, core, microbatches, split_dims)
+            reduction = loss_reduction(results)
+        combined = aux_reductions(results)
     sources = whole.sources
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))

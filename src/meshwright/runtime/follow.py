@@ -22,7 +22,6 @@ from .._jax.jaxpr import (
     open_jaxpr,
     scan_parts,
     user_context,
-    vjp_parts,
 )
 from ..program.local import COMBINE, Split, evaluate_local
 from ..program.rules import Rules
@@ -80,7 +79,7 @@ class Follower:
     def _differentiable(
         self, equation: Equation, algorithm: Algorithm, specs: Sequence[Spec], operands: Sequence[Any]
     ) -> list[Any]:
-        parts = vjp_parts(equation)
+        parts = self._rules.derivative(equation)
         num_results = len(equation.outvars)
         residual_specs: list[Spec] = []
 
