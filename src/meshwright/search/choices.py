@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations, product
+from math import gcd, prod
+from typing import NamedTuple
 
 from ..program.dependence import values_of_data
-from ..program.factors import Rule
+from ..program.factors import Factor, Rule
 from ..program.graph import Graph, Operator, once_for_each_graph
 from ..sharding import Algorithm, Spec, algorithms, shared_algorithms
+from .spec_row import SpecRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,20 @@ def operator_choices(
     """
     moving = tuple(v is not None and graph.values[v].differentiated for v in operator.operands)
     shared = operator.name in ("scan_const", "scan_slice") or (of_parameters and operator.differentiated)
-    return _operator_choices(operator.rule, tuple(sizes.items()), moving, shared, operator.combine in ("max", "min"))
+    rule = _divided(operator.rule, prod(sizes.values()))
+    return _operator_choices(rule, tuple(sizes.items()), moving, shared, operator.combine in ("max", "min"))
+
+
+@lru_cache(maxsize=1 << 16)
+def _divided(rule: Rule, devices: int) -> Rule:
+    """A rule with the same algorithms on meshes of so many devices, and the same one for all sizes that are divided in
+    the same ways: microbatches of many sizes have the same choices."""
+
+    def size(factor: Factor) -> int:
+        divided = gcd(factor.size, devices)
+        return divided if divided > 1 or factor.size == 1 else devices + 1  # which nothing divides
+
+    return replace(rule, factors=tuple(replace(factor, size=size(factor)) for factor in rule.factors))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -50,6 +66,27 @@ def _operator_choices(
     if shared:
         return tuple(OperatorChoice(a, mark) for a, mark in shared_algorithms(rule, dict(sizes), moving))
     return tuple(OperatorChoice(a) for a in algorithms(rule, dict(sizes), moving, combines_at_once=combines))
+
+
+class ChoiceRows(NamedTuple):
+    """How each of some choices lays out every operand and every result."""
+
+    operands: tuple[SpecRow, ...]
+    results: tuple[SpecRow, ...]
+
+
+# By the identity of the choices, which live as long.
+_ROWS: dict[int, tuple[Sequence[OperatorChoice], ChoiceRows]] = {}
+
+
+def rows_of(choices: tuple[OperatorChoice, ...]) -> ChoiceRows:
+    """The rows of an operator's choices; many operators have the same."""
+    if id(choices) not in _ROWS:
+        algorithms_of = [choice.algorithm for choice in choices]
+        operands = tuple(map(SpecRow, zip(*(one.operands for one in algorithms_of), strict=True)))
+        results = tuple(map(SpecRow, zip(*(one.results for one in algorithms_of), strict=True)))
+        _ROWS[id(choices)] = choices, ChoiceRows(operands, results)
+    return _ROWS[id(choices)][1]
 
 
 @once_for_each_graph

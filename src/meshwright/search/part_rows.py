@@ -120,7 +120,8 @@ class PartRows:
         return self._rows[key]
 
     def priced(
-        self, place: Place, remat: str, prices: Sequence[float], number: int, in_flight: float
+        self, place: Place, remat: str, prices: Sequence[float], number: int, in_flight: float,
+        others: Sequence[float] = (),
     ) -> PartRow:  # fmt: skip
         """A part at one price of memory: a row of a column, and its workspace.
 
@@ -130,6 +131,7 @@ class PartRows:
           prices: in seconds a byte, all of them: they are found out together.
           number: 0 for no price, else from 1 which one.
           in_flight: microbatches.
+          others: numbers of microbatches in flight that will be asked for: they are found out together too.
 
         Raises:
           OutOfTime: if it is late.
@@ -140,10 +142,14 @@ class PartRows:
             solver = self._solver
             # It may have nothing to compute again.
             wish = remat if remat == "none" or solver.segments(place.first, place.last) else "none"
-            asked = [(price, in_flight) for price in prices] if number else [(0.0, 1)]
+            asked: dict[tuple[int, float], tuple[float, float]] = {(0, in_flight): (0.0, 1)}
+            if number:
+                unknown = [one for one in {in_flight, *others} if (*about, number, one) not in self._rows]
+                rungs = list(enumerate(prices, start=1))
+                asked = {(rung, one): (price, one) for one in sorted(unknown) for rung, price in rungs}
             gap = may_be_loose(len(solver.cut(place.first, place.last).graph.operators))
-            for rung, found in enumerate(solver.priced(place, wish, asked, gap=gap), start=min(number, 1)):
-                self._rows[*about, rung, in_flight] = part_row(*found) if found is not None else NO_PART
+            for key, found in zip(asked, solver.priced(place, wish, list(asked.values()), gap=gap), strict=True):
+                self._rows[*about, *key] = part_row(*found) if found is not None else NO_PART
         return self._rows[*about, number, in_flight]
 
     def _key(self, place: Place, remat: str) -> tuple[Any, ...]:

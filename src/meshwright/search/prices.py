@@ -17,6 +17,7 @@ from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
 from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
+from .choices import OperatorChoice, rows_of
 from .conversion_prices import conversion_prices
 from .operator_kernels import OperatorKernels, is_plain, operator_kernels, plain_kernel
 from .parameter_prices import ParameterPrices
@@ -140,10 +141,9 @@ class Prices:
             self._forward_tables[key] = fixed + rate * value_bytes
         return self._forward_tables[key]
 
-    def of_operator(self, graph: Graph, operator: Operator, choices: Sequence[Any]) -> OperatorPrices:
+    def of_operator(self, graph: Graph, operator: Operator, choices: tuple[OperatorChoice, ...]) -> OperatorPrices:
         """What is known of an operator that can be run in these ways."""
-        algorithms = [choice.algorithm for choice in choices]
-        results = tuple(map(SpecRow, zip(*(one.results for one in algorithms), strict=True)))
+        operands, results = rows_of(choices)
         if is_plain(operator):
             # What a device writes says it all, and that is one of a few sizes.
             written = np.zeros(len(choices))
@@ -155,12 +155,12 @@ class Prices:
             forward = np.array([self.kernel(plain_kernel(size, stored=stored)) for size in written.tolist()])[at]
             backward = forward * operator.differentiated
         else:
-            parts = self.operator_parts(graph, operator, algorithms)
+            parts = self.operator_parts(graph, operator, [choice.algorithm for choice in choices])
             forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
             forward, backward = forward + inside, backward + mirrored
         return OperatorPrices(
-            choices=tuple(choices),
-            operands=tuple(map(SpecRow, zip(*(one.operands for one in algorithms), strict=True))),
+            choices=choices,
+            operands=operands,
             results=results,
             forward_seconds=forward,
             backward_seconds=backward,

@@ -115,6 +115,7 @@ class StageEstimates:
         self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
+        self._levels: Sequence[float] = ()  # microbatches in flight that are looked at together
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
@@ -319,7 +320,8 @@ class StageEstimates:
         fits = np.full((_WORKSPACE, *wanted.shape), np.inf)
         # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
         about = [4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight]
-        for level in sorted(set(about)):
+        self._levels = sorted(set(about))
+        for level in self._levels:
             rows = np.array([one == level for one in about])
             times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
             fits[:, rows] = self._least_price(
@@ -434,7 +436,7 @@ class StageEstimates:
             prices = [unit * one for one in _PRICES]
             for part in range(self._starts[-1]):
                 place = Place(part, part + 1, kind, number)
-                row, again = self.parts.priced(place, remat, prices, price, in_flight)
+                row, again = self.parts.priced(place, remat, prices, price, in_flight, self._levels)
                 rows.append(row)
                 fixed.append(row[5])
                 workspace.append(again)
