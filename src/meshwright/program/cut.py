@@ -17,7 +17,7 @@ Pure data, no JAX. Cost: one pass over the program for `Cutter`, then each cut i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -110,12 +110,10 @@ class Cut:
         renumbered, whole = self._renumbered, self.whole
         return Graph(
             values=tuple(
-                replace(whole.values[v], index=i, shape=self.shapes.get(v, whole.values[v].shape))
-                for i, v in enumerate(self.values)
+                whole.values[v].placed(i, self.shapes.get(v, whole.values[v].shape)) for i, v in enumerate(self.values)
             ),
             operators=tuple(
-                replace(op, index=i, operands=renumbered(op.operands), results=renumbered(op.results))
-                for i, op in enumerate(self.inside)
+                op.placed(i, renumbered(op.operands), renumbered(op.results)) for i, op in enumerate(self.inside)
             ),
             inputs=tuple(self._numbers[v] for v in self.inputs),
             outputs=renumbered(self.outputs),

@@ -12,9 +12,10 @@ body to the outside, so that one problem covers both:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
 from math import prod
+from operator import attrgetter
 from typing import TypeVar
 
 from .factors import Rule
@@ -48,6 +49,15 @@ class Value:
     def bytes(self) -> float:
         """Bytes of the whole value."""
         return prod(self.shape) * self.itemsize
+
+    def placed(self, index: int, shape: tuple[int, ...]) -> Value:
+        """The same at another place in a graph, of another shape."""
+        # Graphs of ranges are made by the thousand: `replace` takes ten times as long.
+        new = object.__new__(Value)
+        new.__dict__.update(self.__dict__)
+        new.__dict__.pop("bytes", None)
+        new.__dict__.update(index=index, shape=shape)
+        return new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +103,21 @@ class Operator:
     def is_link(self) -> bool:
         """Whether it joins a scan's body to the outside."""
         return self.name.startswith("scan_")
+
+    def placed(self, index: int, operands: tuple[int | None, ...], results: tuple[int | None, ...]) -> Operator:
+        """The same at another place in a graph, between other values."""
+        new = object.__new__(Operator)
+        for set_field, field_value in zip(_SETTERS, _fields_of(self), strict=True):
+            set_field(new, field_value)
+        for name, changed in (("index", index), ("operands", operands), ("results", results)):
+            object.__setattr__(new, name, changed)
+        return new
+
+
+# Graphs of ranges are made by the thousand: `replace` takes twice as long.
+_NAMES = [one.name for one in fields(Operator)]
+_SETTERS = [getattr(Operator, name).__set__ for name in _NAMES]
+_fields_of = attrgetter(*_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)

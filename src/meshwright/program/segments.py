@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from .graph import Graph, Path
+from .graph import Graph, Operator, Path
 from .residuals import kept_values
 
 Segments = Mapping[Path, Sequence[tuple[int, int]]]
@@ -117,5 +117,8 @@ def rematerialise(graph: Graph, segments: Segments) -> Graph:
                     return (*path[:depth], start)
         return None
 
-    operators = tuple(op if op.region is not None else replace(op, region=region(op.path)) for op in graph.operators)
-    return replace(graph, operators=operators)
+    def marked(operator: Operator) -> Operator:
+        found = region(operator.path) if operator.region is None else None
+        return operator if found is None else replace(operator, region=found)
+
+    return replace(graph, operators=tuple(map(marked, graph.operators)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from jax.sharding import Mesh
 
@@ -42,7 +42,6 @@ class LocalStages:
       schedule: the plan's.
       stages: what they compute of the core.
       around: what surrounds it, shared out.
-      updates: what they compute around it.
 
     Raises:
       PlanError: if the plan is for another program, or asks for what the runtime cannot do.
@@ -71,7 +70,12 @@ class LocalStages:
         self.around = Surroundings(staged, [stage.cut for stage in self.stages])
         if asynchronous:
             check_asynchronous(self.around, program.state_inputs, grown_dims(program))
-        self.updates = [UpdateProgram(staged, stage, self.around) for stage in self.stages]
+        self._update_of = cache(lambda number: UpdateProgram(staged, self.stages[number], self.around))
+
+    @property
+    def updates(self) -> list[UpdateProgram]:
+        """What the stages compute around the core."""
+        return [self._update_of(number) for number in range(len(self.stages))]
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -83,7 +87,7 @@ class LocalStages:
         splits, counted = self.schedule.splits_backward, self._counted
         keys: dict[int, Hashable] = {}
         for number in numbers:
-            s, u = self.stages[number], self.updates[number]
+            s, u = self.stages[number], self._update_of(number)
             alike = likeness(self._core, s, u, self.around)
             keys[number] = alike, s.microbatches, len(s.own), splits, self._platform
         left: dict[Hashable, int] = {}
@@ -92,7 +96,7 @@ class LocalStages:
                 left.setdefault(key, number)
 
         def work(number: int) -> tuple[int, StageMemory]:
-            stage, update = self.stages[number], self.updates[number]
+            stage, update = self.stages[number], self._update_of(number)
             found = stage_memory(stage, update, splits_backward=splits, platform=self._platform)
             learn((number, found))
             return number, found
