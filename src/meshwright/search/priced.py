@@ -109,7 +109,8 @@ class PricedProblem:
             solved = self.solved(wanted, gap=gap, time_limit_seconds=time_limit_seconds)
             for number, price, one in zip(left, wanted, solved, strict=True):
                 if one.choices is not None:
-                    found[number] = self._priced(one.choices, price, max(one.bound, found[number].bound))
+                    bound = max(one.bound, found[number].bound)
+                    found[number] = _priced(one.choices, *self._totals(one.choices, price), bound)
         return found
 
     def relaxed(self, prices: Sequence[tuple[float, float]]) -> list[Priced]:
@@ -128,10 +129,13 @@ class PricedProblem:
         choices, totals, bounds = self._forest.minimise_each(seconds.numbers[:, None] + held.numbers @ at.T)
         if not np.isfinite(bounds).all():
             raise Infeasible.no_finite("the spanning forest")
+        paid = (held.sum(choices) * at).sum(axis=1)
         return [
-            self._priced(tuple(one), price, bound) if total < inf else Priced(choices=None, bound=bound)
-            for one, price, total, bound in zip(
-                choices.T.tolist(), prices, totals.tolist(), bounds.tolist(), strict=True
+            _priced(tuple(one), total - bytes_cost, bytes_cost, bound)
+            if total < inf
+            else Priced(choices=None, bound=bound)
+            for one, total, bytes_cost, bound in zip(
+                choices.T.tolist(), totals.tolist(), paid.tolist(), bounds.tolist(), strict=True
             )
         ]
 
@@ -155,7 +159,7 @@ class PricedProblem:
                 found.append(Priced(choices=None, bound=-inf))
             else:
                 seconds, paid = self._totals(choices, price)
-                found.append(self._priced(choices, price, seconds + paid - over))
+                found.append(_priced(choices, seconds, paid, seconds + paid - over))
         return found
 
     def seconds(self, choices: tuple[int, ...]) -> float:
@@ -168,12 +172,13 @@ class PricedProblem:
         once, each = self._flat[1].sum(np.array(choices, dtype=int)).tolist()
         return self.seconds(choices), price[0] * (once + price[1] * each)
 
-    def _priced(self, choices: tuple[int, ...], price: tuple[float, float], bound: float) -> Priced:
-        seconds, paid = self._totals(choices, price)
-        over = seconds + paid - bound
-        if over <= _ROUNDING * (seconds + paid):
-            return Priced(choices=choices, bound=bound)
-        return Priced(choices=choices, bound=bound, share=max(1 - over / seconds, 0.0) if seconds > 0 else 0.0)
+
+def _priced(choices: tuple[int, ...], seconds: float, paid: float, bound: float) -> Priced:
+    """Choices of so many seconds, whose bytes cost so much."""
+    over = seconds + paid - bound
+    if over <= _ROUNDING * (seconds + paid):
+        return Priced(choices=choices, bound=bound)
+    return Priced(choices=choices, bound=bound, share=max(1 - over / seconds, 0.0) if seconds > 0 else 0.0)
 
 
 class _Exact:
