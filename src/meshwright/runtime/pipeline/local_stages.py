@@ -104,8 +104,10 @@ class LocalStages:
         def learn(found: tuple[int, StageMemory]) -> None:
             counted[keys[found[0]]] = found[1]
 
-        todo = list(left.values())
-        if sum(len(self.stages[number].cut.graph.operators) for number in todo) >= _MANY_OPERATORS:
+        # The longest first: a copy begins at the other end.
+        sizes = {number: len(self.stages[number].cut.graph.operators) for number in left.values()}
+        todo = sorted(sizes, key=lambda number: (-sizes[number], number))
+        if sum(sizes.values()) >= _MANY_OPERATORS:
             in_two(todo, work, learn)
         else:
             for number in todo:
