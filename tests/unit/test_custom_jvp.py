@@ -55,9 +55,22 @@ def test_functions_made_of_one_definition_are_told_apart() -> None:
     assert custom_jvp_of(first) == custom_jvp_of(again) != custom_jvp_of(second)
 
 
-def test_static_arguments_are_told_apart_or_nothing_is_said() -> None:
-    first, second = calls(lambda x: powered(powered(x, 2), 3))
-    assert custom_jvp_of(first) is None or custom_jvp_of(first) != custom_jvp_of(second)
+def test_functions_that_share_a_rule_are_told_apart() -> None:
+    def straight_through(primal: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        function = jax.custom_jvp(primal)
+        function.defjvp(pass_through)
+        return function
+
+    def pass_through(primals: Any, tangents: Any) -> Any:
+        return jnp.round(primals[0]), tangents[0]
+
+    rounded, turned = straight_through(lambda x: jnp.round(x)), straight_through(lambda x: x[::-1])
+    first, second, again = calls(lambda x: rounded(turned(rounded(x))))
+    assert custom_jvp_of(first) == custom_jvp_of(again) != custom_jvp_of(second)
+
+
+def test_of_static_arguments_nothing_is_said() -> None:
+    assert [custom_jvp_of(one) for one in calls(lambda x: powered(powered(x, 2), 3))] == [None, None]
 
 
 def test_other_calls_are_none() -> None:

@@ -415,28 +415,30 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
 
 
 def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage is as fast as on the best of all logical meshes solved to the end, within what that is worth."""
-    submesh, in_flight, loose = Submesh(0, 16), 2, 0
-    whole = StageProblem.fastest.func  # type: ignore[attr-defined]  # of a cached property
+    """Where forests find what is far from the best, a stage is as fast as on the best of all logical meshes solved to
+    the end, within what that is worth, and nothing that is uncertain is offered."""
+    submesh, in_flight = Submesh(0, 16), 2
+    plain = StageProblem.fastest.func  # type: ignore[attr-defined]  # of a cached property
 
-    def uncertain(problem: StageProblem) -> Priced:
-        found = whole(problem)
-        return replace(found, share=min(found.share, 0.97))  # as where forests cannot tell
+    def poor(problem: StageProblem) -> Priced:
+        """Layouts that save memory, which are slower."""
+        bound = plain(problem).bound
+        (lean,) = problem.priced([(1e-3, in_flight)], gap=0.0, time_limit_seconds=10.0)
+        assert lean.choices is not None
+        return Priced(choices=lean.choices, bound=bound, share=bound / problem._free.seconds(lean.choices))
 
-    monkeypatch.setattr(StageProblem, "fastest", property(uncertain))
     costs, fresh = costs_of("moe-tiny", "p3.16xlarge:2"), costs_of("moe-tiny", "p3.16xlarge:2")
     kind, limit = costs.solver.kind_of[submesh], costs.limit_bytes(submesh, last=False)
     fresh.solver.kind_of[submesh]
+    weight, ends = costs.estimates.weight, 0
     for first, last in ((0, 1), (1, 3), (0, 4)):
-        found = costs.solve(first, last, submesh, in_flight)
-        weight = costs.estimates.weight
-        stages = [
-            fresh.solver.within(Place(first, last, kind, mesh), "none", in_flight, limit)
-            for mesh in range(len(costs.solver.meshes[kind]))
-        ]
+        meshes = range(len(costs.solver.meshes[kind]))
+        stages = [fresh.solver.within(Place(first, last, kind, mesh), "none", in_flight, limit) for mesh in meshes]
         best = min(weight(option_of(stage)) for stage in stages if stage is not None)
-        assert min(map(weight, found)) <= best / 0.99
-        loose += sum(option.tag.certain_share < 0.98 for option in found)
-        # The fastest of them is solved to the end.
-        assert min(found, key=weight).tag.certain_share >= 0.99
-    assert loose > 0
+        with monkeypatch.context() as patched:
+            patched.setattr(StageProblem, "fastest", property(poor))
+            found = costs.solve(first, last, submesh, in_flight)
+        assert best * (1 - 1e-9) <= min(map(weight, found)) <= best / 0.99
+        assert all(option.tag.certain_share >= 0.99 for option in found)
+        ends += len(found) < len(stages)
+    assert ends > 0

@@ -281,8 +281,8 @@ _WRAPPERS: Mapping[frozenset[str], tuple[str, tuple[str, ...]]] = {
 
 
 def custom_jvp_of(equation: Equation) -> Hashable:
-    """What a call of a function with a custom JVP computes, but for its shapes: equal for calls of the same function
-    with the same static arguments. None for other equations, and where it cannot be told.
+    """What a call of a function with a custom JVP computes: equal for calls of the same function on the same shapes.
+    None for other equations, and where it cannot be told: with static arguments, or arrays that are closed over.
 
     Every such call has a program and a rule of its own, of which JAX compares nothing but the identity. The user's rule
     is found in what they close over; that is no interface of JAX, and where it is not there, None is the answer.
@@ -305,7 +305,8 @@ def custom_jvp_of(equation: Equation) -> Hashable:
         (step, *(one for one in given if not getattr(one, "__qualname__", "").startswith("transformation_with_aux")))
         for step, given in rule.transforms
     )
-    found = rule.f, static, tuple(said)
+    # Functions may share a rule.
+    found = rule.f, static, tuple(said), str(equation.params["call_jaxpr"])
     try:
         hash(found)
     except TypeError:

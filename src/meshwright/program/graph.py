@@ -53,10 +53,11 @@ class Value:
     def placed(self, index: int, shape: tuple[int, ...]) -> Value:
         """The same at another place in a graph, of another shape."""
         # Graphs of ranges are made by the thousand: `replace` takes ten times as long.
-        new = object.__new__(Value)
-        new.__dict__.update(self.__dict__)
-        new.__dict__.pop("bytes", None)
-        new.__dict__.update(index=index, shape=shape)
+        new, own = object.__new__(Value), self.__dict__
+        new.__dict__.update(
+            index=index, shape=shape, dtype=own["dtype"], itemsize=own["itemsize"],
+            differentiated=own["differentiated"], constant=own["constant"], name=own["name"],
+        )  # fmt: skip
         return new
 
 

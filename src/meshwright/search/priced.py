@@ -108,9 +108,11 @@ class PricedProblem:
             wanted = [prices[number] for number in left]
             solved = self.solved(wanted, gap=gap, time_limit_seconds=time_limit_seconds)
             for number, price, one in zip(left, wanted, solved, strict=True):
-                if one.choices is not None:
-                    bound = max(one.bound, found[number].bound)
-                    found[number] = _priced(one.choices, *self._totals(one.choices, price), bound)
+                bound = max(one.bound, found[number].bound)
+                known = [choices for choices in (one.choices, found[number].choices) if choices is not None]
+                if known:  # where the graph is too wide for elimination the forest's may be better
+                    best = min(known, key=lambda choices, price=price: sum(self._totals(choices, price)))
+                    found[number] = _priced(best, *self._totals(best, price), bound)
         return found
 
     def relaxed(self, prices: Sequence[tuple[float, float]]) -> list[Priced]:
@@ -126,7 +128,7 @@ class PricedProblem:
             return [Priced(choices=(), bound=0.0)] * len(prices)
         at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
         seconds, held = self._flat
-        choices, totals, bounds = self._forest.minimise_each(seconds.numbers[:, None] + held.numbers @ at.T)
+        choices, totals, bounds = self._forest.minimise_each(seconds.numbers[:, None] + _paid(held.numbers, at))
         if not np.isfinite(bounds).all():
             raise Infeasible.no_finite("the spanning forest")
         paid = (held.sum(choices) * at).sum(axis=1)
@@ -171,6 +173,12 @@ class PricedProblem:
         """Seconds of choices, and what their bytes cost."""
         once, each = self._flat[1].sum(np.array(choices, dtype=int)).tolist()
         return self.seconds(choices), price[0] * (once + price[1] * each)
+
+
+def _paid(held: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """What bytes cost, `[choice, case]`. To the last digit the same whatever other cases there are, which a product of
+    matrices is not: processes ask for different ones together."""
+    return held[:, :1] * at[:, 0] + held[:, 1:] * at[:, 1]
 
 
 def _priced(choices: tuple[int, ...], seconds: float, paid: float, bound: float) -> Priced:
@@ -223,8 +231,10 @@ class _Exact:
         if not self._small.costs:
             return [(self._restored(()), 0.0)] * len(prices)
         if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:
-            at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2).T
-            costs = [seconds[:, None] + row @ at for seconds, row in zip(self._small.costs, self._held, strict=True)]
+            at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
+            costs = [
+                seconds[:, None] + _paid(row, at) for seconds, row in zip(self._small.costs, self._held, strict=True)
+            ]
             return [self._checked(*one) for one in self._elimination.minimise_each(costs)]
 
         def best(price: float, in_flight: float) -> _Found:

@@ -41,7 +41,9 @@ def _between_blocks(program: StagedProgram) -> set[int]:
         shapes = tuple(values[v].shape for v in operator.results if v is not None)
         signatures[operator.path[0]].append((operator.name, operator.flops, operator.repeats, shapes))
     written = [repr(one) for one in signatures]
-    first, size = _block(written, program.layers)
+    if (found_block := _block(written, program.layers)) is None:
+        return set()
+    first, size = found_block
     block, layer_of = written[first : first + size], _layers(program)
     found: set[int] = set()
     place = 0
@@ -55,15 +57,18 @@ def _between_blocks(program: StagedProgram) -> set[int]:
     return found
 
 
-def _block(written: list[str], layers: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Where a block of the most common layer begins, and how long it is: all of it, or one of several equal ones."""
+def _block(written: list[str], layers: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Where a block of the most common layer begins, and how long it is: all of it, or one of several equal ones. None
+    where nothing repeats."""
     counts = Counter(tuple(written[a:b]) for a, b in layers)
-    common, _ = counts.most_common(1)[0]
+    common, times = counts.most_common(1)[0]
     length = len(common)
     blocks = next(
         (k for k in range(min(_MOST_BLOCKS, length), 1, -1) if length % k == 0 and common == common[: length // k] * k),
         1,
     )
+    if blocks == times == 1:
+        return None
     return next(a for a, b in layers if tuple(written[a:b]) == common), length // blocks
 
 

@@ -354,6 +354,7 @@ class StageSolver:
             for remat in ("none", "layer"):
                 self._problems.pop((*key, remat), None)
                 self._free.pop((*key, remat), None)
+            self._same = {known: stage for known, stage in self._same.items() if known[:3] != key}
 
     def free(self, place: Place, remat: str, *, loosely: bool = False) -> SolvedStage | None:
         """The best solution whatever its memory, or None if no layout exists; `loosely` as of `within`."""

@@ -1,10 +1,11 @@
 """What the nodes of an intra-operator problem read, whatever the mesh is: found out once for a graph.
 
 Operators that follow the one whose result they read have its node. A value that one operator makes and one reads could
-be converted between the two; where both are elementwise and read one large array each, the conversion may as well come
-where such a chain begins or ends. Alpa (OSDI '22) merges them too; here a follower has to have the same layouts.
+be converted between the two; where what both take follows from what they write, and each reads one large array, the
+conversion may as well come where such a chain begins or ends. Alpa (OSDI '22) merges them too; here a follower has to
+have the same layouts.
 
-Known limit: where a chain makes its values wider, a conversion in its middle can cost a little less.
+Known limit: where a chain casts its values to a narrower type and back, a conversion in its middle can cost less.
 """
 
 from __future__ import annotations
@@ -177,19 +178,22 @@ def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
 def _follower(graph: Graph, known: set[int], operator: Operator) -> tuple[int, int] | None:
     """What may follow an operator, and the operand by which it does: it alone reads the result, and nothing else that
     is as large as what it makes."""
-    if len(operator.results) != 1 or operator.results[0] is None or not _is_link(graph, operator):
+    if len(operator.results) != 1 or operator.results[0] is None or not _continues(graph, operator):
         return None
     value = operator.results[0]
     readers = [(user, at) for user, at in graph.consumers.get(value, ()) if user in known]
     if len(readers) != 1:
         return None
     reader = graph.operators[readers[0][0]]
-    largest = _is_link(graph, reader) and graph.values[value].bytes >= _made_bytes(graph, reader)
+    if reader.region != operator.region or value in graph.outputs:
+        return None  # conversions run more often on one side, or there is one that leaves the graph
+    largest = _continues(graph, reader) and graph.values[value].bytes >= _made_bytes(graph, reader)
     return readers[0] if largest else None
 
 
-def _is_link(graph: Graph, operator: Operator) -> bool:
-    """Whether an operator is elementwise, and reads no more than one array that is as large as what it makes."""
+def _continues(graph: Graph, operator: Operator) -> bool:
+    """Whether what an operator takes follows from what it writes (`is_plain`), and it reads no more than one array that
+    is as large as that."""
     if not is_plain(operator):
         return False
     made = _made_bytes(graph, operator)
