@@ -14,7 +14,8 @@ All ranges of layers are looked at together, for all numbers of microbatches in 
 of running sums, so a table of all of them is a few operations on small arrays once the parts are solved.
 
 Known limits: between equal parts that would rather leave their sums partial an estimate is too high, since every part
-alone has to finish them; a parameter that several parts of a range read counts in each.
+alone has to finish them; a parameter that several parts of a range read counts in each; at a price of memory a part has
+the bytes of what a forest finds there, which may be more than those of the best by what `part_rows` leaves open.
 """
 
 from __future__ import annotations
