@@ -416,7 +416,7 @@ def test_a_stage_in_a_limit_of_memory_is_as_good_as_it_can_be() -> None:
 
 def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where forests find what is far from the best, a stage is as fast as on the best of all logical meshes solved to
-    the end, within what that is worth, and nothing that is uncertain is offered."""
+    the end, within what that is worth."""
     submesh, in_flight = Submesh(0, 16), 2
     plain = StageProblem.fastest.func  # type: ignore[attr-defined]  # of a cached property
 
@@ -439,6 +439,6 @@ def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatc
             patched.setattr(StageProblem, "fastest", property(poor))
             found = costs.solve(first, last, submesh, in_flight)
         assert best * (1 - 1e-9) <= min(map(weight, found)) <= best / 0.99
-        assert all(option.tag.certain_share >= 0.99 for option in found)
-        ends += len(found) < len(stages)
+        assert min(found, key=weight).tag.certain_share >= 0.99
+        ends += sum(option.tag.certain_share < 0.99 for option in found)
     assert ends > 0
