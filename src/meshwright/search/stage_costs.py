@@ -23,7 +23,7 @@ from .pins import Pins
 from .program_parts import in_parts
 from .stage_estimates import StageEstimates
 from .stage_segments import stage_segments
-from .stage_solver import RANGE_GAP, Kinds, Place, SolvedStage, StageSolver, WantedMesh, in_turn
+from .stage_solver import RANGE_GAP, Kinds, Place, SolvedStage, StageSolver, WantedMesh, better_of, in_turn
 from .submeshes import Submesh, Submeshes
 
 
@@ -255,8 +255,8 @@ class StageCosts:
         self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[str], float]
     ) -> list[Option]:
         """The fastest way to run a range on each logical mesh that may have the fastest of all, in so many bytes of a
-        device by rematerialisation. It is solved to the end on those alone that are not bound to be slower: on others
-        what a forest finds will do."""
+        device by rematerialisation. It is solved to the end on those alone that are not bound to be slower; the
+        others are left out."""
         tried: list[tuple[float, Place, str]] = []
         found: list[Option] = []
         best = inf
@@ -269,13 +269,17 @@ class StageCosts:
                 seconds = self.estimates.weight(found[-1])
                 tried.append((stage.certain_share * seconds, place, remat))
                 best = min(best, seconds)
+        solved: list[Option] = []
         for number, (least, place, remat) in sorted(enumerate(tried), key=lambda one: one[1][0]):
-            if least >= (1 - RANGE_GAP) * min(best, self.estimates.weight(found[number])):
-                continue
-            if (stage := self.solver.within(place, remat, in_flight, limit(remat))) is not None:
-                found[number] = option_of(stage)
-                best = min(best, self.estimates.weight(found[number]))
-        return found
+            option = found[number]
+            if option.tag.certain_share < 1 - RANGE_GAP:
+                if least >= (1 - RANGE_GAP) * best:
+                    continue  # what is uncertain is offered to no plan
+                if (stage := self.solver.within(place, remat, in_flight, limit(remat))) is not None:
+                    option = option_of(better_of(stage, option.tag))
+                best = min(best, self.estimates.weight(option))
+            solved.append(option)
+        return solved
 
     def unsolved(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> list[tuple[PlacedStage, int]]:
         """Of these stages those that are not solved, with the microbatches that are in flight at their places."""

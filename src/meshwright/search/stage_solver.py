@@ -108,6 +108,19 @@ class SolvedStage:
         return self.own_bytes(in_flight, delayed) + self.seconds.workspace_bytes
 
 
+def better_of(first: SolvedStage, second: SolvedStage) -> SolvedStage:
+    """Of two solutions of one problem the faster, with what either proves.
+
+    Args:
+      first: is taken of equals.
+      second: the other.
+    """
+    found = min(first, second, key=lambda one: one.chosen.solution.objective)
+    least = max(one.chosen.solution.lower_bound for one in (first, second))
+    objective = found.chosen.solution.objective
+    return found.certain(min(least / objective, 1.0)) if objective > 0 else found
+
+
 def in_turn(
     solve: Callable[[float], SolvedStage | None], in_flight: int, stages: int, limit_bytes: float
 ) -> SolvedStage | None:
