@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from meshwright.program.factors import Factor, Rule
-from meshwright.search.choices import OperatorChoice, _divided, rows_of
+from meshwright.search.choices import Choices, OperatorChoice, _divided
 from meshwright.sharding import algorithms
 
 MESHES = ({"x": 8}, {"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 4, "y": 6})
@@ -38,8 +38,7 @@ def test_sizes_that_are_divided_alike_have_the_same_algorithms(sizes: dict[str, 
 
 
 def test_rows_are_found_once_for_choices() -> None:
-    choices = tuple(OperatorChoice(one) for one in algorithms(matmul(8, 8, 8), {"x": 2}, (True, True)))
-    rows = rows_of(choices)
-    assert rows is rows_of(choices)
-    assert [row[1] for row in rows.operands] == list(choices[1].algorithm.operands)
-    assert [row[2] for row in rows.results] == list(choices[2].algorithm.results)
+    choices = Choices(OperatorChoice(one) for one in algorithms(matmul(8, 8, 8), {"x": 2}, (True, True)))
+    assert choices.operands is choices.operands
+    assert [row[1] for row in choices.operands] == list(choices[1].algorithm.operands)
+    assert [row[2] for row in choices.results] == list(choices[2].algorithm.results)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import gcd, prod
-from typing import NamedTuple
 
 from ..program.dependence import values_of_data
 from ..program.factors import Factor, Rule
@@ -32,9 +31,21 @@ class ParameterChoice:
     storage: Spec
 
 
-def operator_choices(
-    graph: Graph, operator: Operator, sizes: Mapping[str, int], *, of_parameters: bool
-) -> tuple[OperatorChoice, ...]:
+class Choices(tuple[OperatorChoice, ...]):
+    """An operator's choices, with how they lay out what it reads and makes; many operators have the same."""
+
+    @cached_property
+    def operands(self) -> tuple[SpecRow, ...]:
+        """Of every operand, the spec that each choice reads."""
+        return tuple(map(SpecRow, zip(*(one.algorithm.operands for one in self), strict=True)))
+
+    @cached_property
+    def results(self) -> tuple[SpecRow, ...]:
+        """Of every result, the spec that each choice makes."""
+        return tuple(map(SpecRow, zip(*(one.algorithm.results for one in self), strict=True)))
+
+
+def operator_choices(graph: Graph, operator: Operator, sizes: Mapping[str, int], *, of_parameters: bool) -> Choices:
     """Every algorithm of an operator.
 
     Args:
@@ -62,31 +73,10 @@ def _divided(rule: Rule, devices: int) -> Rule:
 @lru_cache(maxsize=1 << 14)
 def _operator_choices(
     rule: Rule, sizes: tuple[tuple[str, int], ...], moving: tuple[bool, ...], shared: bool, combines: bool
-) -> tuple[OperatorChoice, ...]:
+) -> Choices:
     if shared:
-        return tuple(OperatorChoice(a, mark) for a, mark in shared_algorithms(rule, dict(sizes), moving))
-    return tuple(OperatorChoice(a) for a in algorithms(rule, dict(sizes), moving, combines_at_once=combines))
-
-
-class ChoiceRows(NamedTuple):
-    """How each of some choices lays out every operand and every result."""
-
-    operands: tuple[SpecRow, ...]
-    results: tuple[SpecRow, ...]
-
-
-# By the identity of the choices, which live as long.
-_ROWS: dict[int, tuple[Sequence[OperatorChoice], ChoiceRows]] = {}
-
-
-def rows_of(choices: tuple[OperatorChoice, ...]) -> ChoiceRows:
-    """The rows of an operator's choices; many operators have the same."""
-    if id(choices) not in _ROWS:
-        algorithms_of = [choice.algorithm for choice in choices]
-        operands = tuple(map(SpecRow, zip(*(one.operands for one in algorithms_of), strict=True)))
-        results = tuple(map(SpecRow, zip(*(one.results for one in algorithms_of), strict=True)))
-        _ROWS[id(choices)] = choices, ChoiceRows(operands, results)
-    return _ROWS[id(choices)][1]
+        return Choices(OperatorChoice(a, mark) for a, mark in shared_algorithms(rule, dict(sizes), moving))
+    return Choices(OperatorChoice(a) for a in algorithms(rule, dict(sizes), moving, combines_at_once=combines))
 
 
 @once_for_each_graph

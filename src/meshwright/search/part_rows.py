@@ -132,7 +132,7 @@ class PartRows:
           prices: in seconds a byte, all of them: they are found out together.
           number: 0 for no price, else from 1 which one.
           in_flight: microbatches.
-          others: numbers of microbatches in flight that will be asked for: they are found out together too.
+          others: numbers of microbatches in flight that may be asked for next: they are found out together too.
 
         Raises:
           OutOfTime: if it is late.

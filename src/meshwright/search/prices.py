@@ -17,7 +17,7 @@ from ..program.graph import Graph, Operator
 from ..program.halo import halo_bytes
 from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
-from .choices import OperatorChoice, rows_of
+from .choices import Choices
 from .conversion_prices import conversion_prices
 from .operator_kernels import OperatorKernels, is_plain, operator_kernels, plain_kernel
 from .parameter_prices import ParameterPrices
@@ -141,13 +141,12 @@ class Prices:
             self._forward_tables[key] = fixed + rate * value_bytes
         return self._forward_tables[key]
 
-    def of_operator(self, graph: Graph, operator: Operator, choices: tuple[OperatorChoice, ...]) -> OperatorPrices:
+    def of_operator(self, graph: Graph, operator: Operator, choices: Choices) -> OperatorPrices:
         """What is known of an operator that can be run in these ways."""
-        operands, results = rows_of(choices)
         if is_plain(operator):
             # What a device writes says it all, and that is one of a few sizes.
             written = np.zeros(len(choices))
-            for value, row in zip(operator.results, results, strict=True):
+            for value, row in zip(operator.results, choices.results, strict=True):
                 if value is not None:
                     written = written + graph.values[value].bytes / self.shards(row)
             written, at = np.unique(written, return_inverse=True)
@@ -160,8 +159,8 @@ class Prices:
             forward, backward = forward + inside, backward + mirrored
         return OperatorPrices(
             choices=choices,
-            operands=operands,
-            results=results,
+            operands=choices.operands,
+            results=choices.results,
             forward_seconds=forward,
             backward_seconds=backward,
         )

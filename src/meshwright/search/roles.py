@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 from ..program.graph import Graph, Operator
 from ..program.origins import Origin, dim_origins, operator_origins
 from ..sharding import Spec
-from .choices import OperatorChoice, ParameterChoice
+from .choices import Choices, OperatorChoice, ParameterChoice
 
 Role = Literal["batch", "tensor", "expert"]
 
@@ -73,7 +73,7 @@ class Roles:
 
     def operator(
         self, operator: Operator, origins: Sequence[Origin], choices: Sequence[OperatorChoice], *, of_parameters: bool
-    ) -> tuple[OperatorChoice, ...]:
+    ) -> Choices:
         """The algorithms of an operator that the roles allow.
 
         Args:
@@ -89,7 +89,7 @@ class Roles:
                 return next((f for f, axes in enumerate(choice.algorithm.axes) if axis in axes), None)
 
             choices = _narrowed(choices, factor, wanted, required=required)
-        return tuple(choices)
+        return Choices(choices)
 
     def _factors(
         self, operator: Operator, told: Sequence[Origin], role: Role, *, of_parameters: bool

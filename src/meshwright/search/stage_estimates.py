@@ -116,7 +116,6 @@ class StageEstimates:
         self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
-        self._levels: Sequence[float] = ()  # microbatches in flight that are looked at together
         self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
         self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
         self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
@@ -321,25 +320,25 @@ class StageEstimates:
         fits = np.full((_WORKSPACE, *wanted.shape), np.inf)
         # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
         about = [4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight]
-        self._levels = sorted(set(about))
-        for level in self._levels:
+        levels = sorted(set(about))
+        for level in levels:
             rows = np.array([one == level for one in about])
             times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
             fits[:, rows] = self._least_price(
-                kind, number, remat, level, times[:, None, None], share, wanted[rows], most
+                kind, number, remat, level, levels, times[:, None, None], share, wanted[rows], most
             )
         return fits
 
     def _least_price(
-        self, kind: int, number: int, remat: str, about: float, times: np.ndarray, share: float,
-        wanted: np.ndarray, most: np.ndarray,
+        self, kind: int, number: int, remat: str, about: float, others: Sequence[float], times: np.ndarray,
+        share: float, wanted: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
         found = np.full((_WORKSPACE, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
         limits = self._limits(kind, remat)
         for price in range(len(_PRICES) + 1):
-            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0), share)
+            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0, others), share)
             held = now[_CONSTANT] + times * now[_KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[_FORWARD])
@@ -389,12 +388,14 @@ class StageEstimates:
             self._leasts[key] = np.array([constant, kept, self._largest(again)])
         return self._leasts[key]
 
-    def _sum(self, kind: int, number: int, remat: str, price: int, in_flight: float) -> np.ndarray:
+    def _sum(
+        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
+    ) -> np.ndarray:
         """The parts of every range, each by itself at one price of memory: `[field, first, last]`, with seconds that
-        are infinite where there is no layout or no range."""
+        are infinite where there is no layout or no range; `others` as of `PartRows.priced`."""
         key = kind, number, remat, price, in_flight
         if key not in self._sums:
-            column = self._column(*key)
+            column = self._column(*key, others)
             forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(
                 column.sums
             ).transpose(2, 0, 1)
@@ -428,7 +429,9 @@ class StageEstimates:
             found[number, number + 1 :] = np.maximum.accumulate(values[start:])[starts[number + 1 :] - start - 1]
         return found
 
-    def _column(self, kind: int, number: int, remat: str, price: int, in_flight: float) -> _Column:
+    def _column(
+        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
+    ) -> _Column:
         key = kind, number, remat, price, in_flight
         if key not in self._columns:
             rows: list[tuple[float, ...]] = [(0.0,) * 9]
@@ -437,7 +440,7 @@ class StageEstimates:
             prices = [unit * one for one in _PRICES]
             for part in range(self._starts[-1]):
                 place = Place(part, part + 1, kind, number)
-                row, again = self.parts.priced(place, remat, prices, price, in_flight, self._levels)
+                row, again = self.parts.priced(place, remat, prices, price, in_flight, others)
                 rows.append(row)
                 fixed.append(row[5])
                 workspace.append(again)
