@@ -25,9 +25,10 @@ from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.priced import Priced
 from meshwright.search.program_parts import in_parts
+from meshwright.search.solved_stage import better_of
 from meshwright.search.stage_costs import StageCosts, option_of
 from meshwright.search.stage_problem import StageProblem
-from meshwright.search.stage_solver import Place, better_of
+from meshwright.search.stage_solver import Place
 from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.solve import Problem, solve
 from meshwright.zoo import registry

@@ -19,7 +19,7 @@ from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pipeline import StageRequest, search_stages
-from meshwright.search.stage_solver import in_turn
+from meshwright.search.solved_stage import in_turn
 from meshwright.search.workspace import workspace_of, worst_moments
 from meshwright.zoo import gpt, llama
 

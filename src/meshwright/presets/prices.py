@@ -32,8 +32,9 @@ from ..program.traces import Traces
 from ..search.inter_op_problem import PlacedStage
 from ..search.parameters import parameter_infos
 from ..search.pins import Layout, Pins
+from ..search.solved_stage import SolvedStage, in_turn
 from ..search.stage_costs import StageCosts, option_of
-from ..search.stage_solver import Kinds, SolvedStage, StageSolver, in_turn
+from ..search.stage_solver import Kinds, StageSolver
 from ..search.staged_plan import assemble
 from ..search.staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
 from ..search.submeshes import Submesh, Submeshes

@@ -10,7 +10,8 @@ from functools import cached_property
 from ..errors import PlanError
 from ..program.staged import StagedProgram
 from ..search.pins import Pins
-from ..search.stage_solver import Place, SolvedStage, StageSolver
+from ..search.solved_stage import SolvedStage
+from ..search.stage_solver import Place, StageSolver
 from ..search.submeshes import Submesh
 from ..search.workspace import held_together
 from .least import StageLeast, Way, microbatches_in_flight

@@ -9,9 +9,9 @@ from ..program.staged import StagedProgram, merge_scans
 from ..schedule import WORTH_SPLITTING
 from .alternative import one_stage_words, stages_words
 from .inter_op_problem import PlacedStage
+from .solved_stage import SolvedStage
 from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, SIMULATED
-from .stage_solver import SolvedStage
 from .staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
 
 

@@ -17,7 +17,8 @@ from ..program.staged import StagedProgram
 from ..resharding import DeviceMesh, Layout
 from ..sharding import Spec
 from .inter_op_problem import PlacedStage
-from .stage_solver import SolvedStage, StageSolver
+from .solved_stage import SolvedStage
+from .stage_solver import StageSolver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .stage_solver import Place, SolvedStage, StageSolver
+from .solved_stage import SolvedStage
+from .stage_solver import Place, StageSolver
 from .workspace import AS_BAD
 
 # A row of a column of `stage_estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared

@@ -21,9 +21,10 @@ from .intra_op import ParameterInfo
 from .memory_reserve import MemoryReserve
 from .pins import Pins
 from .program_parts import in_parts
+from .solved_stage import SolvedStage, better_of, in_turn
 from .stage_estimates import StageEstimates
 from .stage_segments import stage_segments
-from .stage_solver import RANGE_GAP, Kinds, Place, SolvedStage, StageSolver, WantedMesh, better_of, in_turn
+from .stage_solver import RANGE_GAP, Kinds, Place, StageSolver, WantedMesh
 from .submeshes import Submesh, Submeshes
 
 

@@ -19,9 +19,9 @@ from .account import account
 from .crossings import edge_bytes
 from .inter_op_problem import PlacedStage
 from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
+from .solved_stage import SolvedStage
 from .stage_costs import StageCosts
 from .stage_segments import moved_segments
-from .stage_solver import SolvedStage
 from .staged_timing import Scheduled, StagedTiming
 
 

@@ -10,7 +10,8 @@ from ..schedule import WORTH_SPLITTING, Edge, Schedule, adaptive_warm_up, make_s
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
 from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchanged_bytes, stage_crossings
 from .inter_op_problem import PlacedStage
-from .stage_solver import StageSolver, kept_bytes
+from .solved_stage import kept_bytes
+from .stage_solver import StageSolver
 from .submeshes import Submesh
 from .workspace import held_together
 
