@@ -25,13 +25,13 @@ from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
 from ..program.batch import batch_extents
 from ..program.equal_stages import equal_stages, main_scan
-from ..program.origins import operator_origins
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
 from ..search.inter_op_problem import PlacedStage
 from ..search.parameters import parameter_infos
 from ..search.pins import Layout, Pins
+from ..search.ranges import Ranges
 from ..search.solved_stage import SolvedStage, in_turn
 from ..search.stage_costs import StageCosts, option_of
 from ..search.stage_solver import Kinds, StageSolver
@@ -384,7 +384,7 @@ class PresetPrices:
             self._kinds[preset.mesh] = Kinds(self.submeshes, [preset.mesh])
         solver = StageSolver(
             cut.staged, parameters=parameter_infos(program), submeshes=self.submeshes, pins=pins,
-            kinds=self._kinds[preset.mesh],
+            kinds=self._kinds[preset.mesh], ranges=cut.ranges,
         )  # fmt: skip
         return PresetStages(
             preset=preset, microbatches=microbatches, cut=cut, pins=pins, solver=solver,
@@ -408,19 +408,21 @@ class PresetPrices:
             except PlanError as error:
                 self._refused[key] = error
                 raise
-            self._cut[key] = CutProgram(staged=staged, alike=self._alike(staged))
+            ranges = Ranges(staged)
+            self._cut[key] = CutProgram(staged=staged, ranges=ranges, alike=self._alike(ranges))
         return self._cut[key]
 
-    def _alike(self, staged: StagedProgram) -> tuple[int, ...]:
+    def _alike(self, ranges: Ranges) -> tuple[int, ...]:
         """For each stage the first one that is the same program."""
+        staged = ranges.program
         solver = StageSolver(
             staged, parameters=parameter_infos(staged.source), submeshes=self.submeshes,
-            pins=Pins(layouts=self._layouts), kinds=Kinds(self.submeshes),
+            pins=Pins(layouts=self._layouts), kinds=Kinds(self.submeshes), ranges=ranges,
         )  # fmt: skip
         first: dict[Any, int] = {}
         found = []
         for stage in range(len(staged.layers)):
             # What roles make of a stage depends on what its dims stand for in the whole program.
-            origins = operator_origins(solver.cut(stage, stage + 1).graph)
-            found.append(first.setdefault((solver.number(stage, stage + 1), origins), stage))
+            number, origins = solver.number(stage, stage + 1), ranges.cut(stage, stage + 1).origins
+            found.append(first.setdefault((number, origins), stage))
         return tuple(found)

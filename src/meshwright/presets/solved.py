@@ -10,6 +10,7 @@ from functools import cached_property
 from ..errors import PlanError
 from ..program.staged import StagedProgram
 from ..search.pins import Pins
+from ..search.ranges import Ranges
 from ..search.solved_stage import SolvedStage
 from ..search.stage_solver import Place, StageSolver
 from ..search.submeshes import Submesh
@@ -24,10 +25,12 @@ class CutProgram:
 
     Args:
       staged: with the stages as its layers.
+      ranges: of these stages.
       alike: for each stage the first one that is the same program.
     """
 
     staged: StagedProgram
+    ranges: Ranges
     alike: tuple[int, ...]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from .fold import fold_pieces
 from .graph import Graph, Operator
+from .origins import Origin, operator_origins
 
 Rows = tuple[int, int]
 
@@ -120,6 +121,12 @@ class Cut:
             parameters=tuple(range(len(self.parameters))),
             part_of=(whole, self.operators),
         )
+
+    @cached_property
+    def origins(self) -> tuple[tuple[Origin, ...], ...]:
+        """Of each operator what each factor of its rule stands for, in the whole program; its graph is not made."""
+        of_whole = operator_origins(self.whole)
+        return tuple(of_whole[place] for place in self.operators)
 
     @cached_property
     def sent_values(self) -> tuple[int, ...]:

@@ -10,18 +10,16 @@ from typing import Any
 from ..cluster import Cluster, Device, LogicalMesh
 from ..program.cut import Cut
 from ..program.graph import Graph
-from ..program.origins import operator_origins
-from ..program.residuals import kept_values
-from ..program.segments import Segments, rematerialise
+from ..program.segments import Segments
 from ..program.staged import StagedProgram
 from ..solve import Infeasible, Unsolved
-from .intra_op import IntraOpSolution, ParameterInfo, trips_of
+from .intra_op import IntraOpSolution, ParameterInfo
 from .pins import Pins
+from .ranges import Ranges
 from .solved_stage import SolvedStage
 from .stage_problem import StageProblem
-from .stage_segments import stage_segments
 from .submeshes import Submesh, Submeshes
-from .workspace import Workspace, workspace_of
+from .workspace import Workspace
 
 # A logical mesh that is asked for: names and sizes of its axes.
 WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
@@ -94,6 +92,7 @@ class StageSolver:
       submeshes: of the cluster.
       pins: what the user has fixed.
       kinds: of submeshes; who shares them can share numbers.
+      ranges: of the program, shared by those who solve it under other pins.
     """
 
     def __init__(
@@ -104,21 +103,19 @@ class StageSolver:
         submeshes: Submeshes,
         pins: Pins,
         kinds: Kinds,
+        ranges: Ranges | None = None,
     ) -> None:
         self.program = program
+        self._ranges = ranges or Ranges(program)
         self.submeshes = submeshes
         self.parameters = parameters
         self.solves = 0
         self.kind_of, self.meshes = kinds, kinds.meshes
         self._pins = pins
-        self._cuts: dict[tuple[int, int], Cut] = {}
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._alike: dict[int, tuple[int, int]] = {}
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
-        self._segments: dict[int, Segments] = {}
-        self._graphs: dict[tuple[int, str], tuple[Graph, Workspace]] = {}
-        self._kept: dict[int, float] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
@@ -126,10 +123,7 @@ class StageSolver:
 
     def cut(self, first: int, last: int) -> Cut:
         """The layers `first` to before `last` as a graph."""
-        if (first, last) not in self._cuts:
-            layers = self.program.layers
-            self._cuts[first, last] = self.program.folding_cutter.cut(layers[first][0], layers[last - 1][1])
-        return self._cuts[first, last]
+        return self._ranges.cut(first, last)
 
     def parameters_of(self, cut: Cut) -> list[ParameterInfo]:
         """What belongs to each parameter of a cut; of rows their share."""
@@ -151,7 +145,7 @@ class StageSolver:
             infos = self.parameters_of(cut)
             names = [info.name for info in infos] if self._pins.layouts else []
             inputs = [self.program.split_dims[i] for i in cut.program_inputs if i < len(self.program.split_dims)]
-            origins = operator_origins(cut.graph) if self._pins.roles is not None else ()
+            origins = cut.origins if self._pins.roles is not None else ()
             sizes = [info.optimizer_bytes for info in infos]
             key = (cut.fingerprint, *map(tuple, (sizes, names, inputs, origins)))
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
@@ -164,30 +158,15 @@ class StageSolver:
 
     def segments(self, first: int, last: int) -> Segments:
         """What a range rematerialises, by the places of the first that is alike."""
-        first, last = self._first_alike(first, last)
-        number = self.number(first, last)
-        if number not in self._segments:
-            self._segments[number] = stage_segments(self.cut(first, last), self.program.layers[first:last])
-        return self._segments[number]
+        return self._ranges.segments(*self._first_alike(first, last))
 
     def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
         """A range with what it rematerialises marked, and its workspace."""
-        first, last = self._first_alike(first, last)
-        key = self.number(first, last), remat
-        if key not in self._graphs:
-            graph = self.cut(first, last).graph
-            graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
-            self._graphs[key] = graph, workspace_of(graph, microbatches=self.program.microbatches)
-        return self._graphs[key]
+        return self._ranges.graph(*self._first_alike(first, last), remat)
 
     def kept_bytes(self, first: int, last: int) -> float:
         """What a rematerialised range keeps for each microbatch, all devices together."""
-        number = self.number(first, last)
-        if number not in self._kept:
-            graph, _ = self.graph(first, last, "layer")
-            makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
-            self._kept[number] = sum(graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items())
-        return self._kept[number]
+        return self._ranges.kept_bytes(*self._first_alike(first, last))
 
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:
         """The problem of a range, built once for all ranges that are the same program, with the cut it was built of;

@@ -1,0 +1,59 @@
+"""Ranges of a program's layers as graphs: what they are, whatever is pinned and wherever they run."""
+
+from __future__ import annotations
+
+from ..program.cut import Cut
+from ..program.graph import Graph
+from ..program.residuals import kept_values
+from ..program.segments import Segments, rematerialise
+from ..program.staged import StagedProgram
+from .intra_op import trips_of
+from .stage_segments import stage_segments
+from .workspace import Workspace, workspace_of
+
+
+class Ranges:
+    """Each is made once, however many problems are made of it.
+
+    Args:
+      program: in layers, at the size of one microbatch.
+    """
+
+    def __init__(self, program: StagedProgram) -> None:
+        self.program = program
+        self._cuts: dict[tuple[int, int], Cut] = {}
+        self._segments: dict[tuple[int, int], Segments] = {}
+        self._graphs: dict[tuple[int, int, str], tuple[Graph, Workspace]] = {}
+        self._kept: dict[tuple[int, int], float] = {}
+
+    def cut(self, first: int, last: int) -> Cut:
+        """The layers `first` to before `last` as a graph."""
+        if (first, last) not in self._cuts:
+            layers = self.program.layers
+            self._cuts[first, last] = self.program.folding_cutter.cut(layers[first][0], layers[last - 1][1])
+        return self._cuts[first, last]
+
+    def segments(self, first: int, last: int) -> Segments:
+        """What a range rematerialises."""
+        if (first, last) not in self._segments:
+            self._segments[first, last] = stage_segments(self.cut(first, last), self.program.layers[first:last])
+        return self._segments[first, last]
+
+    def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
+        """A range with what it rematerialises marked, and its workspace."""
+        key = first, last, remat
+        if key not in self._graphs:
+            graph = self.cut(first, last).graph
+            graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
+            self._graphs[key] = graph, workspace_of(graph, microbatches=self.program.microbatches)
+        return self._graphs[key]
+
+    def kept_bytes(self, first: int, last: int) -> float:
+        """What a rematerialised range keeps for each microbatch, all devices together."""
+        if (first, last) not in self._kept:
+            graph, _ = self.graph(first, last, "layer")
+            makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
+            self._kept[first, last] = sum(
+                graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items()
+            )
+        return self._kept[first, last]
