@@ -15,7 +15,7 @@ from dataclasses import replace
 from .errors import MemoryExceeded, PlanError, size_words
 from .plan import Memory, Plan
 from .plan_request import Planning, PlanRequest
-from .program.batch import batch_extents
+from .program.batch import batch_extents, batch_inputs
 from .program.trace import Program
 from .runtime.local_step import LocalStep
 from .search.hierarchical import HierarchicalSearch, SearchRequest, SearchResult
@@ -117,7 +117,8 @@ def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: st
     """
     preset, pinned = asked.preset, asked.pins
     if preset is not None:
-        roles = preset.roles_in(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+        batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+        roles = preset.roles_in(program, batch, where=asked.traces.name)
         pinned = replace(pinned, roles=roles, gradient_exchange=preset.gradient_exchange)
     request = SearchRequest(
         graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),

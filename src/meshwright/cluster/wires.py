@@ -3,9 +3,9 @@
 A collective library lays several rings through a group at once, so that all wires inside the group are busy. How much
 they carry together is a packing problem: give every Hamiltonian cycle of the group a share, so that the shares over a
 pair's wires are at most their number, and the sum of shares is as large as can be. It is solved as the linear program
-it is (SciPy's HiGHS); each cycle is used in both directions. On the hybrid cube-mesh of 8 V100s (NVIDIA DGX-1) the
-whole group gets all 6 wires of each device, a row of 4 gets 4, and pairs get 1 or 2: what
-is measured there.
+it is (SciPy's HiGHS), unless a few whole cycles use up all wires of some device: no packing carries more then. Each
+cycle is used in both directions. On the hybrid cube-mesh of 8 V100s (NVIDIA DGX-1) the whole group gets all 6 wires of
+each device, a row of 4 gets 4, and pairs get 1 or 2: what is measured there.
 
 Cost: a host has at most 8 such devices, so at most 2,520 cycles; every group is solved once. Known limit: a group that
 has no ring of its own is taken to borrow one wire of other devices.
@@ -14,6 +14,7 @@ has no ring of its own is taken to borrow one wire of other devices.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -22,6 +23,10 @@ from .errors import ClusterError, check_count
 
 _MOST_DEVICES = 9  # 20,160 cycles: beyond, a machine has a switch
 
+# A linear program is solved where more packings than this would have to be tried.
+_MOST_TRIES = 100_000
+
+Pair = frozenset[int]
 Wires = tuple[tuple[int, int, int], ...]
 
 
@@ -68,20 +73,32 @@ def ring_wires(wires: Wires, group: tuple[int, ...]) -> float:
     first, *rest = group
     # Each cycle in one direction only.
     orders = [(first, *order, first) for order in itertools.permutations(rest) if order[0] < order[-1]]
-    cycles = [order for order in orders if all(frozenset(pair) in between for pair in itertools.pairwise(order))]
+    cycles = [tuple(map(frozenset, itertools.pairwise(order))) for order in orders]
+    cycles = [cycle for cycle in cycles if between.keys() >= set(cycle)]
     if not cycles:
         return 1.0
+    fewest = min(sum(count for pair, count in between.items() if device in pair) for device in group)
+    if fewest % 2 == 0 and len(cycles) ** (fewest // 2) <= _MOST_TRIES and _holds(between, cycles, fewest // 2):
+        return float(fewest)
 
     from scipy.optimize import linprog  # a third of a second, which most never need
 
     pairs = {pair: row for row, pair in enumerate(between)}
     uses = np.zeros((len(pairs), len(cycles)))
     for column, cycle in enumerate(cycles):
-        for pair in itertools.pairwise(cycle):
-            uses[pairs[frozenset(pair)], column] = 1
+        uses[[pairs[pair] for pair in cycle], column] = 1
     packed = linprog(-np.ones(len(cycles)), A_ub=uses, b_ub=list(between.values()), method="highs")
     # To a thousandth of a wire: a solver's last digits differ between machines.
     return round(2 * -float(packed.fun), 3)
+
+
+def _holds(left: Mapping[Pair, int], cycles: Sequence[tuple[Pair, ...]], count: int) -> bool:
+    """Whether so many whole cycles fit the wires that are left."""
+    fitting = [cycle for cycle in cycles if all(left[pair] for pair in cycle)]
+    return count == 0 or any(
+        _holds({pair: wires - (pair in cycle) for pair, wires in left.items()}, fitting[place:], count - 1)
+        for place, cycle in enumerate(fitting)
+    )
 
 
 def _refused(got: str, needed: str, try_: str) -> ClusterError:

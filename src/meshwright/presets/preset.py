@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ..errors import PlanError
-from ..program.batch import batch_inputs
 from ..program.trace import Program
-from ..program.traces import Traces
 from ..search.roles import Role, Roles
 
 
@@ -122,19 +120,17 @@ class Preset:
         axes = tuple(axis if axis.size is not None else replace(axis, size=devices // known) for axis in self.axes)
         return replace(self, axes=axes)
 
-    def roles_in(self, program: Program, traces: Traces, args: Sequence[Any], *, batch_axis: int) -> Roles:
+    def roles_in(self, program: Program, batch: frozenset[tuple[str, int]], *, where: str) -> Roles:
         """What its axes may split in a program.
 
         Args:
           program: the step, traced at the size of a microbatch.
-          traces: that it is one of.
-          args: of the step.
-          batch_axis: which axis of every array outside the state is the batch.
+          batch: its inputs that hold the batch (`batch_inputs`).
+          where: what the step is called.
 
         Raises:
           PlanError: if the program has nothing that an axis could split.
         """
-        where = getattr(traces, "__name__", "the step")
         if not program.marked:
             raise PlanError(
                 refused=f"the preset {self}", got="a step without meshwright.value_and_grad",
@@ -142,8 +138,7 @@ class Preset:
                 try_="meshwright.value_and_grad in place of jax.value_and_grad",
             )  # fmt: skip
         roles = Roles(
-            axes=self.roles, batch=batch_inputs(program, traces, args, batch_axis=batch_axis),
-            sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
+            axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
         )  # fmt: skip
         for axis in self.axes:
             if axis.name in self.roles and not roles.can_split(program.graph, axis.role, axis.size or 1):

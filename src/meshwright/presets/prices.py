@@ -17,13 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, inf
 from typing import Any
 
 from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
-from ..program.batch import batch_extents
+from ..program.batch import batch_extents, batch_inputs
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
@@ -32,6 +33,7 @@ from ..search.inter_op_problem import PlacedStage
 from ..search.parameters import parameter_infos
 from ..search.pins import Layout, Pins
 from ..search.ranges import Ranges
+from ..search.roles import Roles
 from ..search.solved_stage import SolvedStage, in_turn
 from ..search.stage_costs import StageCosts, option_of
 from ..search.stage_solver import Kinds, StageSolver
@@ -121,6 +123,8 @@ class PresetPrices:
         self.trace_seconds = 0.0
         self._layouts = dict(layouts or {})
         self._batch_axis, self._reduction = batch_axis, reduction
+        self._programs: dict[int, Program] = {}
+        self._batches: dict[int, frozenset[tuple[str, int]]] = {}
         self._cut: dict[tuple[int, int], CutProgram] = {}
         self._kinds: dict[Any, Kinds] = {}
         self._state_bytes: tuple[float, ...] = ()
@@ -132,12 +136,13 @@ class PresetPrices:
         Raises:
           PlanError: if it cannot be cut so.
         """
-        begun = time.perf_counter()
-        program = self.traces.program(
-            self.args, microbatches=microbatches, batch_axis=self._batch_axis, reduction=self._reduction
-        )
-        self.trace_seconds += time.perf_counter() - begun
-        return program
+        if microbatches not in self._programs:
+            begun = time.perf_counter()
+            self._programs[microbatches] = self.traces.program(
+                self.args, microbatches=microbatches, batch_axis=self._batch_axis, reduction=self._reduction
+            )
+            self.trace_seconds += time.perf_counter() - begun
+        return self._programs[microbatches]
 
     def any_program(self, counts: Sequence[int]) -> Program:
         """The step in the fewest of these microbatches into which it can be cut.
@@ -200,11 +205,14 @@ class PresetPrices:
             if remat is not None:
                 self._check_least(stages, solved, mine, limits)
         placed = self._placed(stages, remat, limits)
-        of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
-        timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
-        held = held_by_rank(stages, [stage.option.tag for stage in placed])
+        chosen = [stage.option.tag for stage in placed]
+        held = held_by_rank(stages, chosen)
         if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
             raise self._exceeded(stages, max(held), max(limits))
+        if least_step_seconds(list(map(least_of, chosen)), preset.stages, microbatches) >= below_seconds:
+            return None  # memory made it slower
+        of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
+        timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
         scheduled = best_schedule(timing, microbatches, [searched_schedule(preset)], chunks=preset.chunks)
         assert scheduled is not None, "what it keeps in flight was counted"
         seconds = scheduled.timeline.step_seconds
@@ -288,7 +296,7 @@ class PresetPrices:
         """
         # What the fewest microbatches do not allow, no more do: nothing in them is larger.
         program = self.any_program([1, 2])
-        preset.roles_in(program, self.traces, self.args, batch_axis=self._batch_axis)
+        self._roles(preset, program)
         usable, least = self.cluster.device.usable_memory_bytes, self.least_bytes(preset)
         if least > usable:
             raise MemoryExceeded(
@@ -300,9 +308,23 @@ class PresetPrices:
 
     def allows(self, preset: Preset, microbatches: int) -> bool:
         """Whether a preset can have so many microbatches: each cut into its blocks, and one or more for every stage."""
-        extents = batch_extents(self.args, self._batch_axis)
-        whole = all(extent % (microbatches * preset.blocks) == 0 for extent in extents)
+        whole = all(extent % (microbatches * preset.blocks) == 0 for extent in self._batch_extents)
         return whole and microbatches >= preset.stages and (preset.chunks == 1 or microbatches % preset.stages == 0)
+
+    @cached_property
+    def _batch_extents(self) -> list[int]:
+        return batch_extents(self.args, self._batch_axis)
+
+    def _roles(self, preset: Preset, program: Program) -> Roles:
+        """What the axes of a preset may split.
+
+        Raises:
+          PlanError: if the program has nothing that an axis could split.
+        """
+        count = program.microbatches
+        if count not in self._batches:
+            self._batches[count] = batch_inputs(program, self.traces, self.args, batch_axis=self._batch_axis)
+        return preset.roles_in(program, self._batches[count], where=self.traces.name)
 
     def _placed(self, stages: PresetStages, remat: str | None, limits: Sequence[float]) -> tuple[PlacedStage, ...]:
         """All stages solved, so that every rank's fit a device.
@@ -375,7 +397,7 @@ class PresetPrices:
         """
         count, places = preset.stages * preset.chunks, self._places(preset)
         program = self.program(microbatches)
-        roles = preset.roles_in(program, self.traces, self.args, batch_axis=self._batch_axis)
+        roles = self._roles(preset, program)
         cut = self._cut_into(microbatches, count)
         pins = Pins(
             layouts=self._layouts, zero=preset.zero, roles=roles, gradient_exchange=preset.gradient_exchange

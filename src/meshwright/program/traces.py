@@ -34,6 +34,11 @@ class Traces:
         self._programs: dict[Any, Program] = {}
         self._staged: dict[tuple[int, int | None], StagedProgram] = {}
 
+    @property
+    def name(self) -> str:
+        """What messages call the step."""
+        return getattr(self, "__name__", "the step")
+
     def __call__(self, *args: Any) -> Any:
         """The step itself."""
         return self._step(*args)
