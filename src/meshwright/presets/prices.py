@@ -215,7 +215,7 @@ class PresetPrices:
         timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
         scheduled = best_schedule(timing, microbatches, [searched_schedule(preset)], chunks=preset.chunks)
         assert scheduled is not None, "what it keeps in flight was counted"
-        seconds = scheduled.timeline.step_seconds
+        seconds = scheduled.step_seconds
         if seconds >= below_seconds:
             return None
         return PricedPreset(

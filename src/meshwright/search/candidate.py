@@ -73,7 +73,7 @@ def scheduled(
     if found is None:
         return None
     return Candidate(
-        seconds=found.timeline.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=found
+        seconds=found.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=found
     )  # fmt: skip
 
 

@@ -350,6 +350,8 @@ def _places(costs: StageCosts, ranks: int) -> list[Submesh] | None:
 def _balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> list[tuple[int, int]] | None:
     """The layers in `count` ranges, the slowest as fast as can be, and of those all together as fast as can be."""
     layers = len(costs.program.layers)
+    if layers == count:
+        return [(layer, layer + 1) for layer in range(layers)]
     seconds = {
         (first, last): min((o.seconds for o in costs.options(first, last, place, in_flight)), default=inf)
         for first in range(layers)

@@ -62,7 +62,7 @@ def assemble(
     single = len(parts) == 1
     if single:
         parts = [replace(parts[0], layers=(0, 1), equations=None)]
-    seconds = scheduled.timeline.step_seconds
+    seconds = scheduled.step_seconds
     devices = len({device for stage in parts for device in stage.devices})
     executed = sum(
         account(solved.problem, solved.chosen).flops * len(part.devices)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
 from ..schedule import WORTH_SPLITTING, Edge, Schedule, adaptive_warm_up, make_schedule
-from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
+from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate, step_seconds
 from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchanged_bytes, stage_crossings
 from .inter_op_problem import PlacedStage
 from .solved_stage import kept_bytes
@@ -60,15 +61,22 @@ class Scheduled:
       name: of the schedule.
       options: its options, as a plan stores them.
       schedule: itself.
-      timeline: its simulation.
+      timing: of the stages.
+      step_seconds: simulated.
       others: seconds of a step under the other schedules that fit, by their names.
     """
 
     name: str
     options: ScheduleOptions
     schedule: Schedule
-    timeline: Timeline
+    timing: Timing
+    step_seconds: float
     others: tuple[tuple[str, float], ...] = ()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All of its simulation, made when it is asked for."""
+        return simulate(self.schedule, self.timing)
 
 
 def staged_timing(
@@ -149,13 +157,12 @@ def best_schedule(
         schedule = make_schedule(name, len(staged.timing.stages), microbatches, edges=edges, **dict(options))
         if not staged.fits(schedule):
             continue
-        timeline = simulate(schedule, staged.timing)
-        seconds[name] = timeline.step_seconds
+        taken = seconds[name] = step_seconds(schedule, staged.timing)
         # A schedule that keeps more in flight has to be faster, and not by the last bits; one that splits the backward
         # is priced by a guess at its halves, and has to be worth it.
         gain = WORTH_SPLITTING if schedule.splits_backward else 1e-6
-        if best is None or timeline.step_seconds < best.timeline.step_seconds * (1 - gain):
-            best = Scheduled(name=name, options=options, schedule=schedule, timeline=timeline)
+        if best is None or taken < best.step_seconds * (1 - gain):
+            best = Scheduled(name=name, options=options, schedule=schedule, timing=staged.timing, step_seconds=taken)
     if best is None:
         return None
     return replace(best, others=tuple((name, taken) for name, taken in seconds.items() if name != best.name))
