@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import permutations, product
-from math import gcd, prod
 
 from ..program.dependence import values_of_data
-from ..program.factors import Factor, Rule
 from ..program.graph import Graph, Operator, once_for_each_graph
-from ..sharding import Algorithm, Spec, algorithms, shared_algorithms
+from ..sharding import Algorithm, Spec, Splits, algorithms_in, shared_algorithms_in, splits_of
 from .spec_row import SpecRow
 
 
@@ -54,29 +52,15 @@ def operator_choices(graph: Graph, operator: Operator, sizes: Mapping[str, int],
     """
     moving = tuple(v is not None and graph.values[v].differentiated for v in operator.operands)
     shared = operator.name in ("scan_const", "scan_slice") or (of_parameters and operator.differentiated)
-    rule = _divided(operator.rule, prod(sizes.values()))
-    return _operator_choices(rule, tuple(sizes.items()), moving, shared, operator.combine in ("max", "min"))
-
-
-@lru_cache(maxsize=1 << 16)
-def _divided(rule: Rule, devices: int) -> Rule:
-    """A rule with the same algorithms on meshes of so many devices, and the same one for all sizes that are divided in
-    the same ways: microbatches of many sizes have the same choices."""
-
-    def size(factor: Factor) -> int:
-        divided = gcd(factor.size, devices)
-        return divided if divided > 1 or factor.size == 1 else devices + 1  # which nothing divides
-
-    return replace(rule, factors=tuple(replace(factor, size=size(factor)) for factor in rule.factors))
+    splits = splits_of(operator.rule, tuple(sizes.items()))
+    return _operator_choices(splits, moving, shared, operator.combine in ("max", "min"))
 
 
 @lru_cache(maxsize=1 << 14)
-def _operator_choices(
-    rule: Rule, sizes: tuple[tuple[str, int], ...], moving: tuple[bool, ...], shared: bool, combines: bool
-) -> Choices:
+def _operator_choices(splits: Splits, moving: tuple[bool, ...], shared: bool, combines: bool) -> Choices:
     if shared:
-        return Choices(OperatorChoice(a, mark) for a, mark in shared_algorithms(rule, dict(sizes), moving))
-    return Choices(OperatorChoice(a) for a in algorithms(rule, dict(sizes), moving, combines_at_once=combines))
+        return Choices(OperatorChoice(a, mark) for a, mark in shared_algorithms_in(splits, moving))
+    return Choices(OperatorChoice(a) for a in algorithms_in(splits, moving, combines))
 
 
 @once_for_each_graph

@@ -73,7 +73,7 @@ class PricedProblem:
 
     def __init__(self, problem: Problem, *, constant: Sequence[np.ndarray], kept: Sequence[np.ndarray]) -> None:
         self._problem = problem
-        self._held = [np.stack([once, each], axis=1) for once, each in zip(constant, kept, strict=True)]
+        self._constant, self._kept = constant, kept
 
     @cached_property
     def _forest(self) -> Forest:
@@ -82,11 +82,12 @@ class PricedProblem:
     @cached_property
     def _flat(self) -> tuple[FlatNodes, FlatNodes]:
         """Seconds, and bytes once and for each microbatch in flight."""
-        return FlatNodes(self._problem.costs), FlatNodes(self._held)
+        return FlatNodes(self._problem.costs), FlatNodes(self._constant, self._kept)
 
     @cached_property
     def _exact(self) -> _Exact:
-        return _Exact(self._problem, self._held)
+        held = [np.stack([once, each], axis=1) for once, each in zip(self._constant, self._kept, strict=True)]
+        return _Exact(self._problem, held)
 
     def best(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0

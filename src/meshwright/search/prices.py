@@ -149,9 +149,9 @@ class Prices:
             for value, row in zip(operator.results, choices.results, strict=True):
                 if value is not None:
                     written = written + graph.values[value].bytes / self.shards(row)
-            written, at = np.unique(written, return_inverse=True)
-            stored = is_stored(graph, operator)
-            forward = np.array([self.kernel(plain_kernel(size, stored=stored)) for size in written.tolist()])[at]
+            sizes, stored = written.tolist(), is_stored(graph, operator)
+            seconds = {size: self.kernel(plain_kernel(size, stored=stored)) for size in set(sizes)}
+            forward = np.array([seconds[size] for size in sizes])
             backward = forward * operator.differentiated
         else:
             parts = self.operator_parts(graph, operator, [choice.algorithm for choice in choices])

@@ -424,9 +424,9 @@ class StageEstimates:
     def _largest(self, values: Sequence[float]) -> np.ndarray:
         """The largest of the parts of every range of layers, `[first, last]`; 0 for no range."""
         starts = np.array(self._starts)
+        mine = np.where(np.arange(len(values)) >= starts[:, None], values, 0.0)
         found = np.zeros((len(starts), len(starts)))
-        for number, start in enumerate(starts[:-1]):
-            found[number, number + 1 :] = np.maximum.accumulate(values[start:])[starts[number + 1 :] - start - 1]
+        found[:, 1:] = np.maximum.accumulate(mine, axis=1)[:, starts[1:] - 1]
         return found
 
     def _column(

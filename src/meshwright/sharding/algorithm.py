@@ -10,10 +10,11 @@ factor rule alone (see `Spec` for the states):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
+from math import prod
 
 from ..program.factors import Dims, Rule
 from .spec import Spec
@@ -74,41 +75,92 @@ def _meaning(
     return Algorithm(axes, tuple(operands), results)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Splits:
+    """In which ways an operator can be split over a mesh: all that its algorithms follow from. There is one for all
+    operators and meshes of which it is the same, whatever the sizes.
+
+    Args:
+      operands: as its rule has them.
+      results: as its rule has them.
+      reductions: for each factor whether it is summed over.
+      groups: for each factor the axes that can split it together, in the order of the mesh.
+      axes: of the mesh.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reductions: tuple[bool, ...]
+    groups: tuple[frozenset[tuple[str, ...]], ...]
+    axes: tuple[str, ...]
+
+
+@lru_cache(maxsize=1 << 17)
+def splits_of(rule: Rule, sizes: tuple[tuple[str, int], ...]) -> Splits:
+    """The ways to split an operator over axes of these sizes.
+
+    Args:
+      rule: the operator's factors.
+      sizes: names and sizes of the axes.
+    """
+    groups: list[frozenset[tuple[str, ...]]] = [frozenset()] * len(rule.factors)
+    for factor in rule.splittable():
+        groups[factor] = _dividing(rule.factors[factor].size, sizes)
+    return _splits(
+        rule.operands, rule.results, tuple(factor.kind == "reduction" for factor in rule.factors), tuple(groups),
+        tuple(axis for axis, _ in sizes),
+    )  # fmt: skip
+
+
+# One object for each, so that what follows from it is looked up by that.
+_splits = lru_cache(maxsize=None)(Splits)
+
+
 @lru_cache(maxsize=1 << 14)
-def _assignments(rule: Rule, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    candidates = rule.splittable()
-    found = []
-    for choice in product((None, *candidates), repeat=len(sizes)):
-        axes: list[list[str]] = [[] for _ in rule.factors]
-        left = [factor.size for factor in rule.factors]
-        for (axis, size), factor in zip(sizes, choice, strict=True):
-            if factor is None:
-                continue
-            if left[factor] % size:
-                break
-            left[factor] //= size
-            axes[factor].append(axis)
-        else:
-            found.append(tuple(tuple(split) for split in axes))
-    return tuple(found)
+def _dividing(size: int, axes: tuple[tuple[str, int], ...]) -> frozenset[tuple[str, ...]]:
+    """The groups of axes that can split so many elements together."""
+    found: list[tuple[str, ...]] = []
+    for count in range(1, len(axes) + 1):
+        found += [
+            tuple(axis for axis, _ in group)
+            for group in combinations(axes, count)
+            if size % prod(extent for _, extent in group) == 0
+        ]
+    return frozenset(found)
+
+
+def _assignments(splits: Splits) -> Iterator[tuple[tuple[str, ...], ...]]:
+    candidates = [factor for factor, groups in enumerate(splits.groups) if groups]
+    for choice in product((None, *candidates), repeat=len(splits.axes)):
+        axes: list[tuple[str, ...]] = [()] * len(splits.groups)
+        for axis, factor in zip(splits.axes, choice, strict=True):
+            if factor is not None:
+                axes[factor] = (*axes[factor], axis)
+        if all(axes[factor] in splits.groups[factor] for factor in choice if factor is not None):
+            yield tuple(axes)
 
 
 def algorithms(
     rule: Rule, sizes: Mapping[str, int], differentiated: Sequence[bool], *, combines_at_once: bool = False
 ) -> tuple[Algorithm, ...]:
     """All algorithms of an operator over the axes `sizes`, the unsplit one first, in a fixed order."""
-    return _algorithms(rule, tuple(sizes.items()), tuple(differentiated), combines_at_once)
+    return algorithms_in(splits_of(rule, tuple(sizes.items())), tuple(differentiated), combines_at_once)
 
 
 @lru_cache(maxsize=1 << 14)
-def _algorithms(
-    rule: Rule, sizes: tuple[tuple[str, int], ...], differentiated: tuple[bool, ...], combines_at_once: bool
+def algorithms_in(
+    splits: Splits, differentiated: tuple[bool, ...], combines_at_once: bool = False
 ) -> tuple[Algorithm, ...]:
-    # What an assignment means does not depend on how large factors are.
-    kinds = tuple(factor.kind == "reduction" for factor in rule.factors)
+    """All algorithms of operators that can be split in these ways, the unsplit one first, in a fixed order.
+
+    Args:
+      splits: the ways.
+      differentiated: for each operand, whether it has a cotangent.
+      combines_at_once: whether partial results are combined inside the operator (maximum, minimum).
+    """
     return tuple(
-        _meaning(rule.operands, rule.results, kinds, axes, differentiated, combines_at_once)
-        for axes in _assignments(rule, sizes)
+        _meaning(splits.operands, splits.results, splits.reductions, axes, differentiated, combines_at_once)
+        for axes in _assignments(splits)
     )
 
 
@@ -123,14 +175,14 @@ def with_broadcast(algorithm: Algorithm, axes: frozenset[str], differentiated: S
     return Algorithm(algorithm.axes, operands, results)
 
 
-def shared_algorithms(
-    rule: Rule, sizes: Mapping[str, int], differentiated: Sequence[bool]
+def shared_algorithms_in(
+    splits: Splits, differentiated: tuple[bool, ...]
 ) -> tuple[tuple[Algorithm, frozenset[str]], ...]:
-    """Algorithms of an operator whose results' cotangents may stay partial over unused axes, with those axes."""
+    """Algorithms whose results' cotangents may stay partial over unused axes, with those axes; as `algorithms_in`."""
     found = []
-    for algorithm in algorithms(rule, sizes, differentiated):
+    for algorithm in algorithms_in(splits, differentiated):
         used = {axis for split in algorithm.axes for axis in split}
-        free = [axis for axis in sizes if axis not in used]
+        free = [axis for axis in splits.axes if axis not in used]
         marks = _subsets(free) if any(differentiated) else [frozenset[str]()]
         found.extend((with_broadcast(algorithm, m, differentiated) if m else algorithm, m) for m in marks)
     return tuple(found)

@@ -15,16 +15,18 @@ class FlatNodes:
     12.0
 
     Args:
-        rows: of each node, shape (k_v, ...).
+        rows: of each node, shape (k_v,).
+        more: the same of further numbers.
 
     Attributes:
-        numbers: of all nodes, shape (choices of all nodes, ...).
+        numbers: of all nodes, shape (choices of all nodes,), or where there are more (choices of all nodes, numbers).
         starts: of each node, where its own begin.
     """
 
-    def __init__(self, rows: Sequence[np.ndarray]) -> None:
-        self.numbers = np.concatenate(rows) if rows else np.zeros(0)
-        self.starts = np.cumsum([0, *(len(row) for row in rows)], dtype=int)[:-1]
+    def __init__(self, rows: Sequence[np.ndarray], *more: Sequence[np.ndarray]) -> None:
+        each = [np.concatenate(one) if one else np.zeros(0) for one in (rows, *more)]
+        self.numbers = np.stack(each, axis=1) if more else each[0]
+        self.starts = np.cumsum([0, *map(len, rows)], dtype=int)[:-1]
 
     def sum(self, choices: np.ndarray) -> np.ndarray:
         """The numbers of these choices, one for each node, together.
