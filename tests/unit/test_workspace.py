@@ -11,12 +11,16 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright import value_and_grad, zoo
+from meshwright._jax.liveness_adapter import program_of
 from meshwright.cluster import load_cluster
+from meshwright.cost.liveness import predict
 from meshwright.presets.written import written_out
 from meshwright.program.segments import rematerialise
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
+from meshwright.runtime.pipeline.local_stages import LocalStages
+from meshwright.runtime.pipeline.slots import Role
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pipeline import StageRequest, search_stages
 from meshwright.search.solved_stage import in_turn
@@ -108,8 +112,9 @@ def test_layers_that_are_alike_are_as_bad() -> None:
     assert workspace_of(graph, microbatches=1).bytes == pytest.approx(sum(m.bytes(graph) for m in moments) / 2)
 
 
-def worst_of(layer: Any, layers: int) -> Any:
-    """The worst moment of so many layers with a weight each, in order: what it has again and which cotangents wait."""
+def backward_of(layer: Any, layers: int) -> tuple[Any, Any]:
+    """The backward program of a stage of so many layers with a weight each, on one device, and its workspace in bytes
+    as a compiler orders it."""
 
     def step(state: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
@@ -121,25 +126,33 @@ def worst_of(layer: Any, layers: int) -> Any:
         value, grads = value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - g, state, grads), value
 
-    state = [jax.ShapeDtypeStruct((16, 16), jnp.float32) for _ in range(layers)]
+    state = [jax.ShapeDtypeStruct((16, 16), jnp.float32) for _ in range(2 * layers)]
     x = jax.ShapeDtypeStruct((256, 16), jnp.float32)
-    graph = trace_program(step, (state, x), microbatches=2, reduction="mean").graph
-    moment = max(worst_moments(graph), key=lambda one: one.bytes(graph))
-    return [graph.values[value].shape for value in moment.again], len(moment.cotangents)
+    program = traces_of(step).program((state, x), microbatches=2, reduction="mean")
+    staged = staged_program(program, layers=2, exactly=True)
+    request = StageRequest(
+        programs=[staged], parameters=parameter_infos(program), cluster=load_cluster("rtx4090-4"), stages=2,
+        remat="none", submeshes=(2, 2), mesh=[("x", (2,))], schedules=("one_f_one_b",),
+    )  # fmt: skip
+    plan = search_stages(request).plan
+    piece = LocalStages(staged, plan, platform="gpu").stages[0].backward
+    donated = [slot.role is Role.GRADIENT and slot in piece.outputs for slot in piece.inputs]
+    return piece, predict(program_of(piece.program, donated, partitioned=True, platform="gpu")).temp_bytes
 
 
-def test_what_is_not_rematerialised_is_made_again_for_all_layers_at_once() -> None:
-    for layers in (3, 6):
-        again, cotangents = worst_of(lambda h, w: jnp.tanh(h @ w), layers)
-        assert (again, cotangents) == ([(128, 16)] * (layers - 1), 0)
+@pytest.mark.parametrize("layer", [lambda h, w: jnp.tanh(h @ w), lambda h, w: jnp.tanh(jnp.tanh(h @ h.T) @ h @ w)])
+def test_the_workspace_of_what_is_not_rematerialised_does_not_grow_with_its_layers(layer: Any) -> None:
+    """Gradients of weights are computed as soon as they can be: nothing waits for them, or is made again too early."""
+    few, many = (backward_of(layer, layers)[1] for layers in (3, 9))
+    assert many <= few
 
 
-def test_gradients_of_weights_come_last_where_less_waits_for_them_than_would_be_made_again() -> None:
-    """What no product with a weight reads, here of every row with every row, is made again where it is read."""
-    for layers in (3, 6):
-        again, cotangents = worst_of(lambda h, w: jnp.tanh(jnp.tanh(h @ h.T) @ h @ w), layers)
-        assert (128, 128) not in again
-        assert cotangents == layers - 1
+def test_outputs_that_need_the_least_come_first_and_what_they_take_over_stands_in_their_order() -> None:
+    piece, _ = backward_of(lambda h, w: jnp.tanh(h @ w), 3)
+    gradients = [slot for slot in piece.outputs if slot.role is Role.GRADIENT]
+    assert len(gradients) == 3
+    assert [slot.position for slot in gradients] == [2, 1, 0]
+    assert [slot for slot in piece.inputs if slot.role is Role.GRADIENT] == gradients
 
 
 CASES = {

@@ -31,7 +31,7 @@ from .random import is_key
 
 # Cheap although results and operands differ in shape.
 _CHEAP = frozenset(
-    """axis_index broadcast_in_dim copy dynamic_slice expand_dims iota pad reshape rev slice squeeze
+    """axis_index broadcast_in_dim concatenate copy dynamic_slice expand_dims iota pad reshape rev slice squeeze
     transpose""".split()  # noqa: SIM905 (a table, not a column)
 )
 # Never cheap, also where all operands happen to have the result's shape, as in products of square matrices.
@@ -113,6 +113,24 @@ def part_of(
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )  # fmt: skip
     return ClosedJaxpr(part, list(consts_of(closed)))
+
+
+def least_effort_first(closed: ClosedJaxpr) -> list[int]:
+    """The outputs of a program, those that need the fewest equations first.
+
+    Args:
+      closed: the program.
+    """
+    jaxpr: Jaxpr = open_jaxpr(closed)
+    needed: dict[Any, int] = {}  # of each variable, a bit for each equation
+    for place, equation in enumerate(jaxpr.eqns):
+        mask = 1 << place
+        for atom in equation.invars:
+            if not is_literal(atom):
+                mask |= needed.get(atom, 0)
+        needed.update(dict.fromkeys(equation.outvars, mask))
+    effort = [0 if is_literal(atom) else needed.get(atom, 0).bit_count() for atom in jaxpr.outvars]
+    return sorted(range(len(effort)), key=effort.__getitem__)
 
 
 def split_program(

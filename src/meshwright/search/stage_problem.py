@@ -147,16 +147,11 @@ class StageProblem(IntraOpProblem):
         if workspace is None:
             return rows
         again: Counter[int] = Counter()
-        cotangents: Counter[int] = Counter()
         for moment in workspace.moments:
             again.update(moment.again)
-            cotangents.update(moment.cotangents)
             self._hold_around(rows, moment, 1 / len(workspace.moments))
         for value in sorted(again.keys() & self._defines.keys()):
             self._hold(rows, value, again[value] / len(workspace.moments))
-        for value in sorted(cotangents.keys() & self._defines.keys()):
-            node, specs = self._defines[value]
-            rows[node] += cotangents[value] / len(workspace.moments) * self.local_bytes(value, specs)
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
             shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])

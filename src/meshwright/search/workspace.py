@@ -6,12 +6,12 @@ several moments that are as bad the mean counts, since layers are laid out alike
 from how values are split, like all else that is held.
 
 What is not rematerialised computes again what is cheap (the argument of a product that an activation function makes),
-and compilers order that for the whole stage at once: either all of it is made first, or gradients of weights come last.
-Both grow with the layers of the stage; the smaller of the two counts.
+where it is read: programs are written so that compilers find that order (`runtime.pipeline.stage_program`).
 
 Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the
 scores of a large vocabulary compilers fuse more than is thought here (up to twice too much for a stage that has little
-else), of those of attention a tenth; what collectives need is not counted.
+else), of those of attention a tenth; the derivative of a pooling needs several times its operand, of which half is
+counted; what collectives need is not counted, nor cotangents that wait while a branch is passed through.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ..program.graph import Graph, Operator
-from ..program.residuals import is_fusible, kept_values, read_by_backward, regions
+from ..program.residuals import kept_values, read_by_backward, regions
 from .choices import values_of_parameters
 
 # What a weight passes through on its way to a matrix product.
@@ -40,18 +40,16 @@ class Moment:
       operator: its index.
       around: how often each value that it reads and makes is there, cotangents included, beside the following.
       again: values that have been computed again and are still to be read; of a loop's body, in one trip.
-      cotangents: values whose cotangents are there and still to be read.
     """
 
     operator: int
     around: Mapping[int, float]
     again: frozenset[int]
-    cotangents: frozenset[int] = frozenset()
 
     def bytes(self, graph: Graph) -> float:
         """Of all devices together."""
         around = sum(times * graph.values[value].bytes for value, times in self.around.items())
-        return around + sum(graph.values[value].bytes for values in (self.again, self.cotangents) for value in values)
+        return around + sum(graph.values[value].bytes for value in self.again)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,37 +123,13 @@ def worst_moments(graph: Graph) -> tuple[Moment, ...]:
 
 
 def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) -> list[Moment]:
-    """The worst moments of what is neither rematerialised nor in a loop, in the order that needs the least memory of
-    two: what is cheap to make is made again before anything else, and is there until it is read; or gradients of
-    weights come last of all, and what they read is there until then."""
+    """The worst moments of what is neither rematerialised nor in a loop: what is cheap to make is made again where it
+    is read."""
+    none = frozenset[int]()
     plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
-    weights = {v for v in values_of_parameters(graph) if graph.values[v].differentiated}
-    none = again = cotangents = frozenset[int]()
-    early, late = [], []
-    for operator in plain:
-        if not is_fusible(operator):
-            again |= read_by_backward(graph, operator) - kept - outside
-        early.append(
-            Moment(operator=operator.index, around=_around(graph, operator, again, kept, outside), again=again)
-        )
-    again = none
-    for operator in reversed(plain):
-        around = _around(graph, operator, again, kept, outside, cotangents)
-        late.append(Moment(operator=operator.index, around=around, again=again, cotangents=cotangents))
-        if operator.matmul and operator.differentiated and not weights.isdisjoint(operator.operands):
-            again |= read_by_backward(graph, operator) - kept - outside
-            cotangents |= {value for value in operator.results if value is not None}
-    sizes: dict[frozenset[int], float] = {none: 0.0}  # many moments have the same
-
-    def size(moment: Moment) -> float:
-        for values in (moment.again, moment.cotangents):
-            if values not in sizes:
-                sizes[values] = sum(graph.values[value].bytes for value in values)
-        around = sum(times * graph.values[value].bytes for value, times in moment.around.items())
-        return around + sizes[moment.again] + sizes[moment.cotangents]
-
-    worst, moments = min(((max(map(size, one), default=0.0), one) for one in (early, late)), key=lambda one: one[0])
-    return [moment for moment in moments if size(moment) >= AS_BAD * worst]
+    moments = [Moment(operator=op.index, around=_around(graph, op, none, kept, outside), again=none) for op in plain]
+    sizes = [moment.bytes(graph) for moment in moments]
+    return [moment for moment, size in zip(moments, sizes, strict=True) if size >= AS_BAD * max(sizes)]
 
 
 def _is_inner(operator: Operator) -> bool:
@@ -173,9 +147,8 @@ def _bodies(graph: Graph) -> dict[int, list[Operator]]:
 
 
 def _around(
-    graph: Graph, operator: Operator, again: Set[int], kept: frozenset[int], others: frozenset[int],
-    cotangents: frozenset[int] = frozenset(),
-) -> dict[int, float]:  # fmt: skip
+    graph: Graph, operator: Operator, again: Set[int], kept: frozenset[int], others: frozenset[int]
+) -> dict[int, float]:
     """Around an operator there is a cotangent of each value but others, and of what is neither kept nor there again a
     copy."""
     around: dict[int, float] = {}
@@ -183,7 +156,7 @@ def _around(
         for value in dict.fromkeys((*operator.operands, *operator.results)):
             if value is None or value in others or not graph.values[value].differentiated:
                 continue
-            around[value] = float(value not in cotangents) + float(value not in kept and value not in again)
+            around[value] = 1.0 + float(value not in kept and value not in again)
     return around
 
 

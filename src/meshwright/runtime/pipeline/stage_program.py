@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..._jax.accumulate import accumulate_in_scans
 from ..._jax.jaxpr import ClosedJaxpr, Equation, open_jaxpr
-from ..._jax.passes import Halves, size_bytes, split_program, trace_local
+from ..._jax.passes import Halves, least_effort_first, part_of, size_bytes, split_program, trace_local
 from ...errors import PlanError
 from ...plan import Plan, Stage
 from ...program.cut import Cut
@@ -354,7 +354,7 @@ class StageProgram:
     @cached_property
     def backward(self) -> Piece:
         """The cotangents of what it received, and its gradients with this microbatch added."""
-        piece = self._halves[1]
+        piece = _in_order_of_effort(self._halves[1])
         return replace(piece, program=accumulate_in_scans(piece.program, self.mesh))
 
     @cached_property
@@ -363,7 +363,8 @@ class StageProgram:
         # Gradients that are added up in a scan could not come later than the cotangents that it makes.
         backward = self._halves[1]
         returned = [slot for slot in backward.outputs if slot.role is Role.RETURNED]
-        return _cut(backward, returned, [slot for slot in backward.inputs if slot.role is Role.GRADIENT])
+        early, late = _cut(backward, returned, [slot for slot in backward.inputs if slot.role is Role.GRADIENT])
+        return early, _in_order_of_effort(late)
 
 
 def _cut(piece: Piece, first: Sequence[Slot], late: Sequence[Slot]) -> tuple[Piece, Piece]:
@@ -392,6 +393,24 @@ def _cut(piece: Piece, first: Sequence[Slot], late: Sequence[Slot]) -> tuple[Pie
             outputs=tuple(slot for slot in piece.outputs if slot not in first),
         ),
     )
+
+
+def _in_order_of_effort(piece: Piece) -> Piece:
+    """The same with the outputs that need the fewest equations first. XLA looks at the order in which a walk from the
+    outputs leaves equations, the first output first: gradients of weights are then computed as soon as they can be,
+    and not after all cotangents, which would have to wait for them. What is donated stands in the order of the outputs
+    that take its place, as JAX pairs them."""
+    jaxpr = open_jaxpr(piece.program)
+    order = least_effort_first(piece.program)
+    outputs = tuple(piece.outputs[place] for place in order)
+    given = dict(zip(piece.inputs, jaxpr.invars, strict=True))
+    moved = iter([slot for slot in outputs if slot in given])
+    kept = set(piece.outputs)
+    inputs = tuple(next(moved) if slot in kept else slot for slot in piece.inputs)
+    program = part_of(
+        piece.program, jaxpr.eqns, [given[slot] for slot in inputs], [jaxpr.outvars[place] for place in order]
+    )
+    return Piece(program=program, inputs=inputs, outputs=outputs)
 
 
 def stage_mesh(stage: Stage, devices: Sequence[jax.Device]) -> Mesh:
