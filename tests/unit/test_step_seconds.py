@@ -65,7 +65,7 @@ def _forwards(one: Instruction) -> tuple[bool, bool, int]:
 
 def test_a_deadlock_and_a_timing_of_other_stages_are_refused_as_by_simulate() -> None:
     timing = Timing.uniform(stages=2, forward_seconds=1.0, backward_seconds=2.0)
-    with pytest.raises(PlanError, match="3 stages|a StageTiming for each stage"):
+    with pytest.raises(PlanError, match="a StageTiming for each stage"):
         step_seconds(one_f_one_b(3, 2), timing)
     sound = one_f_one_b(2, 2)
     # The first rank waits for a cotangent before its second forward, which the second rank waits for before it.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from ..plan import Plan, Stage
-from ..simulate import Timeline, plan_timing, simulate, simulate_plan
+from ..simulate import Timeline, plan_timing, simulate_plan, step_seconds
 from .table import format_bytes, format_percent, format_seconds, format_table
 
 # From this share of the limit on, memory is said to bind.
@@ -99,7 +99,7 @@ def _without_transfers(plan: Plan, timeline: Timeline) -> float:
     """Seconds of a step if values moved between stages in no time."""
     timing = plan_timing(plan)
     edges = tuple(replace(edge, forward_seconds=0.0, backward_seconds=0.0) for edge in timing.edges)
-    return min(simulate(timeline.schedule, replace(timing, edges=edges)).step_seconds, timeline.step_seconds)
+    return min(step_seconds(timeline.schedule, replace(timing, edges=edges)), timeline.step_seconds)
 
 
 def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float) -> Iterator[str]:

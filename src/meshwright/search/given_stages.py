@@ -1,10 +1,11 @@
-"""Stage searches with less to choose: the stages given, or their layers, or stages of like work."""
+"""Stage searches with less to choose: the stages given, or their layers, or what is soon known to be possible."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from math import inf
 
 import numpy as np
 
@@ -12,7 +13,11 @@ from ..program.layers import equation_flops
 from ..program.staged import StagedProgram
 from .inter_op import solve_inter_op
 from .inter_op_problem import Found, InterOpProblem
+from .shared_work import estimates_found
+from .stage_costs import StageCosts
 from .submeshes import Submesh
+
+POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 
 def restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], count: int) -> InterOpProblem:
@@ -34,6 +39,26 @@ def of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
     return replace(
         problem, options=lambda first, last, place, k: inner(first, last, place, k) if (first, last) in ranges else ()
     )
+
+
+def first_seconds(problem: InterOpProblem, costs: StageCosts) -> float:
+    """Seconds of a plan by estimates, the best whose memory does not bind, or else of stages of like work; infinite if
+    there is none.
+
+    Args:
+      problem: of the costs.
+      costs: of the stages.
+    """
+    costs.estimates.only_easy = True
+    try:
+        estimates_found(problem, costs)
+        easy = solve_inter_op(problem, beam=1)
+    finally:
+        costs.estimates.only_easy = False
+    if easy is not None:
+        return easy.seconds
+    plain = (stages_of_like_work(costs.program, problem, count) for count in POWERS_OF_TWO)
+    return min((found.seconds for found in plain if found is not None), default=inf)
 
 
 def stages_of_like_work(program: StagedProgram, problem: InterOpProblem, count: int) -> Found | None:

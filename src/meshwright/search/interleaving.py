@@ -179,6 +179,10 @@ class Interleaving:
                 if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
                     continue
                 try:
+                    least = self._least(costs_in(count), ranks, chunks) if expected else 0.0
+                    if least >= below_seconds:
+                        tried.append(_Tried(count, ranks, chunks, least / expected))
+                        continue
                     candidate = self.candidate(costs_in(count), ranks, chunks, scheduled)
                 except PlanError:
                     break
@@ -209,6 +213,23 @@ class Interleaving:
         cut.reserve(costs.reserved)
         found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
         return next((one for one in found if one is not None), None)
+
+    def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
+        """Seconds that the busiest rank takes for its stages alone, by estimates of the ranges that they would have; 0
+        where there are none, or pieces of a scan, which are all alike.
+
+        Raises:
+          PlanError: if the program cannot be cut into so many stages.
+        """
+        cut = self._in_stages(costs, ranks * chunks)
+        cut.reserve(costs.reserved)
+        places, count = _places(cut, ranks), ranks * chunks
+        if places is None or len(cut.program.layers) <= count:
+            return 0.0
+        _, in_flight = _in_flight(cut, ranks, chunks)
+        ranges = _balanced(cut, places[0], count, max(in_flight)) or ()
+        each = [_fastest(cut, first, last, places[0], max(in_flight)) for first, last in ranges]
+        return cut.program.microbatches * max((sum(each[rank::ranks]) for rank in range(ranks)), default=0.0)
 
     def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:
         """Of the same program with that many equal stages as its layers, if it is one scan over its layers: these need
@@ -267,8 +288,7 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
     places = _places(costs, ranks)
     if places is None:
         return
-    own = interleaved_one_f_one_b(count, program.microbatches, chunks=chunks).in_flight
-    mean = [-(-sum(own[number % ranks :: ranks]) // chunks) for number in range(count)]
+    own, mean = _in_flight(costs, ranks, chunks)
     ranges = _balanced(costs, places[0], count, max(mean))
     if ranges is None:
         return
@@ -347,13 +367,24 @@ def _places(costs: StageCosts, ranks: int) -> list[Submesh] | None:
     return places
 
 
+def _in_flight(costs: StageCosts, ranks: int, chunks: int) -> tuple[Sequence[int], Sequence[int]]:
+    """The microbatches in flight on each stage, and on average on the stages of its rank."""
+    own = interleaved_one_f_one_b(ranks * chunks, costs.program.microbatches, chunks=chunks).in_flight
+    return own, [-(-sum(own[number % ranks :: ranks]) // chunks) for number in range(ranks * chunks)]
+
+
+def _fastest(costs: StageCosts, first: int, last: int, place: Submesh, in_flight: int) -> float:
+    """Seconds of a microbatch of a range, infinite where nothing fits."""
+    return min((option.seconds for option in costs.options(first, last, place, in_flight)), default=inf)
+
+
 def _balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> list[tuple[int, int]] | None:
     """The layers in `count` ranges, the slowest as fast as can be, and of those all together as fast as can be."""
     layers = len(costs.program.layers)
     if layers == count:
         return [(layer, layer + 1) for layer in range(layers)]
     seconds = {
-        (first, last): min((o.seconds for o in costs.options(first, last, place, in_flight)), default=inf)
+        (first, last): _fastest(costs, first, last, place, in_flight)
         for first in range(layers)
         for last in range(first + 1, layers + 1)
         if first + layers - last >= count - 1

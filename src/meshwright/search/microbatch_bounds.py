@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
 
-from .inter_op import solve_inter_op
+from .as_needed import AsNeeded
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import InterOpProblem, Order
 from .least_work import least_work_seconds
 from .microbatch_costs import MicrobatchCosts
-from .shared_work import estimates_found, least_found
+from .shared_work import least_found
 from .stage_costs import StageCosts
 
 # Labels of a state: a plan is only wanted to compare numbers of microbatches.
@@ -27,6 +27,9 @@ _FEW = 8
 
 # Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
 _MAY_BE_BEST = 1.25
+
+# So many numbers of microbatches are worth a look at the finest of them first: where that is too slow, all are.
+_MANY = 3
 
 # What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
 _AT_MOST = 2.5
@@ -59,6 +62,9 @@ class MicrobatchBounds:
         """Forget all bounds: they are of the memory that there was."""
         # What 1F1B takes at least.
         self._whole: dict[int, float] = {}
+        # What any order counts for at least, by the number that says so and the one of which it says it.
+        self._told: dict[tuple[int, int], float] = {}
+        self._finest_told: list[StageCosts | None] = []
         self.given_up = inf
 
     @property
@@ -120,7 +126,24 @@ class MicrobatchBounds:
           count: the number.
           best_seconds: of the best plan that is known.
         """
-        return self.told_by(self._nearest(count), [count], best_seconds)[count]
+        source, finest = self._nearest(count), self._costs.counts[-1]
+        finer = sum(count <= one < finest for one in self._costs.counts)
+        if finer >= _MANY and self._nearest(finest) is source and source not in self._finest_told:
+            self._finest_told.append(source)
+            self.told_by(source, [finest], best_seconds)
+            self.with_split(finest, best_seconds)
+        told = self._told_of_finer(count)
+        if told is not None and told > best_seconds:
+            return told
+        return self.told_by(source, [count], best_seconds)[count]
+
+    def _told_of_finer(self, count: int) -> float | None:
+        """What finer microbatches say that a number takes at least, by the same source: as much is done in all, and a
+        pipeline is longer empty. What the synchronisation of a stage hides behind is one microbatch's at most."""
+        source = self._nearest(count)
+        by = source.program.microbatches if source is not None else 0
+        told = [least for (one, finer), least in self._told.items() if one == by and finer > count]
+        return max(told) / (1 + 1 / count) if told else None
 
     def _nearest(self, count: int) -> StageCosts | None:
         """Of the most microbatches that have been searched and are no more than these."""
@@ -153,6 +176,8 @@ class MicrobatchBounds:
                     self.given_up = min(self.given_up, bound)
             self._whole[count] = max(whole, self._whole.get(count, 0.0))
             found[count] = filled * whole
+            if not self.fills_ends:
+                self._told[costs.program.microbatches, count] = whole
         costs.forget_estimates()
         return found
 
@@ -169,16 +194,40 @@ class MicrobatchBounds:
             return 0.0
         least = self._least(costs, count, "zero_bubble", best_seconds / self.splits)
         costs.forget_estimates()
-        return min(self.splits * least, whole)
+        found = self._told[costs.program.microbatches, count] = min(self.splits * least, whole)
+        return found
 
-    def _least(self, costs: StageCosts, count: int, order: Order, bound: float) -> float:
-        """What a plan takes at least; infinite if that is more than the bound."""
+    def closer(self, costs: StageCosts, best_seconds: float, worth_seconds: float) -> float:
+        """What a number of microbatches counts for at least, as its own estimates say of the submeshes that its plans
+        would use: asked once its program is there; 0 where it may have a plan that is worth a look.
+
+        Args:
+          costs: of the stages in that number.
+          best_seconds: what the best plan that is known counts for: where nothing is as fast, that is returned.
+          worth_seconds: what plans with a whole backward that are worth a look count for at most.
+        """
+        count = costs.program.microbatches
+        known = self._nearest(count)
+        if known is None or known is costs or (self.fills_ends and self.splits is None):
+            return 0.0
+        slower = self._whole.get(count, 0.0) > best_seconds  # then it is here for a split backward alone
+        slower = slower or self._least(known, count, "one_f_one_b", worth_seconds, costs) > worth_seconds
+        if slower and self.splits is not None:
+            most = best_seconds / self.splits
+            slower = self._least(known, count, "zero_bubble", most, costs) > most
+        known.forget_estimates()
+        costs.forget_estimates()
+        return best_seconds if slower else 0.0
+
+    def _least(self, costs: StageCosts, count: int, order: Order, bound: float, own: StageCosts | None = None) -> float:
+        """What a plan takes at least, as these costs say, or where they promise much the number's own; infinite if that
+        is more than the bound."""
         costs.reserve(self._costs.reserve(count))
-        problem = self._problem(costs, costs.program.microbatches / count, order)
-        least_found(problem, costs)
-        costs.focus(most_seconds(problem, bound))
-        estimates_found(problem, costs)
-        best = solve_inter_op(problem, beam=_FEW, upper_bound=bound)
+        levels = [(self._problem(one, one.program.microbatches / count, order), one) for one in (costs, own) if one]
+        for problem, one in levels:
+            least_found(problem, one)
+            one.focus(most_seconds(problem, bound))
+        best = AsNeeded(*levels).solved(beam=_FEW, upper_bound=bound)
         return best.lower_bound if best is not None else inf
 
     def _filled(self, costs: StageCosts, count: int) -> float:

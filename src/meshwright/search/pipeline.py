@@ -22,8 +22,9 @@ from ..errors import PlanError
 from ..program.staged import StagedProgram
 from ..schedule import WORTH_SPLITTING
 from .alternative import nearest
+from .as_needed import AsNeeded
 from .candidate import Candidate, merged, scheduled
-from .given_stages import restricted, stages_of_like_work
+from .given_stages import POWERS_OF_TWO, first_seconds, restricted
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_costs import in_stages, problem_of, worth_splitting
@@ -34,7 +35,7 @@ from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .part_rows import OutOfTime
 from .scout import Scout
-from .shared_work import estimates_found, least_found
+from .shared_work import least_found
 from .stage_costs import StageCosts
 from .stage_request import (
     INTERLEAVED,
@@ -53,8 +54,6 @@ from .submeshes import Submeshes
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
 # all stages and the period count some of the same seconds twice. Of a plan of one stage the two are the same.
 _WORTH_SIMULATING = 1.05
-
-_POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 # An estimated plan may turn out to take this much longer: less is tried first.
 _ESTIMATE_SLACK = (1.1, 1.5)
@@ -131,14 +130,9 @@ class StageSearch:
         self.bounds.reset()
 
     @property
-    def left_seconds(self) -> float:
-        """Of the time; negative once it is over."""
-        return self.start + self._seconds - time.perf_counter()
-
-    @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return self.left_seconds < 0
+        return time.perf_counter() - self.start > self._seconds
 
     @property
     def worth_a_look(self) -> float:
@@ -279,17 +273,16 @@ class StageSearch:
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best_objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
-            if expected[count] > self.worth_searching:
-                least = expected[count]
-                self.unsearched = min(self.unsearched, least)
-                reason = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
-                self.considered.append(f"{count} microbatches: {reason}")
+            if self._is_slower(count, expected[count]):
                 continue
             if self.over or (self._probing and tried and self.finished):
                 reason = "out of time" if self.over else "a first plan was enough"
                 self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
+            known = bounded and not self._probing and isfinite(self.best_objective)
+            if known:
+                self._scout.send(self, left, self.near(), self.best_objective)
             try:
                 costs = self.costs(count)
             except PlanError as error:
@@ -297,6 +290,13 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
+            if known:
+                with self._in_time(expected[count]):
+                    least = self.bounds.closer(costs, self.best_objective, self.worth_a_look)
+                    expected[count] = max(expected[count], least)
+                if self._is_slower(count, expected[count]):
+                    self.bounds.searched.add(count)
+                    continue
             tried += 1
             if not bounded:
                 costs.forget_estimates()
@@ -306,12 +306,20 @@ class StageSearch:
                 else:
                     with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
                         self._refine(count, costs, problem, left if bounded else (), bounded=bounded)
-            for _ in self._worth_simulating(count):
-                pass  # what it takes bounds other numbers
+            list(self._worth_simulating(count))  # what it takes bounds other numbers
             self.bounds.searched.add(count)
         if not self._probing:
             self._scout.recall()
         return refused
+
+    def _is_slower(self, count: int, least: float) -> bool:
+        """Whether a number of microbatches takes too long at least to be worth a search, and say so."""
+        if least <= self.worth_searching:
+            return False
+        self.unsearched = min(self.unsearched, least)
+        why = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
+        self.considered.append(f"{count} microbatches: {why}")
+        return True
 
     @contextmanager
     def _in_time(self, least_seconds: float, *words: str) -> Iterator[None]:
@@ -347,7 +355,7 @@ class StageSearch:
         if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
         if self._only_splits:
-            return in_stages(problem, _POWERS_OF_TWO)
+            return in_stages(problem, POWERS_OF_TWO)
         finished = [(len(stages), seconds) for (n, stages), seconds in self.finished.items() if n == microbatches]
         return in_stages(problem, worth_splitting(finished, microbatches, self._worth(order)[0]))
 
@@ -367,11 +375,12 @@ class StageSearch:
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self.bound(costs, problem)
-        estimates_found(problem, costs)
-        least = inf
+        least, needed = inf, AsNeeded((problem, costs))
+        if not (bounded and isfinite(self.best_objective)):
+            needed.find_all()  # nearly all of it is needed then, and two processes find it
         for _ in range(_MOST_ROUNDS):
             most, alone = self._worth(problem.order)
-            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone)
+            found = needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
@@ -396,16 +405,7 @@ class StageSearch:
         those of equal stages."""
         bound, alone = self._worth(problem.order)
         if not isfinite(bound):
-            costs.estimates.only_easy = True
-            try:
-                estimates_found(problem, costs)
-                easy = solve_inter_op(problem, beam=1)
-            finally:
-                costs.estimates.only_easy = False
-            plain = (
-                [easy] if easy is not None else [stages_of_like_work(costs.program, problem, n) for n in _POWERS_OF_TWO]
-            )
-            bound = min((self._slack * found.seconds for found in plain if found is not None), default=inf)
+            bound = self._slack * first_seconds(problem, costs)
         least_found(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
         self.unsearched = min(self.unsearched, bound * self._handicap(problem.order), alone)

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 # Where no plan is known, the best probably takes no more than so many times what any takes at least.
 _PROBABLY = 1.3
 
-# A coarser number is as near as one that is finer by this much more: what is known says little of it.
-_COARSER = 1.1
-
 # How often the copy sends what it has found out.
 _SEND_SECONDS = 0.2
 
@@ -43,7 +40,8 @@ class Scout:
         self._goes = goes
         self._seen: frozenset[int] = frozenset()
         self._copy: Ahead | None = None
-        self._best = memoryview(mmap.mmap(-1, 2 * 8)).cast("d")  # in memory that both processes see
+        # In memory that both processes see: what `tell` says, and the number of microbatches that the copy looks at.
+        self._best = memoryview(mmap.mmap(-1, 3 * 8)).cast("d")
         self.tell(0, inf)
         self._learn: Callable[[Mapping[int, KnownParts]], None] = lambda found: None
 
@@ -58,7 +56,7 @@ class Scout:
     def send(
         self, search: StageSearch, counts: Iterable[int], near: int | None = None, best_seconds: float = inf
     ) -> None:
-        """Send it out, or if it is out, tell it the news.
+        """Send it out, or if it is out, tell it the news; one that has been overtaken is sent out again.
 
         Args:
           search: of stages.
@@ -70,9 +68,12 @@ class Scout:
         known = best_seconds <= best[1] and self._seen.issuperset(left)  # or the last one came to nothing
         self.tell(near or 0, best_seconds)
         at_work = self._copy is not None and self._copy.at_work
-        if not self._goes or not left or known or at_work or search.costs.base is None:
+        overtaken = at_work and best[2] > 0 and best[2] not in left
+        goes = overtaken or not (known or at_work)
+        if not self._goes or not left or not goes or search.costs.base is None:
             return
         self.recall()
+        best[2] = 0
         self._seen = frozenset(left)
         self._copy = Ahead(lambda tell: _look_ahead(search, left, best, tell))
         self._learn = search.costs.learn
@@ -117,7 +118,7 @@ def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], t
 
     costs.late = tell_in_time  # asked before anything is found out of a part
     expected = dict.fromkeys(left, bounds.floor)
-    guess, seconds = best
+    guess, seconds, _ = best
     if guess:
         bounds.searched.add(round(guess))  # if not to the end: it bounds those of more microbatches best
     else:
@@ -131,10 +132,11 @@ def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], t
         seconds = _PROBABLY * least
         guess = bounds.promising(left, expected, seconds, None, first=True)
     while left:
-        near, seconds = best if best[0] else (guess, seconds)
+        near, seconds, _ = best if best[0] else (guess, seconds, 0.0)
         search.best_objective = seconds
-        count = min(left, key=lambda n: (expected[n] > seconds, max(n / near, _COARSER * near / n), -n))
+        count = min(left, key=lambda n: (expected[n] > seconds, max(n / near, near / n), -n))
         left.remove(count)
+        best[2] = count
         if expected[count] <= search.worth_searching:
             expected[count] = max(bounds.of(count, seconds), bounds.with_split(count, seconds))
         if expected[count] <= search.worth_searching:
@@ -142,7 +144,8 @@ def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], t
                 made = costs(count)
             except PlanError:
                 continue  # the step cannot be cut so
-            for problem in search.problems_of(count, made):
+            expected[count] = max(expected[count], bounds.closer(made, seconds, search.worth_a_look))
+            for problem in search.problems_of(count, made) if expected[count] <= search.worth_searching else ():
                 search.bound(made, problem)
                 estimates_found(problem, made)
             bounds.searched.add(count)

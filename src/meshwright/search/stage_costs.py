@@ -124,6 +124,11 @@ class StageCosts:
         1]`."""
         return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
 
+    def may_fit(self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0) -> np.ndarray:
+        """Which ranges are of interest and may fit memory on a submesh, by what they hold at least: `[in flight, layers
+        + 1, layers + 1]`."""
+        return self.estimates.may_fit(self.solver.kind_of[submesh], in_flight, share)
+
     def expected(
         self, ranges: Sequence[tuple[int, int]], submesh: Submesh, in_flight: int, share: float
     ) -> list[float]:

@@ -1,7 +1,7 @@
 """The predicted timeline and memory curve of a schedule, from given seconds and bytes.
 
-Read `timing` (what is given), `simulate` (what is assumed), `timeline` (what comes out), `step_seconds` (its end alone),
-`of_plan` (what a plan gives).
+Read `timing` (what is given), `simulate` (what is assumed), `timeline` (what comes out), `step_seconds` (its end
+alone), `of_plan` (what a plan gives).
 Imports no JAX.
 """
 

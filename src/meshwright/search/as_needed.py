@@ -1,0 +1,94 @@
+"""Estimates of submeshes made as they are needed: a kind of submesh is priced when a plan would use one.
+
+Most of a search's time goes into what parts of the program cost on each kind of submesh, and the best plan uses few
+kinds. So all of them begin with what bounds say of them, which is soon known; the inter-operator problem is solved, of
+the kinds that its plan uses more is found out, and so on until nothing is left to find out of them. No plan is better
+then under estimates of all kinds, since bounds are below estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, isfinite
+
+import numpy as np
+
+from .inter_op import solve_inter_op
+from .inter_op_problem import Found, InterOpProblem, Option
+from .shared_work import estimates_found
+from .stage_costs import StageCosts
+from .submeshes import Submesh
+
+# A problem with the costs that it is of.
+Level = tuple[InterOpProblem, StageCosts]
+
+
+class AsNeeded:
+    """One problem, of which more and more is known.
+
+    Args:
+      levels: the problem as bounds of fewer microbatches say, if any, and as it is, the same submeshes in each; all
+        costs are focused on what is of interest.
+    """
+
+    def __init__(self, *levels: Level) -> None:
+        self._levels = levels
+        self._problem = levels[-1][0]
+        self._kinds = levels[-1][1].solver.kind_of
+        self._level: dict[int, int] = {}  # of a kind, what is known of it; nothing but bounds before the first
+        self._rough: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+
+    def find_all(self) -> None:
+        """Estimate all kinds at once."""
+        estimates_found(*self._levels[-1])
+        self._level = {self._kinds[submesh]: len(self._levels) - 1 for submesh in self._problem.submeshes}
+
+    def solved(self, *, beam: int, upper_bound: float = inf, alone_bound: float = inf) -> Found | None:
+        """As `inter_op.solve_inter_op`."""
+        last = len(self._levels) - 1
+        while True:
+            problem = replace(self._problem, options=self._options, fastest=self._fastest)
+            found = solve_inter_op(problem, beam=beam, upper_bound=upper_bound, alone_bound=alone_bound)
+            used = {self._kinds[stage.submesh] for stage in found.stages} if found is not None else set()
+            left = {kind for kind in used if self._level.get(kind, -1) < last}
+            if not left:
+                return found
+            for level in sorted({self._level.get(kind, -1) + 1 for kind in left}):
+                mine = {kind for kind in left if self._level.get(kind, -1) + 1 == level}
+                problem, costs = self._levels[level]
+                submeshes = [one for one in problem.submeshes if self._kinds[one] in mine]
+                estimates_found(replace(problem, submeshes=submeshes), costs)
+                self._level.update(dict.fromkeys(mine, level))
+                left -= mine
+
+    def _at(self, submesh: Submesh) -> InterOpProblem | None:
+        """The problem that is known of a submesh, None if nothing is but bounds."""
+        level = self._level.get(self._kinds[submesh], -1)
+        return self._levels[level][0] if level >= 0 else None
+
+    def _fastest(self, submesh: Submesh, in_flight: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        known = self._at(submesh)
+        if known is not None:
+            assert known.fastest is not None
+            return known.fastest(submesh, in_flight)
+        key = self._kinds[submesh], tuple(in_flight)
+        if key not in self._rough:
+            problem, costs = self._levels[0]
+            assert problem.least is not None
+            fits = costs.may_fit(submesh, in_flight, costs.program.microbatches / problem.microbatches)
+            both, forward = (np.where(fits, one, inf) for one in problem.least(submesh))
+            self._rough[key] = both, forward
+        return self._rough[key]
+
+    def _options(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
+        known = self._at(submesh)
+        if known is not None:
+            return known.options(first, last, submesh, in_flight)
+        least = self._levels[0][0].least
+        assert least is not None
+        both, forward = (float(one[first, last]) for one in least(submesh))
+        if not isfinite(both):
+            return ()
+        # Of a split backward no more stands in the sum than the forward pass.
+        return (Option(forward_seconds=forward, backward_seconds=both - forward, weight_seconds=both - forward),)
