@@ -61,6 +61,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
         forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts={}), hear=lambda: None,
         solver=SimpleNamespace(kind_of=OneKind()),
+        may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
     costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)
     bounds = MicrobatchBounds(costs, lambda costs, share, order: replace(pipeline(share), order=order))
@@ -169,3 +170,21 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
     for count in COUNTS:
         expected = 2 * plain[count] if count >= 8 else plain[count]
         assert bounds.of(count, inf) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("fills_ends", [False, True])
+def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool) -> None:
+    """Once the finest are known to be too slow the others are, and nothing that is said of them is too much."""
+    bounds, _ = bounds_of(fills_ends=fills_ends)
+    best = 0.9 * takes(128, "one_f_one_b")
+    told = []
+    for count in reversed(COUNTS):
+        expected = max(bounds.of(count, best), bounds.with_split(count, best))
+        least = takes(count, "one_f_one_b")
+        if fills_ends:
+            least = min(least, SPLITS * takes(count, "zero_bubble"))
+        assert expected <= least * (1 + 1e-9) or expected > best
+        if least < best:
+            assert expected <= least * (1 + 1e-9)
+        told.append(bounds._told_of_finer(count))
+    assert any(one is not None for one in told)

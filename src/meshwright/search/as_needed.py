@@ -69,8 +69,7 @@ class AsNeeded:
 
     def _fastest(self, submesh: Submesh, in_flight: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         known = self._at(submesh)
-        if known is not None:
-            assert known.fastest is not None
+        if known is not None and known.fastest is not None:
             return known.fastest(submesh, in_flight)
         key = self._kinds[submesh], tuple(in_flight)
         if key not in self._rough:
