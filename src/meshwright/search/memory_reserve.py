@@ -1,8 +1,8 @@
 """What a search may not count on a device: for the stage that has the last layers apart.
 
 Searches count memory by layouts; what the programs then hold is found by tracing them. The two differ most for the head
-of a model, of whose scores, the largest array there is, several copies live at once. What is missed of it, of stages that
-rematerialise nothing and of all others is learned apart.
+of a model, of whose scores, the largest array there is, several copies live at once. What is missed of it, of stages
+that rematerialise nothing and of all others is learned apart.
 """
 
 from __future__ import annotations
