@@ -46,9 +46,11 @@ def level(
     asked: set[int] = set()
 
     def options(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[Option, ...]:
+        """Two, of which one is faster forward and slower in all."""
         del in_flight
         taken = float(seconds[KINDS[submesh], first, last])
-        return (Option(forward_seconds=taken / 3, backward_seconds=2 * taken / 3, weight_seconds=taken / 3),)
+        ways = ((taken / 2, taken / 2), (taken / 3, 0.7 * taken))
+        return tuple(Option(forward_seconds=f, backward_seconds=b, weight_seconds=b / 2) for f, b in ways)
 
     def fastest(submesh: Submesh, in_flight: Any) -> tuple[np.ndarray, np.ndarray]:
         asked.add(KINDS[submesh])
@@ -68,7 +70,7 @@ def level(
     return problem, costs, seconds, asked
 
 
-@pytest.mark.parametrize("order", ["one_f_one_b", "eager_one_f_one_b", "zero_bubble", "gpipe"])
+@pytest.mark.parametrize("order", ["one_f_one_b", "eager_one_f_one_b", "zero_bubble"])
 def test_the_plan_is_the_best_under_all_estimates_and_not_all_are_made(order: Any) -> None:
     rng, made = np.random.default_rng(0), 0
     for _ in range(40):

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.search.inter_op import solve_inter_op
 from meshwright.search.inter_op_problem import InterOpProblem, Option
+from meshwright.search.memory_reserve import MemoryReserve, nothing_reserved
 from meshwright.search.microbatch_bounds import MicrobatchBounds
 from meshwright.search.submeshes import Submesh
 
@@ -63,7 +64,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         solver=SimpleNamespace(kind_of=OneKind()),
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
-    costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=lambda count: None)
+    costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=nothing_reserved)
     bounds = MicrobatchBounds(costs, lambda costs, share, order: replace(pipeline(share), order=order))
     bounds.fills_ends, bounds.splits = fills_ends, SPLITS if fills_ends else None
     return bounds, base
@@ -155,7 +156,7 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
     """Of 8 microbatches it is known that each takes twice its share: 16 and more take as long, 4 do not."""
     bounds, base = bounds_of(fills_ends=False)
     eight = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=8, layers=range(STAGES))}))
-    known: Any = SimpleNamespace(counts=COUNTS, all=[base, eight], base=base, reserve=lambda count: None)
+    known: Any = SimpleNamespace(counts=COUNTS, all=[base, eight], base=base, reserve=nothing_reserved)
 
     def problem(costs: Any, share: float, order: Any) -> InterOpProblem:
         del order
@@ -173,18 +174,49 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
 
 
 @pytest.mark.parametrize("fills_ends", [False, True])
-def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool) -> None:
-    """Once the finest are known to be too slow the others are, and nothing that is said of them is too much."""
+def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the finest are much too slow nothing is asked of the others, and what is said of them is not too much."""
     bounds, _ = bounds_of(fills_ends=fills_ends)
-    best = 0.9 * takes(128, "one_f_one_b")
-    told = []
-    for count in reversed(COUNTS):
-        expected = max(bounds.of(count, best), bounds.with_split(count, best))
+    best = 0.8 * takes(128, "one_f_one_b")
+    asked: list[int] = []
+    told_by = MicrobatchBounds.told_by
+    monkeypatch.setattr(
+        MicrobatchBounds,
+        "told_by",
+        lambda self, costs, counts, least: asked.extend(counts) or told_by(self, costs, counts, least),
+    )
+    for count in (16, 32, 64):
+        found = bounds.of(count, best)
         least = takes(count, "one_f_one_b")
         if fills_ends:
             least = min(least, SPLITS * takes(count, "zero_bubble"))
-        assert expected <= least * (1 + 1e-9) or expected > best
-        if least < best:
-            assert expected <= least * (1 + 1e-9)
-        told.append(bounds._told_of_finer(count))
-    assert any(one is not None for one in told)
+        assert best < found <= least
+    assert asked == [128]
+
+
+def test_finer_microbatches_in_less_memory_say_nothing_of_coarser_ones() -> None:
+    bounds, _ = bounds_of(fills_ends=False)
+    bounds._costs.reserve = lambda count: MemoryReserve(plain=1.0 if count == 128 else 0.0)
+    bounds._tell(bounds._nearest(128), 128, 0.5)
+    assert bounds._told
+    assert bounds._told_of_finer(64) is None
+
+
+def test_each_bound_is_of_its_own_interest() -> None:
+    """What was left out under the bound of one order is estimated again for the next."""
+    bounds, base = bounds_of(fills_ends=True)
+    seen: list[str] = []
+    base.focus, base.forget_estimates = lambda most: seen.append("focus"), lambda: seen.append("forget")
+    own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES))}))
+    bounds._problem = lambda costs, share, order: replace(pipeline(share / costs.program.microbatches), order=order)
+    least = takes(4, "one_f_one_b")
+    assert bounds.closer(own, 2 * least, 2 * least) == 0.0
+    assert bounds.closer(own, 0.4 * least, 0.42 * least) == 0.4 * least
+    assert seen.count("focus") >= 4
+    assert all(seen[at - 1] == "forget" for at, what in enumerate(seen) if what == "focus")
+
+
+def test_a_number_that_is_cut_into_other_layers_is_not_bounded_closer() -> None:
+    bounds, base = bounds_of(fills_ends=False)
+    own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES - 1))}))
+    assert bounds.closer(own, 1e-6, 1e-6) == 0.0

@@ -3,7 +3,8 @@
 Most of a search's time goes into what parts of the program cost on each kind of submesh, and the best plan uses few
 kinds. So all of them begin with what bounds say of them, which is soon known; the inter-operator problem is solved, of
 the kinds that its plan uses more is found out, and so on until nothing is left to find out of them. No plan is better
-then under estimates of all kinds, since bounds are below estimates.
+then under estimates of all kinds, since bounds are below estimates: of both passes together and of the forward pass,
+which is all that an order needs but GPipe, of which all kinds are estimated at once.
 """
 
 from __future__ import annotations

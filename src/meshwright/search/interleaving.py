@@ -226,9 +226,10 @@ class Interleaving:
         places, count = _places(cut, ranks), ranks * chunks
         if places is None or len(cut.program.layers) <= count:
             return 0.0
-        _, in_flight = _in_flight(cut, ranks, chunks)
-        ranges = _balanced(cut, places[0], count, max(in_flight)) or ()
-        each = [_fastest(cut, first, last, places[0], max(in_flight)) for first, last in ranges]
+        own, mean = _in_flight(cut, ranks, chunks)
+        ranges = _balanced(cut, places[0], count, max(mean)) or ()
+        held = [min(pair) for pair in zip(own, mean, strict=True)]
+        each = [_fastest(cut, *one, places[0], held[number]) for number, one in enumerate(ranges)]
         return cut.program.microbatches * max((sum(each[rank::ranks]) for rank in range(ranks)), default=0.0)
 
     def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:

@@ -1,7 +1,8 @@
-"""What the best plan takes at least in each number of microbatches, before any of them is looked at.
+"""What the best plan takes at least in each number of microbatches, before its layouts are searched.
 
 Cutting a microbatch makes no work less: others take and keep at least their share of what a microbatch does in a number
-that is known. Not even their programs have to be traced for that. What is bound to be slower than the best plan is left
+that is known. Not even their programs have to be traced for that; where that leaves a number open, its own estimates of
+the submeshes that a plan would use are a closer bound. What is bound to be slower than the best plan is left
 out; what is thought to be fast is looked at first.
 
 A bound has to hold for every order. They are 1F1B at best with free transfers, but for a split backward, which fills
@@ -130,20 +131,32 @@ class MicrobatchBounds:
         finer = sum(count <= one < finest for one in self._costs.counts)
         if finer >= _MANY and self._nearest(finest) is source and source not in self._finest_told:
             self._finest_told.append(source)
-            self.told_by(source, [finest], best_seconds)
-            self.with_split(finest, best_seconds)
+            self._tell(source, finest, best_seconds)
         told = self._told_of_finer(count)
         if told is not None and told > best_seconds:
             return told
         return self.told_by(source, [count], best_seconds)[count]
 
+    def _tell(self, source: StageCosts | None, count: int, best_seconds: float) -> None:
+        """Find out what a number says of coarser ones."""
+        self.told_by(source, [count], best_seconds)
+        if source is not None and self.splits is not None:
+            most = _MAY_BE_BEST * best_seconds
+            split = self._least(source, count, "zero_bubble", most / self.splits)
+            self._told[source.program.microbatches, count] = min(self.splits * split, self._whole[count], most)
+            source.forget_estimates()
+
     def _told_of_finer(self, count: int) -> float | None:
-        """What finer microbatches say that a number takes at least, by the same source: as much is done in all, and a
-        pipeline is longer empty. What the synchronisation of a stage hides behind is one microbatch's at most."""
-        source = self._nearest(count)
+        """What finer microbatches say that a number takes at least, by the same source, in no less memory: as much is
+        done in all, and a pipeline is longer empty. What a synchronisation hides behind, or weight gradients that fill
+        the ends, is one microbatch's at most."""
+        source, mine = self._nearest(count), self._costs.reserve(count)
         by = source.program.microbatches if source is not None else 0
-        told = [least for (one, finer), least in self._told.items() if one == by and finer > count]
-        return max(told) / (1 + 1 / count) if told else None
+        told = [
+            least for (one, finer), least in self._told.items()
+            if one == by and finer > count and self._costs.reserve(finer).no_more_than(mine)
+        ]  # fmt: skip
+        return max(told) * (1 - 1 / count) if told else None
 
     def _nearest(self, count: int) -> StageCosts | None:
         """Of the most microbatches that have been searched and are no more than these."""
@@ -177,7 +190,7 @@ class MicrobatchBounds:
             self._whole[count] = max(whole, self._whole.get(count, 0.0))
             found[count] = filled * whole
             if not self.fills_ends:
-                self._told[costs.program.microbatches, count] = whole
+                self._told[costs.program.microbatches, count] = min(whole, bound)
         costs.forget_estimates()
         return found
 
@@ -194,8 +207,7 @@ class MicrobatchBounds:
             return 0.0
         least = self._least(costs, count, "zero_bubble", best_seconds / self.splits)
         costs.forget_estimates()
-        found = self._told[costs.program.microbatches, count] = min(self.splits * least, whole)
-        return found
+        return min(self.splits * least, whole)
 
     def closer(self, costs: StageCosts, best_seconds: float, worth_seconds: float) -> float:
         """What a number of microbatches counts for at least, as its own estimates say of the submeshes that its plans
@@ -209,6 +221,8 @@ class MicrobatchBounds:
         count = costs.program.microbatches
         known = self._nearest(count)
         if known is None or known is costs or (self.fills_ends and self.splits is None):
+            return 0.0
+        if known.program.layers != costs.program.layers:  # a step may be made of other equations in this number
             return 0.0
         slower = self._whole.get(count, 0.0) > best_seconds  # then it is here for a split backward alone
         slower = slower or self._least(known, count, "one_f_one_b", worth_seconds, costs) > worth_seconds
@@ -226,6 +240,7 @@ class MicrobatchBounds:
         levels = [(self._problem(one, one.program.microbatches / count, order), one) for one in (costs, own) if one]
         for problem, one in levels:
             least_found(problem, one)
+            one.forget_estimates()  # of what was of interest before
             one.focus(most_seconds(problem, bound))
         best = AsNeeded(*levels).solved(beam=_FEW, upper_bound=bound)
         return best.lower_bound if best is not None else inf

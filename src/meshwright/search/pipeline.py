@@ -376,7 +376,7 @@ class StageSearch:
         if bounded:
             self.bound(costs, problem)
         least, needed = inf, AsNeeded((problem, costs))
-        if not (bounded and isfinite(self.best_objective)):
+        if problem.order == "gpipe" or not (bounded and isfinite(self.best_objective)):
             needed.find_all()  # nearly all of it is needed then, and two processes find it
         for _ in range(_MOST_ROUNDS):
             most, alone = self._worth(problem.order)
