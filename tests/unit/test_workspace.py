@@ -184,9 +184,9 @@ def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[i
     )  # fmt: skip
     plan = search_stages(request).plan
     traced = written_out(plan, staged, "gpu")
-    # Of the head of the MoE, whose vocabulary is most of it, more is fused than is counted.
-    most = 1.35 if (case, remat) == ("moe", "layer") else 1.1
-    for counted, stage in zip(plan.stages, traced.stages, strict=True):
+    for number, (counted, stage) in enumerate(zip(plan.stages, traced.stages, strict=True)):
+        # Of the head of the MoE, whose vocabulary is most of it, more is fused than is counted.
+        most = 1.35 if (case, number) == ("moe", 1) else 1.1
         assert counted.memory.workspace > 0
         assert 0.9 * stage.memory.total < counted.memory.total < most * stage.memory.total
 
