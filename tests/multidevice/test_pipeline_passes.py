@@ -60,6 +60,15 @@ def test_convolutions_of_equal_shapes_run_once() -> None:
     assert [k.shape for k in kept] == [(3, 3, 3, 3)]
 
 
+def test_blocks_that_were_joined_are_joined_again() -> None:
+    """Neighbours' borders around a block: of the block and the borders nothing is kept twice."""
+    x, border, w = jnp.linspace(-1, 1, 32).reshape(8, 4), jnp.ones((1, 4)), jnp.linspace(-1, 1, 16).reshape(4, 4)
+    _, kept = halves_of(
+        lambda x, b, w: jnp.sum(jnp.tanh(jnp.concatenate([b, jnp.tanh(x @ w)]) @ w)), x, border, w, free=(0, 1, 2)
+    )
+    assert [k.shape for k in kept] == [(8, 4), (9, 4)], "the results of the two products"
+
+
 def test_masks_are_kept_as_masks() -> None:
     x, w = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.linspace(-1, 1, 16).reshape(4, 4)
     _, kept = halves_of(lambda x, w: jnp.sum(jax.nn.relu(x @ w)), x, w, free=(1,))

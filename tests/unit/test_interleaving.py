@@ -106,6 +106,16 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
     )
 
 
+def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
+    request: Any = None
+    costs().reserve(MemoryReserve())
+    least = Interleaving(request, lambda program: costs())._least(costs(), RANKS, CHUNKS)
+    stages = next(interleaved(costs(), RANKS, CHUNKS))
+    busiest = max(sum(stage.option.seconds for stage in stages[rank::RANKS]) for rank in range(RANKS))
+    assert 0.5 * MICROBATCHES * busiest < least <= MICROBATCHES * busiest * (1 + 1e-9)
+    assert Interleaving(request, lambda program: costs())._least(costs(), RANKS, 8 // RANKS) == 0.0, "a layer each"
+
+
 def test_what_was_tried_says_how_far_expectations_are_off() -> None:
     tried = [_Tried(8, 2, 4, 1.5), _Tried(4, 8, 6, 1.1), _Tried(4, 8, 12, 1.3)]
     assert _missed([], 16, 4, 2) == 1.0
