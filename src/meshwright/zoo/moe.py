@@ -197,9 +197,12 @@ def build(config: MoEConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
         mixed, balance = mixture(params["experts"], normalised, group=config.expert_group, capacity=capacity)
         return x + mixed, balance
 
+    # Under `jax.jit` the layers that are alike are traced once.
+    dense, expert = (
+        jax.jit(jax.checkpoint(layer) if remat else layer) for layer in (dense_layer, expert_layer)
+    )
+
     def loss(params: dict[str, Any], batch: Batch) -> jax.Array:
-        dense = jax.checkpoint(dense_layer) if remat else dense_layer
-        expert = jax.checkpoint(expert_layer) if remat else expert_layer
         embedding = params["embedding"]
         x = embed(embedding["tokens"], batch["tokens"], dtype) + embedding["positions"].astype(dtype)  # (b, s, m)
         balances = []

@@ -10,7 +10,7 @@ classes for the head; normalisations are not counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,14 +184,19 @@ def build(config: WideResNetConfig, *, optimizer: Optimizer = "sgd", remat: bool
     params["head"] = {"w": normal(inputs, config.classes, deviation=inputs**-0.5), "b": zeros(config.classes)}
     flops += 2 * inputs * config.classes
 
+    def applied(stride: int) -> Callable[..., Any]:
+        apply = functools.partial(block, stride=stride)
+        return jax.jit(jax.checkpoint(apply) if remat else apply)  # blocks that are alike are traced once
+
+    apply = {stride: applied(stride) for _, stride in strides(config)}
+
     def loss(params: dict[str, Any], batch: Batch, statistics: dict[str, Any]) -> tuple[jax.Array, Any]:
         x = convolution(params["stem"]["w"], batch["images"].astype(dtype), stride=2)
         x, stem_statistics = batch_norm(params["stem"]["norm"], statistics["stem"], x)
         x = max_pool(jax.nn.relu(x))
         moved = []
         for (_, stride), part, old in zip(strides(config), params["blocks"], statistics["blocks"], strict=True):
-            apply = functools.partial(block, stride=stride)
-            x, new = (jax.checkpoint(apply) if remat else apply)(part, old, x)
+            x, new = apply[stride](part, old, x)
             moved.append(new)
         features = jnp.mean(x.astype(jnp.float32), axis=(1, 2))  # (b, inputs)
         logits = features @ params["head"]["w"] + params["head"]["b"]
