@@ -63,7 +63,7 @@ def level(
         least=lambda submesh: (least[KINDS[submesh]], least[KINDS[submesh]] / 3), fastest=fastest,
     )  # fmt: skip
     costs = SimpleNamespace(
-        program=SimpleNamespace(microbatches=8), solver=SimpleNamespace(kind_of=KINDS), hear=lambda: None,
+        program=SimpleNamespace(microbatches=8), solver=SimpleNamespace(kind_of=KINDS), hear=lambda: None, used=set(),
         estimates=SimpleNamespace(known_parts={}),
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
@@ -82,8 +82,15 @@ def test_the_plan_is_the_best_under_all_estimates_and_not_all_are_made(order: An
         assert expected is not None
         assert found is not None
         assert found.seconds == pytest.approx(expected.seconds)
-        assert {KINDS[stage.submesh] for stage in found.stages} <= asked
+        used = {KINDS[stage.submesh] for stage in found.stages}
+        assert used <= asked
+        assert used <= costs.used
         made += len(asked)
+        again = AsNeeded((problem, costs))
+        again.find_used()
+        asked.clear()
+        assert again.solved(beam=1 << 10) == found
+        assert asked <= costs.used
     assert made < 3 * 40
 
 

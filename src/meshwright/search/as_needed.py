@@ -9,7 +9,7 @@ which is all that an order needs but GPipe, of which all kinds are estimated at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from math import inf, isfinite
 
@@ -45,23 +45,35 @@ class AsNeeded:
         estimates_found(*self._levels[-1])
         self._level = {self._kinds[submesh]: len(self._levels) - 1 for submesh in self._problem.submeshes}
 
+    def find_used(self) -> None:
+        """Estimate the kinds that plans in its microbatches have used so far: the best one's are likely to be among
+        them."""
+        problem, costs = self._levels[-1]
+        self._find(costs.used.intersection(self._kinds[one] for one in problem.submeshes), len(self._levels) - 1)
+
     def solved(self, *, beam: int, upper_bound: float = inf, alone_bound: float = inf) -> Found | None:
         """As `inter_op.solve_inter_op`."""
         last = len(self._levels) - 1
+        if self._problem.order == "gpipe" and self._level.keys() != {self._kinds[x] for x in self._problem.submeshes}:
+            self.find_all()
         while True:
             problem = replace(self._problem, options=self._options, fastest=self._fastest)
             found = solve_inter_op(problem, beam=beam, upper_bound=upper_bound, alone_bound=alone_bound)
             used = {self._kinds[stage.submesh] for stage in found.stages} if found is not None else set()
-            left = {kind for kind in used if self._level.get(kind, -1) < last}
+            left = {kind: self._level.get(kind, -1) + 1 for kind in used if self._level.get(kind, -1) < last}
             if not left:
                 return found
-            for level in sorted({self._level.get(kind, -1) + 1 for kind in left}):
-                mine = {kind for kind in left if self._level.get(kind, -1) + 1 == level}
-                problem, costs = self._levels[level]
-                submeshes = [one for one in problem.submeshes if self._kinds[one] in mine]
-                estimates_found(replace(problem, submeshes=submeshes), costs)
-                self._level.update(dict.fromkeys(mine, level))
-                left -= mine
+            for level in sorted(set(left.values())):
+                self._find({kind for kind, one in left.items() if one == level}, level)
+
+    def _find(self, kinds: Set[int], level: int) -> None:
+        """Find out so much of these kinds."""
+        problem, costs = self._levels[level]
+        mine = [submesh for submesh in problem.submeshes if self._kinds[submesh] in kinds]
+        estimates_found(replace(problem, submeshes=mine), costs)
+        self._level.update(dict.fromkeys(kinds, level))
+        if problem.microbatches == costs.program.microbatches:
+            costs.used |= kinds
 
     def _at(self, submesh: Submesh) -> InterOpProblem | None:
         """The problem that is known of a submesh, None if nothing is but bounds."""

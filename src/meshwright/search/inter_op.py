@@ -98,20 +98,22 @@ def solve_inter_op(
       upper_bound: seconds; plans that take longer are of no interest.
       alone_bound: the same of plans of one stage; what is proven is of the others.
     """
-    if beam > 1:
-        # A narrow search first: its plan prunes the wide one.
-        search = _Search(problem, 1, upper_bound, alone_bound)
-        narrow = search.run()
-        if narrow is not None:
-            search.beam, search.bound, search.dropped = beam, narrow.seconds * (1 + 1e-12), inf
-            wide = search.run()
-            return wide if wide is not None else replace(narrow, lower_bound=min(narrow.seconds, search.dropped))
-    return _Search(problem, beam, upper_bound, alone_bound).run()
+    search = _Search(problem, upper_bound, alone_bound)
+    # A narrow search first: its plan prunes the wide one.
+    narrow = search.run(1)
+    if beam == 1:
+        return narrow
+    if narrow is not None:
+        search.bound = narrow.seconds * (1 + 1e-12)
+    wide = search.run(beam)
+    if wide is None and narrow is not None:
+        return replace(narrow, lower_bound=min(narrow.seconds, search.dropped))
+    return wide
 
 
 class _Search:
-    def __init__(self, problem: InterOpProblem, beam: int, bound: float, alone: float) -> None:
-        self.problem, self.beam, self.bound, self.alone = problem, beam, bound, alone
+    def __init__(self, problem: InterOpProblem, bound: float, alone: float) -> None:
+        self.problem, self.bound, self.alone = problem, bound, alone
         # What plans take at least whose labels there was no room for.
         self.dropped = inf
         self.ending: dict[int, list[Submesh]] = {}
@@ -125,7 +127,9 @@ class _Search:
         ]
         self.most = problem.most_places
         self._positions = positions_of(problem)
-        self._tables = {submesh: self._by_place(submesh) for submesh in problem.submeshes}
+        kinds = {submesh: problem.kind(submesh) for submesh in problem.submeshes}
+        alike = {kind: self._by_place(submesh) for kind, submesh in {kinds[one]: one for one in kinds}.items()}
+        self._tables = {submesh: alike[kind] for submesh, kind in kinds.items()}
         self._left = self._least_left()
         self._steps: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -167,18 +171,19 @@ class _Search:
         """What a period adds to the objective; of a single microbatch nothing, however long it is."""
         return (self.problem.microbatches - 1) * period if self.problem.microbatches > 1 else np.zeros_like(period)
 
-    def run(self) -> Found | None:
-        problem = self.problem
+    def run(self, beam: int) -> Found | None:
+        """The best plan with so many labels for each state."""
+        problem, self.dropped = self.problem, inf
         states: list[dict[int, dict[Any, list[_Label]]]] = [{} for _ in range(problem.layers + 1)]
         end = _Label(None, None, 0, 0.0, (0.0, 0.0), 0.0)
         states[problem.layers][problem.devices] = {(): [end]}
         for last in range(problem.layers, 0, -1):
             for device in sorted(states[last]):
                 labels = [label for group in states[last][device].values() for label in group]
-                if len(labels) > self.beam:
+                if len(labels) > beam:
                     labels.sort(key=lambda label: (self._promise(label, last, device), label.stages))
-                    self.dropped = min(self.dropped, self._promise(labels[self.beam], last, device))
-                    del labels[self.beam :]
+                    self.dropped = min(self.dropped, self._promise(labels[beam], last, device))
+                    del labels[beam:]
                 for label in labels:
                     self._extend(states, label, last, device)
             states[last] = {}

@@ -21,35 +21,41 @@ def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf
       alone_bound: the same of plans of one stage.
     """
     assert problem.least is not None
-    positions = positions_of(problem)
-    tables = {submesh: problem.least(submesh) for submesh in problem.submeshes}
+    tables = [problem.least(submesh) for submesh in {problem.kind(one): one for one in problem.submeshes}.values()]
+    number = {kind: n for n, kind in enumerate(dict.fromkeys(map(problem.kind, problem.submeshes)))}
+    seconds, passage = (np.array(one) for one in zip(*tables, strict=True))
     if problem.order != "zero_bubble":
-        tables = {submesh: (seconds, seconds) for submesh, (seconds, _) in tables.items()}
-    total, period = least_before(problem, positions, tables)
-    shape, rest = total.shape, problem.microbatches - 1
-    total_after, period_after = np.full(shape, inf), np.full(shape, inf)
-    total_after[-1, -1] = period_after[-1, -1] = 0.0
-    for submesh in sorted(problem.submeshes, key=lambda one: -one.first):
-        (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
-        summed = (passage + total_after[None, :, stop]).min(axis=1)
-        longest = np.maximum(seconds, period_after[None, :, stop]).min(axis=1)
-        total_after[:, start] = np.minimum(total_after[:, start], summed)
-        period_after[:, start] = np.minimum(period_after[:, start], longest)
+        passage = seconds
+    positions = positions_of(problem)
+    ends = [(positions[one.first], positions[one.stop], number[problem.kind(one)]) for one in problem.submeshes]
+    starts, stops, kinds = np.array(ends).T
+    shape = (problem.layers + 1, len(positions))
+    # What the layers before a layer on all devices before a position add at least to the sum, in any number of stages,
+    # and their least period; and the same of those after them.
+    total, period, total_after, period_after = (np.full(shape, inf) for _ in range(4))
+    total[0, 0] = period[0, 0] = total_after[-1, -1] = period_after[-1, -1] = 0.0
+    for stop in range(1, len(positions)):
+        mine = stops == stop
+        before, of = starts[mine], kinds[mine]
+        total[:, stop] = (total.T[before, :, None] + passage[of]).min(axis=(0, 1), initial=inf)
+        period[:, stop] = np.maximum(period.T[before, :, None], seconds[of]).min(axis=(0, 1), initial=inf)
+    for start in reversed(range(len(positions) - 1)):
+        mine = starts == start
+        after, of = stops[mine], kinds[mine]
+        total_after[:, start] = (passage[of] + total_after.T[after, None, :]).min(axis=(0, 2), initial=inf)
+        longest = np.maximum(seconds[of], period_after.T[after, None, :])
+        period_after[:, start] = longest.min(axis=(0, 2), initial=inf)
+    around = total.T[starts, :, None] + total_after.T[stops, None, :]
+    possible = np.isfinite(around)
+    others = np.where(possible, np.maximum(period.T[starts, :, None], period_after.T[stops, None, :]), 0.0)
+    whole = (starts == 0) & (stops == len(positions) - 1)
+    left = np.where(whole, min(bound, alone_bound), bound)[:, None, None] - np.where(possible, around, 0.0)
     # What stands in the sum of the stage itself: of a split backward perhaps nothing.
+    rest = problem.microbatches - 1
     times = rest + (problem.order != "zero_bubble")
-    found = {}
-    for submesh in problem.submeshes:
-        start, stop = positions[submesh.first], positions[submesh.stop]
-        around = total[:, start, None] + total_after[None, :, stop]
-        most = np.full_like(around, -inf)
-        possible = np.isfinite(around)
-        others = np.maximum(period[:, start, None], period_after[None, :, stop])[possible]
-        whole = submesh.first == 0 and submesh.stop == problem.devices
-        left = (min(bound, alone_bound) if whole else bound) - around[possible]
-        alone = left / times if times else np.full_like(left, inf)
-        most[possible] = np.where(alone >= others, alone, left - rest * others)
-        found[submesh] = most
-    return found
+    alone = left / times if times else np.full_like(left, inf)
+    most = np.where(possible, np.where(alone >= others, alone, left - rest * others), -inf)
+    return dict(zip(problem.submeshes, most, strict=True))
 
 
 def positions_of(problem: InterOpProblem) -> dict[int, int]:
@@ -58,34 +64,10 @@ def positions_of(problem: InterOpProblem) -> dict[int, int]:
     return {device: number for number, device in enumerate(sorted({0, problem.devices, *ends}))}
 
 
-def least_before(
-    problem: InterOpProblem,
-    positions: Mapping[int, int],
-    tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """For all layers before a layer on all devices before a position, in any number of stages, `[layer, position]`:
-    what they add at least to the sum, and the least period.
-
-    Args:
-      problem: the numbers.
-      positions: of devices.
-      tables: seconds of every range on a submesh, and what it adds to the sum: each `[first, last]`.
-    """
-    shape = (problem.layers + 1, len(positions))
-    total, period = np.full(shape, inf), np.full(shape, inf)
-    total[0, 0] = period[0, 0] = 0.0
-    for submesh in sorted(problem.submeshes, key=lambda one: one.stop):
-        (seconds, passage), start, stop = tables[submesh], positions[submesh.first], positions[submesh.stop]
-        summed = (total[:, start, None] + passage).min(axis=0)
-        longest = np.maximum(period[:, start, None], seconds).min(axis=0)
-        total[:, stop] = np.minimum(total[:, stop], summed)
-        period[:, stop] = np.minimum(period[:, stop], longest)
-    return total, period
-
-
 class LeastBefore:
-    """The same for stages of which the last is at a known place, from those before it; submeshes that cost the same
-    together.
+    """For all layers before a layer on all devices before a position, what they add at least to the sum, and the least
+    period: with the last of their stages at a known place, from those before it. Submeshes that cost the same are
+    looked at together.
 
     Args:
       positions: of devices.

@@ -44,6 +44,7 @@ def problem_of(
         num_stages=request.stage_count,
         least=lambda submesh: costs.least(submesh, share),
         fastest=lambda submesh, in_flight: costs.fastest(submesh, in_flight, share),
+        kind=costs.solver.kind_of.__getitem__,
     )
     return problem if request.layers is None else of_layers(problem, request.layers)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,6 +138,7 @@ class InterOpProblem:
         look at all options.
       fastest: the same of options that fit memory with so many microbatches in flight, for several such numbers: each
         `[in flight, layers + 1, layers + 1]`; None for `least` whatever is in flight.
+      kind: equal for submeshes of which `least` and `fastest` say the same.
     """
 
     layers: int
@@ -153,6 +154,7 @@ class InterOpProblem:
     num_stages: int | None = None
     least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
     fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
+    kind: Callable[[Submesh], Hashable] = lambda submesh: submesh
 
     @property
     def most_places(self) -> int:

@@ -111,7 +111,7 @@ class StageSearch:
         self.taken = request.begin_with  # then microbatches of the last run's plan
         self._taken_interleaved = False
         self._probing = self._may_stop = False
-        self.costs.late = lambda: self._may_stop and self.over
+        self.costs.late = self._is_late
         self.costs.hear = self._scout.listen
         self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
@@ -157,6 +157,11 @@ class StageSearch:
     def over(self) -> bool:
         """Whether the time is over and there is a plan: until then the search goes on."""
         return self.late and (bool(self.finished) or isfinite(self._known))
+
+    def _is_late(self) -> bool:
+        """Whether to find out no more; asked before anything is."""
+        self._scout.catch_up()
+        return self._may_stop and self.over
 
     def run(
         self,
@@ -268,6 +273,10 @@ class StageSearch:
             count = self.bounds.promising(left, expected, self.best_objective, self.near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
+            known = bounded and not self._probing and isfinite(self.best_objective)
+            if known:
+                self._scout.tell(self.best_objective, self.near(), count)
+                self._scout.send(self, left)
             if bounded and not self._probing and expected[count] <= self.worth_searching and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
@@ -280,9 +289,6 @@ class StageSearch:
                 self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
-            known = bounded and not self._probing and isfinite(self.best_objective)
-            if known:
-                self._scout.send(self, left, self.near(), self.best_objective)
             try:
                 costs = self.costs(count)
             except PlanError as error:
@@ -374,18 +380,20 @@ class StageSearch:
         at other numbers of microbatches."""
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
-            self.bound(costs, problem)
+            self._bound(costs, problem)
         least, needed = inf, AsNeeded((problem, costs))
-        if problem.order == "gpipe" or not (bounded and isfinite(self.best_objective)):
+        if bounded and isfinite(self.best_objective):
+            needed.find_used()
+        else:
             needed.find_all()  # nearly all of it is needed then, and two processes find it
         for _ in range(_MOST_ROUNDS):
-            most, alone = self._worth(problem.order)
-            found = needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
+            found = self._solved(needed, problem.order)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
             best = min(self.best_objective, self._slack * found.seconds)
-            self._scout.send(self, others, self.near(number), best)
+            self._scout.tell(best, self.near(number), number)
+            self._scout.send(self, others)
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
@@ -400,7 +408,19 @@ class StageSearch:
                 break
         self.unsearched = min(self.unsearched, least * self._handicap(problem.order))
 
-    def bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
+    def look(self, costs: StageCosts, problem: InterOpProblem) -> None:
+        """Estimate what a refinement begins with, where a plan is known or expected."""
+        self._bound(costs, problem)
+        needed = AsNeeded((problem, costs))
+        needed.find_used()
+        self._solved(needed, problem.order)
+
+    def _solved(self, needed: AsNeeded, order: Order) -> Found | None:
+        """The best stages in an order, by what is known and what is estimated now."""
+        most, alone = self._worth(order)
+        return needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
+
+    def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
         bound, alone = self._worth(problem.order)

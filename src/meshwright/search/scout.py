@@ -11,16 +11,18 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ..ahead import Ahead
 from ..errors import PlanError
-from .part_rows import KnownParts
-from .shared_work import estimates_found
+from .part_rows import KnownParts, OutOfTime
 
 if TYPE_CHECKING:
+    from .inter_op_problem import InterOpProblem
     from .pipeline import StageSearch
+    from .stage_costs import StageCosts
 
 # Where no plan is known, the best probably takes no more than so many times what any takes at least.
 _PROBABLY = 1.3
@@ -39,10 +41,12 @@ class Scout:
     def __init__(self, *, goes: bool = True) -> None:
         self._goes = goes
         self._seen: frozenset[int] = frozenset()
+        self._sent = inf
         self._copy: Ahead | None = None
-        # In memory that both processes see: what `tell` says, and the number of microbatches that the copy looks at.
-        self._best = memoryview(mmap.mmap(-1, 3 * 8)).cast("d")
-        self.tell(0, inf)
+        # In memory that both processes see: what `tell` says, the number of microbatches that the copy looks at, and
+        # the one that the search does.
+        self._told = memoryview(mmap.mmap(-1, 4 * 8)).cast("d")
+        self.tell(inf)
         self._learn: Callable[[Mapping[int, KnownParts]], None] = lambda found: None
 
     def __enter__(self) -> Scout:
@@ -53,40 +57,42 @@ class Scout:
             self._copy.end()
         self._copy = None
 
-    def send(
-        self, search: StageSearch, counts: Iterable[int], near: int | None = None, best_seconds: float = inf
-    ) -> None:
-        """Send it out, or if it is out, tell it the news; one that has been overtaken is sent out again.
+    def send(self, search: StageSearch, counts: Iterable[int]) -> None:
+        """Send it out, if it is not; one that has been overtaken is sent out again.
 
         Args:
           search: of stages.
           counts: numbers of microbatches that it may ask for.
-          near: as of `tell`.
-          best_seconds: as of `tell`; infinite if nothing is known.
         """
-        left, best = list(counts), self._best
-        known = best_seconds <= best[1] and self._seen.issuperset(left)  # or the last one came to nothing
-        self.tell(near or 0, best_seconds)
+        left, told = list(counts), self._told
+        known = told[1] <= self._sent and self._seen.issuperset(left)  # or the last one came to nothing
         at_work = self._copy is not None and self._copy.at_work
-        overtaken = at_work and best[2] > 0 and best[2] not in left
+        overtaken = at_work and told[2] > 0 and told[2] not in (*left, self._at)
         goes = overtaken or not (known or at_work)
         if not self._goes or not left or not goes or search.costs.base is None:
             return
         self.recall()
-        best[2] = 0
-        self._seen = frozenset(left)
-        self._copy = Ahead(lambda tell: _look_ahead(search, left, best, tell))
+        told[2] = 0
+        self._seen, self._sent = frozenset(left), told[1]
+        self._copy = Ahead(lambda tell: _look_ahead(search, left, told, tell))
         self._learn = search.costs.learn
 
-    def tell(self, near: int, best_seconds: float) -> None:
-        """Tell it what is expected of the best plan by now.
+    def catch_up(self) -> None:
+        """The search has to find out something itself: a copy at the same number leaves the rest of it to the search,
+        and goes on with the next."""
+        self._told[3] = self._at
+
+    def tell(self, best_seconds: float, near: int | None = None, at: int = 0) -> None:
+        """Tell it what is known by now.
 
         Args:
-          near: its number of microbatches.
-          best_seconds: what it counts for.
+          best_seconds: what is expected that the best plan counts for.
+          near: the number of microbatches around which to look, that of the best plan; None where none is known.
+          at: the number that the search looks at; 0 for none.
         """
-        self._best[1] = best_seconds
-        self._best[0] = near  # last: it may be read between the two, and says whether anything is known
+        self._at = at
+        self._told[1] = best_seconds
+        self._told[0] = near or 0
 
     def listen(self) -> None:
         """Let the search take over what has been found out so far."""
@@ -114,11 +120,11 @@ def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], t
             if found := costs.known(since):
                 tell(found)
             since, sent = costs.known_parts, time.perf_counter()
-        return False
+        return 0 < best[2] == best[3]
 
     costs.late = tell_in_time  # asked before anything is found out of a part
     expected = dict.fromkeys(left, bounds.floor)
-    guess, seconds, _ = best
+    guess, probably = best[0], best[1]
     if guess:
         bounds.searched.add(round(guess))  # if not to the end: it bounds those of more microbatches best
     else:
@@ -129,24 +135,50 @@ def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], t
         for count in sorted(left, reverse=True):
             expected[count] = bounds.of(count, _PROBABLY * least)
             least = min(least, expected[count])
-        seconds = _PROBABLY * least
-        guess = bounds.promising(left, expected, seconds, None, first=True)
+        probably = _PROBABLY * least
+        guess = bounds.promising(left, expected, probably, None, first=True)
+
+    asked: dict[int, float] = {}
+    last: list[tuple[int, StageCosts, InterOpProblem]] = []
+
+    def is_slower(count: int) -> bool:
+        """Whether a number takes too long, by what is known now: a better plan may have been found meanwhile."""
+        seconds = search.best_objective = min(best[1], probably)
+        if expected[count] <= search.worth_searching and seconds < asked.get(count, inf):
+            asked[count] = seconds
+            expected[count] = max(expected[count], bounds.of(count, seconds), bounds.with_split(count, seconds))
+        return expected[count] > search.worth_searching
+
+    def look_at(count: int) -> None:
+        """Find out what the search would ask of a number.
+
+        Raises:
+          PlanError: if the step cannot be cut so.
+          OutOfTime: if the search has caught up.
+        """
+        if is_slower(count):
+            return
+        made = costs(count)
+        expected[count] = max(expected[count], bounds.closer(made, search.best_objective, search.worth_a_look))
+        for problem in search.problems_of(count, made):
+            if problem.order == "gpipe":
+                last.append((count, made, problem))  # there is much to find out, and little hope
+            elif not is_slower(count):
+                search.look(made, problem)
+        bounds.searched.add(count)
+
     while left:
-        near, seconds, _ = best if best[0] else (guess, seconds, 0.0)
-        search.best_objective = seconds
-        count = min(left, key=lambda n: (expected[n] > seconds, max(n / near, near / n), -n))
+        near = best[0] or guess
+        count = min(left, key=lambda n: (expected[n] > search.best_objective, max(n / near, near / n), -n))
         left.remove(count)
         best[2] = count
-        if expected[count] <= search.worth_searching:
-            expected[count] = max(bounds.of(count, seconds), bounds.with_split(count, seconds))
-        if expected[count] <= search.worth_searching:
-            try:
-                made = costs(count)
-            except PlanError:
-                continue  # the step cannot be cut so
-            expected[count] = max(expected[count], bounds.closer(made, seconds, search.worth_a_look))
-            for problem in search.problems_of(count, made) if expected[count] <= search.worth_searching else ():
-                search.bound(made, problem)
-                estimates_found(problem, made)
-            bounds.searched.add(count)
+        if count != best[3]:
+            with suppress(PlanError, OutOfTime):
+                look_at(count)
+            tell_in_time(0.0)
+    for count, made, problem in last:
+        best[2] = count
+        with suppress(OutOfTime):
+            if not is_slower(count):
+                search.look(made, problem)
         tell_in_time(0.0)

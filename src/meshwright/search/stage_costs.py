@@ -67,6 +67,7 @@ class StageCosts:
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
         self.hear: Callable[[], None] = lambda: None  # called before each kind of submeshes is looked at
+        self.used: set[int] = set()  # kinds of submeshes that plans in its microbatches have used
         self._reserve = MemoryReserve()
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()

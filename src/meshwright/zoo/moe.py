@@ -198,9 +198,7 @@ def build(config: MoEConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
         return x + mixed, balance
 
     # Under `jax.jit` the layers that are alike are traced once.
-    dense, expert = (
-        jax.jit(jax.checkpoint(layer) if remat else layer) for layer in (dense_layer, expert_layer)
-    )
+    dense, expert = (jax.jit(jax.checkpoint(layer) if remat else layer) for layer in (dense_layer, expert_layer))
 
     def loss(params: dict[str, Any], batch: Batch) -> jax.Array:
         embedding = params["embedding"]
