@@ -61,7 +61,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
         forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts={}), hear=lambda: None,
-        solver=SimpleNamespace(kind_of=OneKind()), used=set(),
+        solver=SimpleNamespace(kind_of=OneKind()), used={},
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
     costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=nothing_reserved)

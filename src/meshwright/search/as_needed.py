@@ -4,7 +4,7 @@ Most of a search's time goes into what parts of the program cost on each kind of
 kinds. So all of them begin with what bounds say of them, which is soon known; the inter-operator problem is solved, of
 the kinds that its plan uses more is found out, and so on until nothing is left to find out of them. No plan is better
 then under estimates of all kinds, since bounds are below estimates: of both passes together and of the forward pass,
-which is all that an order needs but GPipe, of which all kinds are estimated at once.
+which is all that an order needs but GPipe. Of that all kinds are estimated at once, if bounds leave any hope.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .inter_op import solve_inter_op
+from .inter_op import least_seconds, solve_inter_op
 from .inter_op_problem import Found, InterOpProblem, Option
 from .shared_work import estimates_found
 from .stage_costs import StageCosts
@@ -37,6 +37,7 @@ class AsNeeded:
         self._levels = levels
         self._problem = levels[-1][0]
         self._kinds = levels[-1][1].solver.kind_of
+        self._is_whole = False
         self._level: dict[int, int] = {}  # of a kind, what is known of it; nothing but bounds before the first
         self._rough: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -44,17 +45,19 @@ class AsNeeded:
         """Estimate all kinds at once."""
         estimates_found(*self._levels[-1])
         self._level = {self._kinds[submesh]: len(self._levels) - 1 for submesh in self._problem.submeshes}
+        self._is_whole = True
 
     def find_used(self) -> None:
-        """Estimate the kinds that plans in its microbatches have used so far: the best one's are likely to be among
-        them."""
-        problem, costs = self._levels[-1]
-        self._find(costs.used.intersection(self._kinds[one] for one in problem.submeshes), len(self._levels) - 1)
+        """Estimate the kinds that plans in this order and these microbatches have used so far: the best one's are
+        likely to be among them."""
+        self._find(self._levels[-1][1].used.get(self._problem.order, frozenset()), len(self._levels) - 1)
 
     def solved(self, *, beam: int, upper_bound: float = inf, alone_bound: float = inf) -> Found | None:
         """As `inter_op.solve_inter_op`."""
         last = len(self._levels) - 1
-        if self._problem.order == "gpipe" and self._level.keys() != {self._kinds[x] for x in self._problem.submeshes}:
+        if self._problem.order == "gpipe" and not self._is_whole:
+            if least_seconds(replace(self._problem, fastest=self._fastest)) > upper_bound:
+                return None
             self.find_all()
         while True:
             problem = replace(self._problem, options=self._options, fastest=self._fastest)
@@ -73,7 +76,7 @@ class AsNeeded:
         estimates_found(replace(problem, submeshes=mine), costs)
         self._level.update(dict.fromkeys(kinds, level))
         if problem.microbatches == costs.program.microbatches:
-            costs.used |= kinds
+            costs.used[problem.order] = costs.used.get(problem.order, frozenset()) | kinds
 
     def _at(self, submesh: Submesh) -> InterOpProblem | None:
         """The problem that is known of a submesh, None if nothing is but bounds."""

@@ -111,6 +111,12 @@ def solve_inter_op(
     return wide
 
 
+def least_seconds(problem: InterOpProblem) -> float:
+    """What any plan takes at least, as the problem's `fastest` says; infinite if none fits."""
+    total, period = _Search(problem, inf, inf).left[0]
+    return float(total[-1, -1] + period[-1, -1])
+
+
 class _Search:
     def __init__(self, problem: InterOpProblem, bound: float, alone: float) -> None:
         self.problem, self.bound, self.alone = problem, bound, alone
@@ -130,7 +136,7 @@ class _Search:
         kinds = {submesh: problem.kind(submesh) for submesh in problem.submeshes}
         alike = {kind: self._by_place(submesh) for kind, submesh in {kinds[one]: one for one in kinds}.items()}
         self._tables = {submesh: alike[kind] for submesh, kind in kinds.items()}
-        self._left = self._least_left()
+        self.left = self._least_left()
         self._steps: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def _by_place(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
@@ -201,7 +207,7 @@ class _Search:
 
     def _promise(self, label: _Label, last: int, device: int) -> float:
         """What the best plan with this label takes at least."""
-        total, periods = (float(table[last, self._positions[device]]) for table in self._left[label.stages])
+        total, periods = (float(table[last, self._positions[device]]) for table in self.left[label.stages])
         own = (self.problem.microbatches - 1) * sum(label.periods)
         return label.seconds + total + max(own, periods) + label.late
 
@@ -219,7 +225,7 @@ class _Search:
                     continue
                 alone = first == 0 and place == 1
                 bound = min(self.bound, self.alone) if alone else self.bound
-                left = [float(table[first, self._positions[submesh.first]]) for table in self._left[place]]
+                left = [float(table[first, self._positions[submesh.first]]) for table in self.left[place]]
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
                     if not problem.fits(option, submesh, place):
@@ -245,7 +251,7 @@ class _Search:
         key = device, last, place
         if key not in self._steps:
             sums, longest = [], []
-            total, periods = self._left[place]
+            total, periods = self.left[place]
             for submesh in self.ending[device]:
                 seconds, passage = (table[place - 1, :last, last] for table in self._tables[submesh])
                 start = self._positions[submesh.first]

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op_problem import Crossing, InterOpProblem, Option, PlacedStage, best_of
+from .inter_op_problem import Crossing, InterOpProblem, Option, Order, PlacedStage, best_of
 from .intra_op import ParameterInfo
 from .memory_reserve import MemoryReserve
 from .pins import Pins
@@ -67,7 +67,8 @@ class StageCosts:
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
         self.hear: Callable[[], None] = lambda: None  # called before each kind of submeshes is looked at
-        self.used: set[int] = set()  # kinds of submeshes that plans in its microbatches have used
+        # Kinds of submeshes that plans in its microbatches have used, by their order.
+        self.used: dict[Order, frozenset[int]] = {}
         self._reserve = MemoryReserve()
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
