@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from .cluster import Cluster
 from .errors import MemoryExceeded, size_words
@@ -13,6 +14,7 @@ from .plan import Plan
 from .plan_request import Planning
 from .presets.written import fullest_held, held_bytes, usable_bytes, written_out
 from .program.staged import StagedProgram
+from .runtime.pipeline.local_stages import LocalStages
 from .runtime.pipeline.stage_memory import StageMemory
 from .search.memory_reserve import MissedMemory
 
@@ -34,6 +36,7 @@ class PlanMemory:
         self.leanest = inf
         self._platform, self._tell = platform, tell
         self._known: dict[Hashable, StageMemory] = {}
+        self._told: list[tuple[Plan, int, StageMemory]] = []
 
     def written_out(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> tuple[Plan, bool]:
         """The plan with what its programs need, and whether that fits.
@@ -44,7 +47,8 @@ class PlanMemory:
           counted: by the search, on a device of each rank.
         """
         self._tell("predicting memory")
-        plan = written_out(plan, program, self._platform, known=self._known)
+        told = {number: memory for known, number, memory in self._told if known == _without_gap(plan)}
+        plan = written_out(plan, program, self._platform, known=self._known, told=told)
         return plan, self._fits(plan, held_bytes(plan), counted)
 
     def fullest_fits(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> bool:
@@ -57,6 +61,27 @@ class PlanMemory:
         """
         self._tell("predicting memory")
         return self._fits(plan, fullest_held(plan, program, self._platform, known=self._known), counted)
+
+    def look_ahead(self, plan: Plan, program: StagedProgram, tell: Callable[[Any], None]) -> None:
+        """Count the stages of a plan that may be written out, for this memory in another process.
+
+        Args:
+          plan: the same.
+          program: the same.
+          tell: called with what that one is to learn.
+        """
+        if len(plan.stages) > 1:
+            stages = LocalStages(program, plan, platform=self._platform, counted=self._known)
+            for number in range(len(plan.stages)):
+                tell((_without_gap(plan), number, stages.memory_of([number])[number]))
+
+    def learn(self, found: tuple[Plan, int, StageMemory]) -> None:
+        """Take over what a copy of this process has counted.
+
+        Args:
+          found: as of `look_ahead`.
+        """
+        self._told.append(found)
 
     def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:
         """A plan of which the fullest rank alone has been written out, written out; None if it does not fit."""
@@ -85,6 +110,12 @@ class PlanMemory:
         self.leanest = min(self.leanest, MARGIN * max(peaks))
         self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         return False
+
+
+def _without_gap(plan: Plan) -> Plan:
+    """A plan without what was found out of others."""
+    predicted = plan.predicted
+    return replace(plan, predicted=replace(predicted, optimality_gap=0.0) if predicted is not None else None)
 
 
 def _plain_ranks(plan: Plan) -> list[bool]:

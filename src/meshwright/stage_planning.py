@@ -211,6 +211,7 @@ def _plan_in_order(
     mine = scout if large else None  # a small one is searched before a scout has found anything out
     search = StageSearch(request, costs=costs, scout=mine)
     memory = PlanMemory(asked.cluster.device.platform, asked.tell)
+    scout.writes(memory.look_ahead, memory.learn)
     solve_seconds = 0.0
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None
@@ -226,6 +227,7 @@ def _plan_in_order(
         """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
         nonlocal kept, unwritten, probes
         if kept is not None and unwritten is not None:
+            scout.recall()
             kept, unwritten, probes = memory.settled(kept, unwritten.program), None, 0
         return kept is not None
 
@@ -281,6 +283,7 @@ def _plan_in_order(
             if memory.fullest_fits(plan, result.program, counted):
                 kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
             continue
+        scout.recall()
         plan, fits = memory.written_out(plan, result.program, counted)
         if fits:
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ..plan import Plan
 from ..program.staged import StagedProgram, merge_scans
 from ..schedule import WORTH_SPLITTING
 from .alternative import one_stage_words, stages_words
@@ -12,6 +13,7 @@ from .inter_op_problem import PlacedStage
 from .solved_stage import SolvedStage
 from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, SIMULATED
+from .staged_plan import assemble
 from .staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
 
 
@@ -37,6 +39,15 @@ class Candidate:
     def weight(self) -> float:
         """Its seconds, with what a split backward has to gain to be taken."""
         return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
+
+    def plan(self, gap: float) -> Plan:
+        """The plan.
+
+        Args:
+          gap: how much of its seconds others may save at most, as a share.
+        """
+        cluster = self.costs.submeshes.cluster
+        return assemble(self.costs, self.stages, self.staged, self.scheduled, cluster, gap=gap)
 
     def words(self, schedule: str) -> str:
         """These stages under a schedule, in a few words."""

@@ -48,7 +48,6 @@ from .stage_request import (
     schedules_for,
 )
 from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
-from .staged_plan import assemble
 from .submeshes import Submeshes
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
@@ -211,13 +210,13 @@ class StageSearch:
         searched, taken = best.costs, best.words(best.scheduled.name)
         self.taken = searched.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
-        best = merged(best, self._costs_of, self._scheduled)
+        best = self.merged(best)
         if best is None:
             raise self.costs.nothing_fits()
         if best.weight >= known:
             raise self._nothing_faster()
         gap = max(1 - max(self.unsearched, self.bounds.floor) / best.weight, 0.0) if best.seconds > 0 else 0.0
-        plan = assemble(best.costs, best.stages, best.staged, best.scheduled, self.request.cluster, gap=gap)
+        plan = best.plan(gap)
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
@@ -225,6 +224,16 @@ class StageSearch:
             considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
             alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
+
+    @property
+    def best_candidate(self) -> Candidate | None:
+        """The best plan so far, by simulation."""
+        known = (one for one in self._simulations.values() if one is not None)
+        return min(known, key=lambda one: one.weight, default=None)
+
+    def merged(self, best: Candidate) -> Candidate | None:
+        """As `candidate.merged`."""
+        return merged(best, self._costs_of, self._scheduled)
 
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
@@ -315,7 +324,8 @@ class StageSearch:
             list(self._worth_simulating(count))  # what it takes bounds other numbers
             self.bounds.searched.add(count)
         if not self._probing:
-            self._scout.recall()
+            self._scout.listen()
+            self._scout.write_out(self, now=True)
         return refused
 
     def _is_slower(self, count: int, least: float) -> bool:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ..ahead import Ahead
 from ..errors import PlanError
-from .part_rows import KnownParts, OutOfTime
+from .part_rows import OutOfTime
 
 if TYPE_CHECKING:
+    from ..plan import Plan
+    from ..program.staged import StagedProgram
+    from .candidate import Candidate
     from .inter_op_problem import InterOpProblem
     from .pipeline import StageSearch
     from .stage_costs import StageCosts
@@ -47,7 +50,10 @@ class Scout:
         # the one that the search does.
         self._told = memoryview(mmap.mmap(-1, 4 * 8)).cast("d")
         self.tell(inf)
-        self._learn: Callable[[Mapping[int, KnownParts]], None] = lambda found: None
+        self._learn: Callable[[Any], None] = lambda found: None
+        self._write: Callable[[Plan, StagedProgram, Callable[[Any], None]], None] | None = None
+        self._learn_written: Callable[[Any], None] = lambda found: None
+        self._written: Candidate | None = None
 
     def __enter__(self) -> Scout:
         return self
@@ -56,6 +62,10 @@ class Scout:
         if self._copy is not None:
             self._copy.end()
         self._copy = None
+
+    @property
+    def _at_work(self) -> bool:
+        return self._copy is not None and self._copy.at_work
 
     def send(self, search: StageSearch, counts: Iterable[int]) -> None:
         """Send it out, if it is not; one that has been overtaken is sent out again.
@@ -66,9 +76,10 @@ class Scout:
         """
         left, told = list(counts), self._told
         known = told[1] <= self._sent and self._seen.issuperset(left)  # or the last one came to nothing
-        at_work = self._copy is not None and self._copy.at_work
-        overtaken = at_work and told[2] > 0 and told[2] not in (*left, self._at)
-        goes = overtaken or not (known or at_work)
+        overtaken = self._at_work and told[2] > 0 and told[2] not in (*left, self._at)
+        goes = overtaken or not (known or self._at_work)
+        if known:
+            self.write_out(search)
         if not self._goes or not left or not goes or search.costs.base is None:
             return
         self.recall()
@@ -76,6 +87,37 @@ class Scout:
         self._seen, self._sent = frozenset(left), told[1]
         self._copy = Ahead(lambda tell: _look_ahead(search, left, told, tell))
         self._learn = search.costs.learn
+
+    def writes(
+        self, write: Callable[[Plan, StagedProgram, Callable[[Any], None]], None], learn: Callable[[Any], None]
+    ) -> None:
+        """What to do with the best plan so far when there is nothing else to do.
+
+        Args:
+          write: what the copy does with a plan and its program; it is given a function that sends something.
+          learn: called with what was sent.
+        """
+        self._write, self._learn_written = write, learn
+
+    def write_out(self, search: StageSearch, *, now: bool = False) -> None:
+        """Let a copy write out the best plan so far, if there is none at work.
+
+        Args:
+          search: of stages.
+          now: whether there is nothing left to look at: a copy that does is recalled.
+        """
+        best, write = search.best_candidate, self._write
+        if not self._goes or write is None or best is None or best is self._written or (self._at_work and not now):
+            return
+
+        def work(tell: Callable[[Any], None]) -> None:
+            plan = search.merged(best)
+            if plan is not None:
+                write(plan.plan(0.0), plan.costs.program, tell)
+
+        self.recall()
+        self._written, self._told[2] = best, 0
+        self._copy, self._learn = Ahead(work), self._learn_written
 
     def catch_up(self) -> None:
         """The search has to find out something itself: a copy at the same number leaves the rest of it to the search,
@@ -102,7 +144,7 @@ class Scout:
     def recall(self) -> None:
         """The same; then there is no copy."""
         self.listen()
-        if self._copy is not None and self._copy.at_work:
+        if self._at_work:
             self._seen = frozenset()
         self.__exit__()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -37,6 +37,7 @@ class LocalStages:
       meshes: of the stages; None for meshes without devices.
       platform: of the devices.
       counted: what stages hold that were counted before, of this or other plans for the program; it learns new ones.
+      told: by number, what stages of this plan hold as another process has counted it.
 
     Attributes:
       schedule: the plan's.
@@ -55,6 +56,7 @@ class LocalStages:
         platform: str = "cpu",
         *,
         counted: MutableMapping[Hashable, StageMemory] | None = None,
+        told: Mapping[int, StageMemory] | None = None,
     ) -> None:
         staged = _staged(program, plan)
         self.program = program = staged.source
@@ -62,6 +64,7 @@ class LocalStages:
         self._platform = platform
         self._meshes = meshes
         self._counted = {} if counted is None else counted
+        self._told = told or {}
         self._core = staged.core
         self.schedule: Schedule = plan_schedule(plan)
         numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
@@ -80,16 +83,22 @@ class LocalStages:
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
-        return tuple(self._memory_of(range(len(self.stages))).values())
+        return tuple(self.memory_of(range(len(self.stages))).values())
 
-    def _memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
-        """The same of these stages alone. Of stages that are the same program one is traced."""
+    def memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
+        """As `memory`, of these stages alone, by number. Of stages that are the same program one is traced.
+
+        Args:
+          numbers: of stages.
+        """
         splits, counted = self.schedule.splits_backward, self._counted
         keys: dict[int, Hashable] = {}
         for number in numbers:
             s, u = self.stages[number], self._update_of(number)
             alike = likeness(self._core, s, u, self.around)
             keys[number] = alike, s.microbatches, len(s.own), splits, self._platform
+            if number in self._told:
+                counted.setdefault(keys[number], self._told[number])
         left: dict[Hashable, int] = {}
         for number, key in keys.items():
             if key not in counted:
@@ -121,7 +130,7 @@ class LocalStages:
           PlanError: nobody has priced the plan.
         """
         planned = plan_timing(self.plan)
-        found = self._memory_of(stage for stage, at in enumerate(self.schedule.stage_ranks) if at == rank)
+        found = self.memory_of(stage for stage, at in enumerate(self.schedule.stage_ranks) if at == rank)
         stages = tuple(
             _traced(stage, found[number]) if number in found else stage for number, stage in enumerate(planned.stages)
         )
