@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # Where no plan is known, the best probably takes no more than so many times what any takes at least.
 _PROBABLY = 1.3
 
+# In place of the number that the copy looks at: it has come to its end, and has not looked at all.
+_LEFT_SOME = -1.0
+
 # How often the copy sends what it has found out.
 _SEND_SECONDS = 0.2
 
@@ -76,6 +79,7 @@ class Scout:
         """
         left, told = list(counts), self._told
         known = told[1] <= self._sent and self._seen.issuperset(left)  # or the last one came to nothing
+        known = known and told[2] != _LEFT_SOME
         overtaken = self._at_work and told[2] > 0 and told[2] not in (*left, self._at)
         goes = overtaken or not (known or self._at_work)
         if known:
@@ -209,9 +213,19 @@ def _look_ahead(search: StageSearch, left: list[int], best: memoryview[float], t
                 search.look(made, problem)
         bounds.searched.add(count)
 
-    while left:
+    def waits(count: int) -> bool:
+        """Whether a number is bounded by what the search finds out now."""
+        return 0 < best[3] < count and not any(best[3] < one <= count for one in bounds.searched)
+
+    def order(count: int) -> tuple[bool, bool, float, int]:
         near = best[0] or guess
-        count = min(left, key=lambda n: (expected[n] > search.best_objective, max(n / near, near / n), -n))
+        return expected[count] > search.best_objective, waits(count), max(count / near, near / count), -count
+
+    while left:
+        count = min(left, key=order)
+        if waits(count):
+            best[2] = _LEFT_SOME
+            return  # who is sent out then knows more
         left.remove(count)
         best[2] = count
         if count != best[3]:
