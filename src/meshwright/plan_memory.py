@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
+from .ahead import Ahead
 from .cluster import Cluster
 from .errors import MemoryExceeded, size_words
 from .one_stage_planning import MARGIN
@@ -36,7 +36,7 @@ class PlanMemory:
         self.leanest = inf
         self._platform, self._tell = platform, tell
         self._known: dict[Hashable, StageMemory] = {}
-        self._told: list[tuple[Plan, int, StageMemory]] = []
+        self._begun: LocalStages | None = None
 
     def written_out(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> tuple[Plan, bool]:
         """The plan with what its programs need, and whether that fits.
@@ -47,8 +47,8 @@ class PlanMemory:
           counted: by the search, on a device of each rank.
         """
         self._tell("predicting memory")
-        told = {number: memory for known, number, memory in self._told if known == _without_gap(plan)}
-        plan = written_out(plan, program, self._platform, known=self._known, told=told)
+        begun = self._begun if self._begun is not None and self._begun.plan == _without_gap(plan) else None
+        plan = written_out(plan, program, self._platform, known=self._known, begun=begun)
         return plan, self._fits(plan, held_bytes(plan), counted)
 
     def fullest_fits(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> bool:
@@ -62,26 +62,18 @@ class PlanMemory:
         self._tell("predicting memory")
         return self._fits(plan, fullest_held(plan, program, self._platform, known=self._known), counted)
 
-    def look_ahead(self, plan: Plan, program: StagedProgram, tell: Callable[[Any], None]) -> None:
-        """Count the stages of a plan that may be written out, for this memory in another process.
+    def begin(self, plan: Plan, program: StagedProgram) -> Ahead | None:
+        """Let a copy of this process begin with a plan that is likely to be written out; None if there is nothing to
+        do.
 
         Args:
           plan: the same.
           program: the same.
-          tell: called with what that one is to learn.
         """
-        if len(plan.stages) > 1:
-            stages = LocalStages(program, plan, platform=self._platform, counted=self._known)
-            for number in range(len(plan.stages)):
-                tell((_without_gap(plan), number, stages.memory_of([number])[number]))
-
-    def learn(self, found: tuple[Plan, int, StageMemory]) -> None:
-        """Take over what a copy of this process has counted.
-
-        Args:
-          found: as of `look_ahead`.
-        """
-        self._told.append(found)
+        if len(plan.stages) == 1:
+            return None
+        self._begun = LocalStages(program, _without_gap(plan), platform=self._platform, counted=self._known)
+        return self._begun.begin_with_memory()
 
     def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:
         """A plan of which the fullest rank alone has been written out, written out; None if it does not fit."""

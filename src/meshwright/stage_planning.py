@@ -211,7 +211,7 @@ def _plan_in_order(
     mine = scout if large else None  # a small one is searched before a scout has found anything out
     search = StageSearch(request, costs=costs, scout=mine)
     memory = PlanMemory(asked.cluster.device.platform, asked.tell)
-    scout.writes(memory.look_ahead, memory.learn)
+    scout.write = memory.begin
     solve_seconds = 0.0
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None
@@ -227,7 +227,7 @@ def _plan_in_order(
         """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
         nonlocal kept, unwritten, probes
         if kept is not None and unwritten is not None:
-            scout.recall()
+            scout.recall(writing=False)
             kept, unwritten, probes = memory.settled(kept, unwritten.program), None, 0
         return kept is not None
 
@@ -283,7 +283,7 @@ def _plan_in_order(
             if memory.fullest_fits(plan, result.program, counted):
                 kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
             continue
-        scout.recall()
+        scout.recall(writing=False)
         plan, fits = memory.written_out(plan, result.program, counted)
         if fits:
             found = _planning(asked, result, plan, programs.seconds, solve_seconds)

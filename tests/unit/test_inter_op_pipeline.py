@@ -21,7 +21,7 @@ from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep
 from meshwright.schedule import Edge, check_schedule, make_schedule
-from meshwright.search import pipeline
+from meshwright.search import best_known
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
@@ -221,7 +221,7 @@ def test_microbatches_are_chosen() -> None:
 def test_numbers_that_could_gain_little_are_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they could gain: what is not searched for little is as good as the printed gap says."""
     searched = search_stages(request("hourglass", microbatches=(2, 4, 8), stages=2))
-    monkeypatch.setattr(pipeline, "_NOT_WORTH_SEARCHING", 0.9)
+    monkeypatch.setattr(best_known, "_NOT_WORTH_SEARCHING", 0.9)
     first = search_stages(request("hourglass", microbatches=(2, 4, 8), stages=2))
     assert searched.plan.predicted is not None
     assert first.plan.predicted is not None

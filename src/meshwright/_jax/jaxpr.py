@@ -29,6 +29,9 @@ Var = jex_core.Var
 # Calls whose body means the same when written in line. `jit` inside a planned program has no layout of its own.
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
 
+# Equations with programs inside that are not in line.
+_STRUCTURED = ("scan", "remat2", "checkpoint", "remat", "cond", "while", "custom_jvp_call", "custom_vjp_call")
+
 # Wishes about the layout of a value on a mesh of the user's. The plan decides layouts; the values stay the same.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _WISHES = ("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast")
@@ -107,9 +110,11 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue
-            inside = Boundaries()
-            params = _inline_params(equation, inside)
-            boundaries.add_body(inside, len(equations), is_scan=equation.primitive.name == "scan")
+            params = equation.params
+            if equation.primitive.name in _STRUCTURED:
+                inside = Boundaries()
+                params = _inline_params(equation, inside)
+                boundaries.add_body(inside, len(equations), is_scan=equation.primitive.name == "scan")
             if is_remat(equation) and consts_of(params["jaxpr"]):
                 # A checkpointed body has no place for constants: they become operands.
                 body = open_jaxpr(params["jaxpr"])

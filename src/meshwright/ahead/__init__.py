@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .copied import Ahead, is_copy
-from .shared import in_two
+from .shared import Begun, in_two
 
-__all__ = ["Ahead", "in_two", "is_copy"]
+__all__ = ["Ahead", "Begun", "in_two", "is_copy"]

@@ -98,6 +98,11 @@ class Ahead:
         return bool(self._process) and self._owner == os.getpid()
 
     @property
+    def is_there(self) -> bool:
+        """Whether a copy was made and has not been let go: there may be something to hear from it."""
+        return self._is_mine
+
+    @property
     def at_work(self) -> bool:
         """Whether there is a copy that has not come to its end."""
         if not self._is_mine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .copied import Ahead
 
@@ -30,43 +30,59 @@ def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], N
       learn: makes the same change from what was returned.
     """
     if len(keys) > 1:
-        _shared(keys, work, learn)
+        Begun(keys, work, learn).finish()
     else:
         for key in keys:
             work(key)
 
 
-def _shared(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
-    # A byte for each: whether this process does it.
-    mine = mmap.mmap(-1, len(keys))
+class Begun(Generic[K]):
+    """Pieces of work that a copy has begun with, from the back; this process comes to them when it finishes them.
 
-    def from_the_back(send: Callable[[Any], None]) -> None:
-        for number in reversed(range(len(keys))):
-            if not mine[number]:
+    Args:
+      keys: as of `in_two`, like what follows.
+      work: the same.
+      learn: the same.
+
+    Attributes:
+      copy: that works.
+    """
+
+    def __init__(self, keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
+        self._keys, self._work, self._learn = keys, work, learn
+        # A byte for each: whether this process does it.
+        self._mine = mmap.mmap(-1, max(len(keys), 1))
+        self.copy = Ahead(self._from_the_back)
+
+    def _from_the_back(self, send: Callable[[Any], None]) -> None:
+        for number in reversed(range(len(self._keys))):
+            if not self._mine[number]:
                 send((number, False, None))
-                send((number, True, work(keys[number])))
+                send((number, True, self._work(self._keys[number])))
 
-    begun: set[int] = set()
-    done: dict[int, Any] = {}
+    def finish(self) -> None:
+        """Do what the copy has not begun with, and wait for the rest."""
+        begun: set[int] = set()
+        done: dict[int, Any] = {}
 
-    def listen(wait_seconds: float) -> bool:
-        heard = copy.heard(wait_seconds)
-        for number, is_done, found in heard:
-            if is_done:
-                done[number] = found
-            begun.add(number)
-        return bool(heard)
+        def listen(wait_seconds: float) -> bool:
+            heard = copy.heard(wait_seconds)
+            for number, is_done, found in heard:
+                if is_done:
+                    done[number] = found
+                begun.add(number)
+            return bool(heard)
 
-    with Ahead(from_the_back) as copy:
-        for number, key in enumerate(keys):
-            listen(0.0)
-            while number in begun and number not in done and listen(_MOST_SECONDS):
-                pass
-            if number in done:
-                if done[number]:
-                    learn(done[number])
-                continue
-            mine[number] = 1
-            if number in begun:
-                copy.end()  # it hangs, or is gone
-            work(key)
+        with self.copy as copy:
+            for number, key in enumerate(self._keys):
+                listen(0.0)
+                while number in begun and number not in done and listen(_MOST_SECONDS):
+                    pass
+                if number in done:
+                    if done[number]:
+                        self._learn(done[number])
+                    continue
+                self._mine[number] = 1
+                if number in begun:
+                    copy.end()  # it hangs, or is gone
+                self._work(key)

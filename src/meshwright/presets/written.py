@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Hashable, MutableMapping
 from dataclasses import replace
 
 from ..plan import Memory, Plan
@@ -14,7 +14,7 @@ from ..runtime.pipeline.stage_memory import StageMemory
 
 def written_out(
     plan: Plan, program: StagedProgram, platform: str, *, known: MutableMapping[Hashable, StageMemory] | None = None,
-    told: Mapping[int, StageMemory] | None = None,
+    begun: LocalStages | None = None,
 ) -> Plan:  # fmt: skip
     """A plan with the memory that its programs need; nothing is compiled.
 
@@ -23,10 +23,11 @@ def written_out(
       program: cut into its stages.
       platform: of the devices.
       known: what stages hold that were counted before; it learns new ones.
-      told: by number, what stages of this plan hold as another process has counted it.
+      begun: the stages, if something of what they hold has been found out.
     """
     if len(plan.stages) > 1:
-        return LocalStages(program, plan, platform=platform, counted=known, told=told).plan_with_memory()
+        stages = begun or LocalStages(program, plan, platform=platform, counted=known)
+        return replace(stages.plan_with_memory(), predicted=plan.predicted)
     (stage,) = plan.stages
     peak = float(LocalStep(program.source, plan).predicted_memory(platform).peak_bytes)
     counted = stage.memory

@@ -24,7 +24,7 @@ from .graph import Graph
 from .reduction import Reduction, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
-from .traced_step import TracedStep, fingerprint, trace_step, traced
+from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ def trace_program(
     marker = markers[0]
     equation = open_jaxpr(whole.outer).eqns[marker]
     num_consts = equation.params["num_consts"]
-    core, boundaries = _core(equation.params["jaxpr"])
+    core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
     if microbatches > 1:
@@ -173,7 +173,7 @@ def trace_program(
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
-        full_core, (core, boundaries) = core, _core(small_call.jaxpr)
+        full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         results = results_of(full_core, core, microbatches, split_dims)
         if reduction is None:
             reduction = loss_reduction(results)
@@ -204,22 +204,6 @@ def trace_program(
         aux_reductions=combined,
         boundaries=boundaries,
     )
-
-
-def _core(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
-    """The program of a loss function without dead code, and the layer boundaries in it."""
-    written = Boundaries()
-    whole = inline(loss, boundaries=written)
-    core = eliminate_dead_code(whole)
-    # What is left has the variables it had, some of them dropped.
-    places = {id(var): place for place, eqn in enumerate(open_jaxpr(whole).eqns) for var in eqn.outvars}
-    kept: list[int] = []
-    for eqn in open_jaxpr(core).eqns:
-        known = [places[id(var)] for var in eqn.outvars if id(var) in places]
-        kept.append(known[0] if known else max(kept, default=0))  # one without results stays behind the one before
-    before = sorted({sum(place < cut for place in kept) for cut in written.before})
-    scans = [number for number, place in enumerate(kept) if place in written.scans]
-    return core, Boundaries(before=[cut for cut in before if 0 < cut < len(kept)], scans=scans)
 
 
 def _uncut(whole: TracedStep) -> Program:

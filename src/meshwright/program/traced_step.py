@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from .._jax.boundary import Boundaries
 from .._jax.grad import marked_calls, value_and_grad_p
-from .._jax.jaxpr import ClosedJaxpr, inline, is_literal, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, is_literal, open_jaxpr
 from .rules import Rules
 from .state import StateLeaf, relate_state
 
@@ -61,6 +62,12 @@ class TracedStep:
         num_consts = open_jaxpr(self.outer).eqns[marker].params["num_consts"]
         return relate_state(self.outer, marker, self.sources[num_consts:], self.state_inputs, self.rules)
 
+    @cached_property
+    def core(self) -> tuple[ClosedJaxpr, Boundaries]:
+        """As `core_of`, of the loss function of the only marked equation."""
+        (marker,) = self.markers
+        return core_of(open_jaxpr(self.outer).eqns[marker].params["jaxpr"])
+
     def fingerprint(self, microbatches: int) -> str:
         """Equal for equal steps at equal shapes, cut into so many microbatches."""
         return _digest(microbatches, self._text)
@@ -68,6 +75,22 @@ class TracedStep:
     @cached_property
     def _text(self) -> bytes:
         return _text(self.outer)
+
+
+def core_of(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
+    """The program of a loss function without dead code, and the layer boundaries in it."""
+    written = Boundaries()
+    whole = inline(loss, boundaries=written)
+    core = eliminate_dead_code(whole)
+    # What is left has the variables it had, some of them dropped.
+    places = {id(var): place for place, eqn in enumerate(open_jaxpr(whole).eqns) for var in eqn.outvars}
+    kept: list[int] = []
+    for eqn in open_jaxpr(core).eqns:
+        known = [places[id(var)] for var in eqn.outvars if id(var) in places]
+        kept.append(known[0] if known else max(kept, default=0))  # one without results stays behind the one before
+    before = sorted({sum(place < cut for place in kept) for cut in written.before})
+    scans = [number for number, place in enumerate(kept) if place in written.scans]
+    return core, Boundaries(before=[cut for cut in before if 0 < cut < len(kept)], scans=scans)
 
 
 def trace_step(step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:

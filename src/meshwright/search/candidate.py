@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Plan
@@ -62,6 +62,19 @@ class Candidate:
         """Words and seconds of a step under every schedule that fits."""
         for name, seconds in ((self.scheduled.name, self.seconds), *self.scheduled.others):
             yield self.words(name), seconds
+
+
+def better(best: Candidate | None, others: Iterable[Candidate]) -> Candidate | None:
+    """The candidate that counts for the least; of those that differ by rounding alone the first.
+
+    Args:
+      best: what is known; None for nothing.
+      others: to be tried in this order.
+    """
+    for one in others:
+        if best is None or one.weight < best.weight * (1 - 1e-9):
+            best = one
+    return best
 
 
 def scheduled(

@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf, isfinite
 
 from ..errors import PlanError
 from ..program.staged import StagedProgram
-from ..schedule import WORTH_SPLITTING
 from .alternative import nearest
 from .as_needed import AsNeeded
-from .candidate import Candidate, merged, scheduled
+from .best_known import BestKnown, handicap
+from .candidate import Candidate, better, merged, scheduled
 from .given_stages import POWERS_OF_TWO, first_seconds, restricted
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
@@ -50,18 +50,11 @@ from .stage_request import (
 from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .submeshes import Submeshes
 
-# Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
-# all stages and the period count some of the same seconds twice. Of a plan of one stage the two are the same.
-_WORTH_SIMULATING = 1.05
-
 # An estimated plan may turn out to take this much longer: less is tried first.
 _ESTIMATE_SLACK = (1.1, 1.5)
 
 # What is said of numbers of microbatches and orders that are out of the question.
 _NOTHING = "nothing that fits or is as fast"
-
-# A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
-_NOT_WORTH_SEARCHING = 0.005
 
 # Labels of a state; and the submeshes from which on there are fewer: what is looked at is many times what there is to
 # gain on a large cluster.
@@ -115,13 +108,13 @@ class StageSearch:
         self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         self._slack = _ESTIMATE_SLACK[0]
-        self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
+        self._merged: tuple[Candidate, Candidate | None] | None = None
         self._reset()
 
     def _reset(self) -> None:
         self.start = time.perf_counter()
-        self.best_objective = self._best_simulated = self._known
-        self.finished = {}
+        self.best = BestKnown(self._known)
+        self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
         self._simulations: dict[tuple[int, tuple[PlacedStage, ...]], Candidate | None] = {}
         self.considered: list[str] = []
         self.simulated: dict[str, float] = {}
@@ -132,25 +125,6 @@ class StageSearch:
     def late(self) -> bool:
         """Whether the time is over."""
         return time.perf_counter() - self.start > self._seconds
-
-    @property
-    def worth_a_look(self) -> float:
-        """Objectives up to this may be those of the best simulated plan."""
-        return self.best_objective * _WORTH_SIMULATING
-
-    @property
-    def worth_searching(self) -> float:
-        """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
-        return (1 - _NOT_WORTH_SEARCHING) * self.best_objective
-
-    def _worth(self, order: Order) -> tuple[float, float]:
-        """The same of plans in an order: of several stages, and of one."""
-        most = self.worth_a_look / self._handicap(order)
-        return most, min(most, self._best_simulated * (1 + 1e-9))
-
-    def _handicap(self, order: Order) -> float:
-        """What the seconds of plans in an order count for beside others: a split backward has to be worth it."""
-        return 1 + WORTH_SPLITTING if order == "zero_bubble" else 1.0
 
     @property
     def over(self) -> bool:
@@ -201,7 +175,7 @@ class StageSearch:
             raise self._nothing_faster()
         if best is None:
             # What was thought possible was not: nothing is left out then.
-            self.unsearched, self.best_objective = inf, known
+            self.unsearched, self.best.objective = inf, known
             self.bounds.reset()
             self._search(bounded=False)
             best = self._simulate(None)
@@ -232,8 +206,10 @@ class StageSearch:
         return min(known, key=lambda one: one.weight, default=None)
 
     def merged(self, best: Candidate) -> Candidate | None:
-        """As `candidate.merged`."""
-        return merged(best, self._costs_of, self._scheduled)
+        """As `candidate.merged`, of each candidate once."""
+        if self._merged is None or self._merged[0] is not best:
+            self._merged = best, merged(best, self._costs_of, partial(scheduled, schedules=self._schedules))
+        return self._merged[1]
 
     def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
@@ -258,10 +234,10 @@ class StageSearch:
         expected = dict.fromkeys(self.counts, self.bounds.floor)
         if bounded:
             splits = "zero_bubble" in self._schedules
-            self.bounds.splits = self._handicap("zero_bubble") if splits else None
+            self.bounds.splits = handicap("zero_bubble") if splits else None
             self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
             if not self._probing and self.near() is None and not self.over:
-                expected = self.bounds.of_all(self.best_objective)
+                expected = self.bounds.of_all(self.best.objective)
             self.unsearched = min(self.unsearched, self.bounds.given_up)
         left = sorted(self.counts, reverse=True)
         if bounded:
@@ -279,17 +255,17 @@ class StageSearch:
         begun_with: int | None = None  # where nothing is known the next finer number is the next best guess
         refused: PlanError | None = None
         while left:
-            count = self.bounds.promising(left, expected, self.best_objective, self.near(begun_with), first=not tried)
+            count = self.bounds.promising(left, expected, self.best.objective, self.near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
-            known = bounded and not self._probing and isfinite(self.best_objective)
+            known = bounded and not self._probing and isfinite(self.best.objective)
             if known:
-                self._scout.tell(self.best_objective, self.near(), count)
+                self._scout.tell(self.best.objective, self.near(), count)
                 self._scout.send(self, left)
-            if bounded and not self._probing and expected[count] <= self.worth_searching and not self.over:
+            if bounded and not self._probing and expected[count] <= self.best.worth_searching and not self.over:
                 with self._in_time(expected[count]):
-                    expected[count] = max(expected[count], self.bounds.of(count, self.best_objective))
-                    expected[count] = max(expected[count], self.bounds.with_split(count, self.best_objective))
+                    expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
+                    expected[count] = max(expected[count], self.bounds.with_split(count, self.best.objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if self._is_slower(count, expected[count]):
                 continue
@@ -307,7 +283,7 @@ class StageSearch:
                 continue
             if known:
                 with self._in_time(expected[count]):
-                    least = self.bounds.closer(costs, self.best_objective, self.worth_a_look)
+                    least = self.bounds.closer(costs, self.best.objective, self.best.worth_a_look)
                     expected[count] = max(expected[count], least)
                 if self._is_slower(count, expected[count]):
                     self.bounds.searched.add(count)
@@ -324,13 +300,12 @@ class StageSearch:
             list(self._worth_simulating(count))  # what it takes bounds other numbers
             self.bounds.searched.add(count)
         if not self._probing:
-            self._scout.listen()
-            self._scout.write_out(self, now=True)
+            self._scout.begin(self, now=True)
         return refused
 
     def _is_slower(self, count: int, least: float) -> bool:
         """Whether a number of microbatches takes too long at least to be worth a search, and say so."""
-        if least <= self.worth_searching:
+        if least <= self.best.worth_searching:
             return False
         self.unsearched = min(self.unsearched, least)
         why = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
@@ -373,7 +348,7 @@ class StageSearch:
         if self._only_splits:
             return in_stages(problem, POWERS_OF_TWO)
         finished = [(len(stages), seconds) for (n, stages), seconds in self.finished.items() if n == microbatches]
-        return in_stages(problem, worth_splitting(finished, microbatches, self._worth(order)[0]))
+        return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order)[0]))
 
     @property
     def _only_splits(self) -> bool:
@@ -392,7 +367,7 @@ class StageSearch:
         if bounded:
             self._bound(costs, problem)
         least, needed = inf, AsNeeded((problem, costs))
-        if bounded and isfinite(self.best_objective):
+        if bounded and isfinite(self.best.objective):
             needed.find_used()
         else:
             needed.find_all()  # nearly all of it is needed then, and two processes find it
@@ -401,7 +376,7 @@ class StageSearch:
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
-            best = min(self.best_objective, self._slack * found.seconds)
+            best = min(self.best.objective, self._slack * found.seconds)
             self._scout.tell(best, self.near(number), number)
             self._scout.send(self, others)
             left = costs.solve_all(problem, found.stages)
@@ -416,7 +391,7 @@ class StageSearch:
             if self.over:
                 self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
                 break
-        self.unsearched = min(self.unsearched, least * self._handicap(problem.order))
+        self.unsearched = min(self.unsearched, least * handicap(problem.order))
 
     def look(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """Estimate what a refinement begins with, where a plan is known or expected."""
@@ -427,18 +402,18 @@ class StageSearch:
 
     def _solved(self, needed: AsNeeded, order: Order) -> Found | None:
         """The best stages in an order, by what is known and what is estimated now."""
-        most, alone = self._worth(order)
+        most, alone = self.best.worth(order)
         return needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self._worth(problem.order)
+        bound, alone = self.best.worth(problem.order)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
         least_found(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
-        self.unsearched = min(self.unsearched, bound * self._handicap(problem.order), alone)
+        self.unsearched = min(self.unsearched, bound * handicap(problem.order), alone)
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -456,8 +431,7 @@ class StageSearch:
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        fixed = restricted(problem, chain, len(stages))
-        found = solve_inter_op(fixed, upper_bound=self.worth_a_look)
+        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth_a_look)
         if found is not None:
             self._learn(problem, found)
             # Another order may have found the same stages, and thought them faster or slower.
@@ -468,7 +442,7 @@ class StageSearch:
     def _learn(self, problem: InterOpProblem, found: Found) -> None:
         """What a plan takes bounds all others; but with a split backward by a guess at its halves."""
         if problem.order != "zero_bubble" or self._only_splits:
-            self.best_objective = min(self.best_objective, found.seconds * self._handicap(problem.order))
+            self.best.objective = min(self.best.objective, found.seconds * handicap(problem.order))
 
     def _simulate(
         self, best: Candidate | None, *, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float] | None = None
@@ -479,17 +453,12 @@ class StageSearch:
           best: what is known; None for nothing.
           suggesting: plans that suggest numbers of ranks to interleave; None for the finished ones.
         """
-        for candidate in self._worth_simulating():
-            if best is None or candidate.weight < best.weight * (1 - 1e-9):
-                best = candidate
+        best = better(best, self._worth_simulating())
         again = suggesting is not None
         suggesting = self.finished if suggesting is None else suggesting
         if (self._probing and best is not None) or (again and not self._taken_interleaved):
             return best
-        for candidate in self._interleaved(suggesting, best.seconds if best is not None else inf, again=again):
-            if best is None or candidate.weight < best.weight * (1 - 1e-9):
-                best = candidate
-        return best
+        return better(best, self._interleaved(suggesting, best.seconds if best is not None else inf, again=again))
 
     def _worth_simulating(self, number: int | None = None) -> Iterator[Candidate]:
         """The best finished plans, of so many microbatches or of any; what they take bounds all others."""
@@ -499,13 +468,12 @@ class StageSearch:
             if number is not None and count != number:
                 continue
             if (count, stages) not in self._simulations:
-                if seconds > best * _WORTH_SIMULATING or seconds > self.worth_a_look * _WORTH_SIMULATING:
+                if seconds > min(BestKnown(best).worth_a_look, self.best.worth_simulating):
                     continue
                 self._simulations[count, stages] = self._scheduled(self.costs(count), stages)
             candidate = self._simulations[count, stages]
             if candidate is not None:
-                self.best_objective = min(self.best_objective, candidate.weight)
-                self._best_simulated = min(self._best_simulated, candidate.weight)
+                self.best.simulate(candidate.weight)
                 yield candidate
 
     def _interleaved(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
 from jax.sharding import Mesh
 
-from ...ahead import in_two
+from ...ahead import Ahead, Begun, in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
 from ...program.staged import StagedProgram, staged_program
@@ -37,7 +37,6 @@ class LocalStages:
       meshes: of the stages; None for meshes without devices.
       platform: of the devices.
       counted: what stages hold that were counted before, of this or other plans for the program; it learns new ones.
-      told: by number, what stages of this plan hold as another process has counted it.
 
     Attributes:
       schedule: the plan's.
@@ -56,7 +55,6 @@ class LocalStages:
         platform: str = "cpu",
         *,
         counted: MutableMapping[Hashable, StageMemory] | None = None,
-        told: Mapping[int, StageMemory] | None = None,
     ) -> None:
         staged = _staged(program, plan)
         self.program = program = staged.source
@@ -64,7 +62,7 @@ class LocalStages:
         self._platform = platform
         self._meshes = meshes
         self._counted = {} if counted is None else counted
-        self._told = told or {}
+        self._begun: Begun[int] | None = None
         self._core = staged.core
         self.schedule: Schedule = plan_schedule(plan)
         numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
@@ -83,45 +81,64 @@ class LocalStages:
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
-        return tuple(self.memory_of(range(len(self.stages))).values())
+        return tuple(self._memory_of(range(len(self.stages))).values())
 
-    def memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
-        """As `memory`, of these stages alone, by number. Of stages that are the same program one is traced.
+    def begin_with_memory(self) -> Ahead | None:
+        """Let a copy of this process begin to find out `memory`, which takes over what it has done by then; None if
+        there is little to do."""
+        todo, work, learn = self._left(self._likeness(range(len(self.stages))))
+        if not self._is_much(todo):
+            return None
+        self._begun = Begun(todo, work, learn)
+        return self._begun.copy
 
-        Args:
-          numbers: of stages.
-        """
-        splits, counted = self.schedule.splits_backward, self._counted
-        keys: dict[int, Hashable] = {}
-        for number in numbers:
-            s, u = self.stages[number], self._update_of(number)
-            alike = likeness(self._core, s, u, self.around)
-            keys[number] = alike, s.microbatches, len(s.own), splits, self._platform
-            if number in self._told:
-                counted.setdefault(keys[number], self._told[number])
-        left: dict[Hashable, int] = {}
-        for number, key in keys.items():
-            if key not in counted:
-                left.setdefault(key, number)
+    def _is_much(self, numbers: Iterable[int]) -> bool:
+        """Whether tracing these stages takes longer than making a copy does."""
+        return sum(len(self.stages[number].cut.graph.operators) for number in numbers) >= _MANY_OPERATORS
 
-        def work(number: int) -> tuple[int, StageMemory]:
-            stage, update = self.stages[number], self._update_of(number)
-            found = stage_memory(stage, update, splits_backward=splits, platform=self._platform)
-            learn((number, found))
-            return number, found
-
-        def learn(found: tuple[int, StageMemory]) -> None:
-            counted[keys[found[0]]] = found[1]
-
-        # The longest first: a copy begins at the other end.
-        sizes = {number: len(self.stages[number].cut.graph.operators) for number in left.values()}
-        todo = sorted(sizes, key=lambda number: (-sizes[number], number))
-        if sum(sizes.values()) >= _MANY_OPERATORS:
+    def _memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
+        """As `memory`, of these stages alone. Of stages that are the same program one is traced."""
+        keys = self._likeness(numbers)
+        todo, work, learn = self._left(keys)
+        if self._begun is not None and self._begun.copy.is_there:
+            self._begun.finish()
+        elif self._is_much(todo):
             in_two(todo, work, learn)
         else:
             for number in todo:
                 work(number)
-        return {number: passed_on(counted[key], self.stages[number]) for number, key in keys.items()}
+        return {number: passed_on(self._counted[key], self.stages[number]) for number, key in keys.items()}
+
+    def _likeness(self, numbers: Iterable[int]) -> dict[int, Hashable]:
+        """Of these stages what is equal for those that are the same program."""
+        found: dict[int, Hashable] = {}
+        for number in numbers:
+            s, u = self.stages[number], self._update_of(number)
+            alike = likeness(self._core, s, u, self.around)
+            found[number] = alike, s.microbatches, len(s.own), self.schedule.splits_backward, self._platform
+        return found
+
+    def _left(
+        self, keys: Mapping[int, Hashable]
+    ) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]], Callable[[tuple[int, StageMemory]], None]]:
+        """What is to be traced of these stages, the longest first: a copy begins at the other end; and how to do it, or
+        learn of it."""
+        left: dict[Hashable, int] = {}
+        for number, key in keys.items():
+            if key not in self._counted:
+                left.setdefault(key, number)
+
+        def work(number: int) -> tuple[int, StageMemory]:
+            stage, update = self.stages[number], self._update_of(number)
+            splits = self.schedule.splits_backward
+            learn((number, stage_memory(stage, update, splits_backward=splits, platform=self._platform)))
+            return number, self._counted[keys[number]]
+
+        def learn(found: tuple[int, StageMemory]) -> None:
+            self._counted[keys[found[0]]] = found[1]
+
+        todo = sorted(left.values(), key=lambda number: (-len(self.stages[number].cut.graph.operators), number))
+        return todo, work, learn
 
     def peak_bytes(self, rank: int) -> float:
         """The most bytes on one device of a rank, whose stages alone are traced.
@@ -130,7 +147,7 @@ class LocalStages:
           PlanError: nobody has priced the plan.
         """
         planned = plan_timing(self.plan)
-        found = self.memory_of(stage for stage, at in enumerate(self.schedule.stage_ranks) if at == rank)
+        found = self._memory_of(stage for stage, at in enumerate(self.schedule.stage_ranks) if at == rank)
         stages = tuple(
             _traced(stage, found[number]) if number in found else stage for number, stage in enumerate(planned.stages)
         )

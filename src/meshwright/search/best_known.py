@@ -1,0 +1,57 @@
+"""What the best plan so far counts for, and what may yet be better."""
+
+from __future__ import annotations
+
+from ..schedule import WORTH_SPLITTING
+from .inter_op_problem import Order
+
+# Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
+# all stages and the period count some of the same seconds twice. Of a plan of one stage the two are the same.
+_WORTH_SIMULATING = 1.05
+
+# A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
+_NOT_WORTH_SEARCHING = 0.005
+
+
+class BestKnown:
+    """What is known of the best plan.
+
+    Args:
+      seconds: that it counts for at most; infinite where nothing is known.
+
+    Attributes:
+      objective: its seconds, by the objective of the search or by simulation.
+      simulated: by simulation alone.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.objective = self.simulated = seconds
+
+    def simulate(self, seconds: float) -> None:
+        """A plan counts for so much, by simulation."""
+        self.objective, self.simulated = min(self.objective, seconds), min(self.simulated, seconds)
+
+    @property
+    def worth_a_look(self) -> float:
+        """Objectives up to this may be those of the best simulated plan."""
+        return self.objective * _WORTH_SIMULATING
+
+    @property
+    def worth_simulating(self) -> float:
+        """Finished plans up to this are simulated."""
+        return self.worth_a_look * _WORTH_SIMULATING
+
+    @property
+    def worth_searching(self) -> float:
+        """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
+        return (1 - _NOT_WORTH_SEARCHING) * self.objective
+
+    def worth(self, order: Order) -> tuple[float, float]:
+        """Objectives of plans in an order up to this may be the best: of several stages, and of one."""
+        most = self.worth_a_look / handicap(order)
+        return most, min(most, self.simulated * (1 + 1e-9))
+
+
+def handicap(order: Order) -> float:
+    """What the seconds of plans in an order count for beside others: a split backward has to be worth it."""
+    return 1 + WORTH_SPLITTING if order == "zero_bubble" else 1.0

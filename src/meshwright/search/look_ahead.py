@@ -1,0 +1,181 @@
+"""What a copy of the process finds out ahead of a stage search: its own search, which goes the way of the other.
+
+It goes through the numbers of microbatches that are left, as the search would if it found nothing better: bounds, the
+program, closer bounds, the estimates with which a refinement begins. What it finds out of parts of the program it
+sends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PlanError
+from .part_rows import OutOfTime
+
+if TYPE_CHECKING:
+    from .inter_op_problem import InterOpProblem
+    from .pipeline import StageSearch
+    from .stage_costs import StageCosts
+
+# Where no plan is known, the best probably takes no more than so many times what any takes at least.
+_PROBABLY = 1.3
+
+# How often the copy sends what it has found out.
+_SEND_SECONDS = 0.2
+
+# In place of the number that the copy looks at: it has come to its end before it had looked at all.
+SOME_LEFT = -1
+
+
+class News:
+    """Numbers of microbatches and seconds in memory that both processes see; 0 for no number."""
+
+    def __init__(self) -> None:
+        self._counts = memoryview(mmap.mmap(-1, 3 * 8)).cast("q")
+        self._seconds = memoryview(mmap.mmap(-1, 8)).cast("d")
+        self.best_seconds = inf
+
+    @property
+    def best_seconds(self) -> float:
+        """What the best plan is expected to count for."""
+        return self._seconds[0]
+
+    @best_seconds.setter
+    def best_seconds(self, seconds: float) -> None:
+        self._seconds[0] = seconds
+
+    @property
+    def near(self) -> int:
+        """The number around which to look: that of the best plan."""
+        return self._counts[0]
+
+    @near.setter
+    def near(self, count: int) -> None:
+        self._counts[0] = count
+
+    @property
+    def copy_at(self) -> int:
+        """The number that the copy looks at, or `SOME_LEFT`."""
+        return self._counts[1]
+
+    @copy_at.setter
+    def copy_at(self, count: int) -> None:
+        self._counts[1] = count
+
+    @property
+    def search_at(self) -> int:
+        """The number of which the search finds out something itself: there the copy has nothing more to do."""
+        return self._counts[2]
+
+    @search_at.setter
+    def search_at(self, count: int) -> None:
+        self._counts[2] = count
+
+
+class LookAhead:
+    """What the copy does.
+
+    Args:
+      search: the copy's.
+      counts: numbers of microbatches that the other search may ask for.
+      news: from it, and for it.
+      tell: sends something.
+    """
+
+    def __init__(self, search: StageSearch, counts: Iterable[int], news: News, tell: Callable[[Any], None]) -> None:
+        self._search, self._left, self._news, self._tell = search, list(counts), news, tell
+        self._costs, self._bounds = search.costs, search.bounds
+        self._parent = os.getppid()
+        self._since, self._sent = self._costs.known_parts, time.perf_counter()
+        self._costs.late = self._is_caught_up
+        self._expected = dict.fromkeys(self._left, self._bounds.floor)
+        self._asked: dict[int, float] = {}  # of a number, the seconds of the best plan that its bound is for
+        self._last: list[tuple[int, StageCosts, InterOpProblem]] = []
+        self._guess, self._probably = news.near, news.best_seconds
+        if self._guess:
+            self._bounds.searched.add(self._guess)  # if not to the end: it bounds those of more microbatches best
+        else:
+            self._guess_best()
+
+    def _guess_best(self) -> None:
+        """Where no plan is known: what bounds promise."""
+        assert self._costs.base is not None
+        for place in self._search.places:
+            self._costs.base.least(place)
+        least = inf
+        for count in sorted(self._left, reverse=True):
+            self._expected[count] = self._bounds.of(count, _PROBABLY * least)
+            least = min(least, self._expected[count])
+        self._probably = _PROBABLY * least
+        self._guess = self._bounds.promising(self._left, self._expected, self._probably, None, first=True)
+
+    def run(self) -> None:
+        """Until nothing is left, or nothing but what another copy would know better."""
+        while self._left:
+            count = min(self._left, key=self._order)
+            if self._waits(count):
+                self._news.copy_at = SOME_LEFT
+                return
+            self._left.remove(count)
+            if count != self._news.search_at:
+                self._at(count, self._look)
+        for count, costs, problem in self._last:
+            self._at(count, lambda count, costs=costs, problem=problem: self._search.look(costs, problem))
+
+    def _order(self, count: int) -> tuple[bool, bool, float, int]:
+        near = self._news.near or self._guess
+        slower = self._expected[count] > self._search.best.objective
+        return slower, self._waits(count), max(count / near, near / count), -count
+
+    def _waits(self, count: int) -> bool:
+        """Whether what the search finds out now will bound a number."""
+        at = self._news.search_at
+        return 0 < at < count and not any(at < one <= count for one in self._bounds.searched)
+
+    def _at(self, count: int, find: Callable[[int], None]) -> None:
+        """Find out something of a number, unless it is too slow, and send it."""
+        self._news.copy_at = count
+        with suppress(PlanError, OutOfTime):  # the step cannot be cut so, or the search has caught up
+            if not self._is_slower(count):
+                find(count)
+        self._send()
+
+    def _look(self, count: int) -> None:
+        search, costs = self._search, self._costs(count)
+        least = self._bounds.closer(costs, search.best.objective, search.best.worth_a_look)
+        self._expected[count] = max(self._expected[count], least)
+        for problem in search.problems_of(count, costs):
+            if problem.order == "gpipe":
+                self._last.append((count, costs, problem))  # there is much to find out, and little hope
+            elif not self._is_slower(count):
+                search.look(costs, problem)
+        self._bounds.searched.add(count)
+
+    def _is_slower(self, count: int) -> bool:
+        """Whether a number takes too long, by what is known now: a better plan may have been found meanwhile."""
+        search, expected = self._search, self._expected
+        seconds = search.best.objective = min(self._news.best_seconds, self._probably)
+        if expected[count] <= search.best.worth_searching and seconds < self._asked.get(count, inf):
+            self._asked[count] = seconds
+            bound = max(self._bounds.of(count, seconds), self._bounds.with_split(count, seconds))
+            expected[count] = max(expected[count], bound)
+        return expected[count] > search.best.worth_searching
+
+    def _is_caught_up(self) -> bool:
+        """Whether the search has come to the number that is looked at; asked before anything is found out of a part."""
+        if time.perf_counter() - self._sent > _SEND_SECONDS:
+            self._send()
+        return 0 < self._news.copy_at == self._news.search_at
+
+    def _send(self) -> None:
+        if os.getppid() != self._parent:
+            raise SystemExit  # nobody is left to hear
+        if found := self._costs.known(self._since):
+            self._tell(found)
+        self._since, self._sent = self._costs.known_parts, time.perf_counter()
