@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
 
-from .ahead import Ahead
+from .ahead import Ahead, Begun
 from .cluster import Cluster
 from .errors import MemoryExceeded, size_words
 from .one_stage_planning import MARGIN
@@ -36,7 +36,7 @@ class PlanMemory:
         self.leanest = inf
         self._platform, self._tell = platform, tell
         self._known: dict[Hashable, StageMemory] = {}
-        self._begun: LocalStages | None = None
+        self._begun: list[tuple[Plan, Begun]] = []
 
     def written_out(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> tuple[Plan, bool]:
         """The plan with what its programs need, and whether that fits.
@@ -47,7 +47,7 @@ class PlanMemory:
           counted: by the search, on a device of each rank.
         """
         self._tell("predicting memory")
-        begun = self._begun if self._begun is not None and self._begun.plan == _without_gap(plan) else None
+        begun = next((begun for known, begun in self._begun if known == _without_gap(plan)), None)
         plan = written_out(plan, program, self._platform, known=self._known, begun=begun)
         return plan, self._fits(plan, held_bytes(plan), counted)
 
@@ -72,8 +72,13 @@ class PlanMemory:
         """
         if len(plan.stages) == 1:
             return None
-        self._begun = LocalStages(program, _without_gap(plan), platform=self._platform, counted=self._known)
-        return self._begun.begin_with_memory()
+        alone = _without_gap(plan)
+        begun = Begun(
+            len(plan.stages),
+            lambda: LocalStages(program, alone, platform=self._platform, counted=self._known).left_to_count(),
+        )
+        self._begun = [(alone, begun)]
+        return begun.copy
 
     def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:
         """A plan of which the fullest rank alone has been written out, written out; None if it does not fit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from .copied import Ahead
 
@@ -30,38 +30,44 @@ def in_two(keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], N
       learn: makes the same change from what was returned.
     """
     if len(keys) > 1:
-        Begun(keys, work, learn).finish()
+        Begun(len(keys), lambda: (keys, work)).finish(keys, work, learn)
     else:
         for key in keys:
             work(key)
 
 
-class Begun(Generic[K]):
-    """Pieces of work that a copy has begun with, from the back; this process comes to them when it finishes them.
+class Begun:
+    """Pieces of work with which a copy begins, from the back, before this process comes to them.
 
     Args:
-      keys: as of `in_two`, like what follows.
-      work: the same.
-      learn: the same.
+      most: how many there may be.
+      make: says which there are, and how they are done, as of `in_two`: called by the copy.
 
     Attributes:
       copy: that works.
     """
 
-    def __init__(self, keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
-        self._keys, self._work, self._learn = keys, work, learn
+    def __init__(self, most: int, make: Callable[[], tuple[Sequence[Any], Callable[[Any], Any]]]) -> None:
         # A byte for each: whether this process does it.
-        self._mine = mmap.mmap(-1, max(len(keys), 1))
-        self.copy = Ahead(self._from_the_back)
+        self._mine = mmap.mmap(-1, most)
 
-    def _from_the_back(self, send: Callable[[Any], None]) -> None:
-        for number in reversed(range(len(self._keys))):
-            if not self._mine[number]:
-                send((number, False, None))
-                send((number, True, self._work(self._keys[number])))
+        def from_the_back(send: Callable[[Any], None]) -> None:
+            keys, work = make()
+            for number in reversed(range(len(keys))):
+                if not self._mine[number]:
+                    send((number, False, None))
+                    send((number, True, work(keys[number])))
 
-    def finish(self) -> None:
-        """Do what the copy has not begun with, and wait for the rest."""
+        self.copy = Ahead(from_the_back)
+
+    def finish(self, keys: Sequence[K], work: Callable[[K], Any], learn: Callable[[Any], None]) -> None:
+        """Do what the copy has not begun with, from the front, and wait for the rest.
+
+        Args:
+          keys: those of the copy, in the same order; what follows as of `in_two` too.
+          work: the same.
+          learn: the same.
+        """
         begun: set[int] = set()
         done: dict[int, Any] = {}
 
@@ -74,15 +80,15 @@ class Begun(Generic[K]):
             return bool(heard)
 
         with self.copy as copy:
-            for number, key in enumerate(self._keys):
+            for number, key in enumerate(keys):
                 listen(0.0)
                 while number in begun and number not in done and listen(_MOST_SECONDS):
                     pass
                 if number in done:
                     if done[number]:
-                        self._learn(done[number])
+                        learn(done[number])
                     continue
                 self._mine[number] = 1
                 if number in begun:
                     copy.end()  # it hangs, or is gone
-                self._work(key)
+                work(key)

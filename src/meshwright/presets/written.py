@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, MutableMapping
 from dataclasses import replace
 
+from ..ahead import Begun
 from ..plan import Memory, Plan
 from ..program.staged import StagedProgram
 from ..runtime.local_step import LocalStep
@@ -14,7 +15,7 @@ from ..runtime.pipeline.stage_memory import StageMemory
 
 def written_out(
     plan: Plan, program: StagedProgram, platform: str, *, known: MutableMapping[Hashable, StageMemory] | None = None,
-    begun: LocalStages | None = None,
+    begun: Begun | None = None,
 ) -> Plan:  # fmt: skip
     """A plan with the memory that its programs need; nothing is compiled.
 
@@ -23,11 +24,10 @@ def written_out(
       program: cut into its stages.
       platform: of the devices.
       known: what stages hold that were counted before; it learns new ones.
-      begun: the stages, if something of what they hold has been found out.
+      begun: as of `LocalStages`.
     """
     if len(plan.stages) > 1:
-        stages = begun or LocalStages(program, plan, platform=platform, counted=known)
-        return replace(stages.plan_with_memory(), predicted=plan.predicted)
+        return LocalStages(program, plan, platform=platform, counted=known, begun=begun).plan_with_memory()
     (stage,) = plan.stages
     peak = float(LocalStep(program.source, plan).predicted_memory(platform).peak_bytes)
     counted = stage.memory

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 
 from jax.sharding import Mesh
 
-from ...ahead import Ahead, Begun, in_two
+from ...ahead import Begun, in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
 from ...program.staged import StagedProgram, staged_program
@@ -37,6 +37,7 @@ class LocalStages:
       meshes: of the stages; None for meshes without devices.
       platform: of the devices.
       counted: what stages hold that were counted before, of this or other plans for the program; it learns new ones.
+      begun: a copy of this process that does what is `left_to_count` of the same plan.
 
     Attributes:
       schedule: the plan's.
@@ -55,6 +56,7 @@ class LocalStages:
         platform: str = "cpu",
         *,
         counted: MutableMapping[Hashable, StageMemory] | None = None,
+        begun: Begun | None = None,
     ) -> None:
         staged = _staged(program, plan)
         self.program = program = staged.source
@@ -62,7 +64,7 @@ class LocalStages:
         self._platform = platform
         self._meshes = meshes
         self._counted = {} if counted is None else counted
-        self._begun: Begun[int] | None = None
+        self._begun = begun
         self._core = staged.core
         self.schedule: Schedule = plan_schedule(plan)
         numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
@@ -83,26 +85,19 @@ class LocalStages:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
         return tuple(self._memory_of(range(len(self.stages))).values())
 
-    def begin_with_memory(self) -> Ahead | None:
-        """Let a copy of this process begin to find out `memory`, which takes over what it has done by then; None if
-        there is little to do."""
-        todo, work, learn = self._left(self._likeness(range(len(self.stages))))
-        if not self._is_much(todo):
-            return None
-        self._begun = Begun(todo, work, learn)
-        return self._begun.copy
-
-    def _is_much(self, numbers: Iterable[int]) -> bool:
-        """Whether tracing these stages takes longer than making a copy does."""
-        return sum(len(self.stages[number].cut.graph.operators) for number in numbers) >= _MANY_OPERATORS
+    def left_to_count(self) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]]]:
+        """Stages that are to be traced for `memory`, the longest last, and what a copy of this process does with one:
+        it comes to the last first, perhaps before this process comes to any."""
+        todo, work, _ = self._left(self._likeness(range(len(self.stages))))
+        return todo, work
 
     def _memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
         """As `memory`, of these stages alone. Of stages that are the same program one is traced."""
         keys = self._likeness(numbers)
         todo, work, learn = self._left(keys)
-        if self._begun is not None and self._begun.copy.is_there:
-            self._begun.finish()
-        elif self._is_much(todo):
+        if self._begun is not None and self._begun.copy.is_there and len(keys) == len(self.stages):
+            self._begun.finish(todo, work, learn)
+        elif sum(len(self.stages[number].cut.graph.operators) for number in todo) >= _MANY_OPERATORS:
             in_two(todo, work, learn)
         else:
             for number in todo:
@@ -121,8 +116,8 @@ class LocalStages:
     def _left(
         self, keys: Mapping[int, Hashable]
     ) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]], Callable[[tuple[int, StageMemory]], None]]:
-        """What is to be traced of these stages, the longest first: a copy begins at the other end; and how to do it, or
-        learn of it."""
+        """What is to be traced of these stages, the longest last: a copy begins there, sometimes before this process
+        does; and how to do it, or learn of it."""
         left: dict[Hashable, int] = {}
         for number, key in keys.items():
             if key not in self._counted:
@@ -137,7 +132,7 @@ class LocalStages:
         def learn(found: tuple[int, StageMemory]) -> None:
             self._counted[keys[found[0]]] = found[1]
 
-        todo = sorted(left.values(), key=lambda number: (-len(self.stages[number].cut.graph.operators), number))
+        todo = sorted(left.values(), key=lambda number: (len(self.stages[number].cut.graph.operators), -number))
         return todo, work, learn
 
     def peak_bytes(self, rank: int) -> float:
