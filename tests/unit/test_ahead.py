@@ -18,7 +18,7 @@ import pytest
 from contradicting import contradicting
 
 from meshwright import stage_planning, value_and_grad
-from meshwright.ahead import Ahead, copied as ahead, in_two
+from meshwright.ahead import Ahead, Begun, copied as ahead, in_two
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.program.traces import traces_of
@@ -241,6 +241,31 @@ def test_pieces_of_work_are_done_once_each_by_either(fault: str | None, monkeypa
     assert not set(learned) & set(others)
 
 
+@linux
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_a_copy_has_begun_with_is_not_done_again(ended: bool) -> None:
+    """It begins before this process comes to the work, and knows of pieces that need not be done by then."""
+    here, learned, others = os.getpid(), [], []
+
+    def work(key: int) -> tuple[int, int]:
+        if os.getpid() == here:
+            learned.append(key)
+        return key, os.getpid()
+
+    def learn(found: tuple[int, int]) -> None:
+        assert found[1] != here
+        others.append(found[0])
+
+    begun = Begun(9, lambda: (range(2, 9), work))
+    while begun.copy.at_work:
+        time.sleep(0.01)
+    if ended:
+        begun.copy.end()
+    begun.finish([8, 3, 5], work, learn)
+    assert (learned, others) == (([8, 3, 5], []) if ended else ([], [8, 3, 5]))
+    assert not begun.copy.is_there
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_for_a_single_piece_of_work_no_copy_is_made(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("a copy was made"))
@@ -335,6 +360,17 @@ def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pyt
                 time.sleep(0.01)
 
     monkeypatch.setattr(Scout, "send", send)
+    written: list[int] = []
+    plain_finish = Begun.finish
+
+    def finish(self: Begun, keys: Any, work: Any, learn: Any) -> None:
+        def learn_too(found: Any) -> None:
+            written.append(1)
+            learn(found)
+
+        plain_finish(self, keys, work, learn_too)
+
+    monkeypatch.setattr(Begun, "finish", finish)
     plans = []
     for allowed in (True, False):
         monkeypatch.setattr(ahead, "can_copy", lambda allowed=allowed: allowed and not ahead.is_copy())
@@ -342,9 +378,12 @@ def test_plans_are_the_same_with_a_copy_and_without(scan: bool, monkeypatch: pyt
             name="gpt", hidden=256, layers=2, heads=8, sequence=128, global_batch=4, vocabulary=1024, scan=scan,
         ))  # fmt: skip
         args = (target.example_state, target.example_batch)
-        plans.append(plan_for(target.step, args, cluster="p3.16xlarge", stages=None).plan)
+        found = plan_for(target.step, args, cluster="p3.16xlarge", stages=None)
+        plans.append((found.plan, found.considered, found.alternatives))
         assert bool(sum(learned)) == allowed
+        assert bool(written) == (allowed and not scan)  # the best of a scan is a preset
         learned.clear()
+        written.clear()
     assert plans[0] == plans[1]
 
 

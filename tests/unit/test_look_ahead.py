@@ -1,0 +1,83 @@
+"""What a copy of the process looks at ahead of a stage search."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwright.search.best_known import BestKnown
+from meshwright.search.look_ahead import SOME_LEFT, LookAhead, News
+
+COUNTS = (2, 4, 8, 16, 32)
+
+
+def looked_at(news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: None) -> list[int]:
+    """The numbers of microbatches whose programs are asked for, in order, after 8."""
+    asked: list[int] = []
+    bounds = SimpleNamespace(
+        floor=0.0, searched=set(), of=lambda count, best: 99.0 if count in too_slow else 1.0,
+        with_split=lambda count, best: 0.0, closer=lambda costs, best, worth: meanwhile(costs) or 0.0,
+    )  # fmt: skip
+
+    class Costs:
+        def __init__(self) -> None:
+            self.known_parts: Any = {}
+            self.late: Any = None
+
+        def __call__(self, count: int) -> int:
+            asked.append(count)
+            return count
+
+        def known(self, since: Any) -> Any:
+            return {}
+
+    search: Any = SimpleNamespace(costs=Costs(), bounds=bounds, best=BestKnown(10.0), problems_of=lambda *count: ())
+    LookAhead(search, [count for count in COUNTS if count != 8], news, lambda found: None).run()
+    return asked
+
+
+def told() -> News:
+    news = News()
+    news.near, news.best_seconds = 8, 10.0
+    return news
+
+
+def test_the_nearest_numbers_come_first() -> None:
+    assert looked_at(told()) == [16, 4, 32, 2]
+
+
+def test_numbers_that_are_too_slow_are_not_traced() -> None:
+    assert looked_at(told(), too_slow=(4, 32)) == [16, 2]
+
+
+def test_a_number_that_the_search_looks_at_is_left_to_it() -> None:
+    news = told()
+    news.search_at = 4
+    assert looked_at(news) == [16, 32, 2]
+
+
+def test_what_the_search_finds_out_now_is_waited_for() -> None:
+    """Finer numbers than the one that the search looks at are bounded by it."""
+    news = told()
+    news.search_at = 16
+    assert looked_at(news) == [4, 2]
+    assert news.copy_at == SOME_LEFT
+
+
+def test_a_better_plan_that_is_found_meanwhile_counts() -> None:
+    news = told()
+
+    def meanwhile(count: int) -> None:
+        news.best_seconds = 0.5
+
+    assert looked_at(news, meanwhile=meanwhile) == [16]
+
+
+@pytest.mark.parametrize("name", ["near", "copy_at", "search_at", "best_seconds"])
+def test_news_are_each_of_their_own(name: str) -> None:
+    news = News()
+    before = {one: getattr(news, one) for one in ("near", "copy_at", "search_at", "best_seconds")}
+    setattr(news, name, 7)
+    assert {one: getattr(news, one) for one in before} == {**before, name: 7}
