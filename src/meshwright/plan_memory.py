@@ -36,7 +36,7 @@ class PlanMemory:
         self.leanest = inf
         self._platform, self._tell = platform, tell
         self._known: dict[Hashable, StageMemory] = {}
-        self._begun: list[tuple[Plan, Begun]] = []
+        self._begun: tuple[Plan, Begun] | None = None
 
     def written_out(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> tuple[Plan, bool]:
         """The plan with what its programs need, and whether that fits.
@@ -47,7 +47,10 @@ class PlanMemory:
           counted: by the search, on a device of each rank.
         """
         self._tell("predicting memory")
-        begun = next((begun for known, begun in self._begun if known == _without_gap(plan)), None)
+        known, begun = self._begun or (None, None)
+        if begun is not None and known != _without_gap(plan):
+            begun.copy.end()  # for a second process to help with this one
+            begun = None
         plan = written_out(plan, program, self._platform, known=self._known, begun=begun)
         return plan, self._fits(plan, held_bytes(plan), counted)
 
@@ -77,7 +80,7 @@ class PlanMemory:
             len(plan.stages),
             lambda: LocalStages(program, alone, platform=self._platform, counted=self._known).left_to_count(),
         )
-        self._begun = [(alone, begun)]
+        self._begun = alone, begun
         return begun.copy
 
     def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:

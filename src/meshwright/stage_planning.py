@@ -106,6 +106,7 @@ def _plan_in_orders(
             if presets is None or presets.priced is None:
                 raise
             in_vain += time.perf_counter() - begun
+            scout.recall()
             known = presets.planning()
             if known is not None and presets.step_seconds <= least * (1 + 1e-9):
                 known = proven(known, error) if isinstance(error, NothingFaster) else known
@@ -211,7 +212,6 @@ def _plan_in_order(
     mine = scout if large else None  # a small one is searched before a scout has found anything out
     search = StageSearch(request, costs=costs, scout=mine)
     memory = PlanMemory(asked.cluster.device.platform, asked.tell)
-    scout.write = memory.begin
     solve_seconds = 0.0
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None
@@ -221,6 +221,7 @@ def _plan_in_order(
     probes = _PROBES if free and len(programs) > 1 and large else 0
     # Their plans take something else than what the search says.
     retimed = asked.schedule in _SEARCHED
+    scout.write = memory.begin if not retimed else lambda plan, program: None
     late, least = 0, 0.0
 
     def keeps() -> bool:

@@ -1,14 +1,18 @@
-"""What a copy of the process looks at ahead of a stage search."""
+"""What a copy of the process looks at ahead of a stage search, and when it writes out the best plan instead."""
 
 from __future__ import annotations
 
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from meshwright.ahead import Ahead, copied
 from meshwright.search.best_known import BestKnown
 from meshwright.search.look_ahead import SOME_LEFT, LookAhead, News
+from meshwright.search.scout import Scout
 
 COUNTS = (2, 4, 8, 16, 32)
 
@@ -81,3 +85,67 @@ def test_news_are_each_of_their_own(name: str) -> None:
     before = {one: getattr(news, one) for one in ("near", "copy_at", "search_at", "best_seconds")}
     setattr(news, name, 7)
     assert {one: getattr(news, one) for one in before} == {**before, name: 7}
+
+
+def candidate() -> Any:
+    return SimpleNamespace(plan=lambda gap: "plan", costs=SimpleNamespace(program="program"))
+
+
+@pytest.fixture
+def scout(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that is at work, and counts what it is to write out."""
+    monkeypatch.setattr(copied, "can_copy", lambda: not copied.is_copy())
+    with Scout() as made:
+        begun: list[Any] = []
+
+        def write(plan: Any, program: Any) -> Ahead:
+            begun.append((plan, program))
+            return Ahead(lambda tell: time.sleep(60))
+
+        made.write = write
+        made._copy = Ahead(lambda tell: time.sleep(60))
+        yield SimpleNamespace(made=made, begun=begun)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux alone")
+
+
+@linux
+def test_a_plan_is_begun_when_nothing_is_left_to_look_at(scout: Any) -> None:
+    search: Any = SimpleNamespace(best_candidate=candidate(), merged=lambda best: best)
+    scout.made.begin(search)
+    assert not scout.begun
+    scout.made.begin(search, now=True)
+    assert scout.begun == [("plan", "program")]
+    scout.made.begin(search, now=True)  # it goes on
+    assert len(scout.begun) == 1
+    assert scout.made._at_work
+    search.best_candidate = candidate()
+    scout.made.begin(search, now=True)
+    assert len(scout.begun) == 2
+
+
+@linux
+def test_where_there_is_no_plan_the_copy_is_recalled_all_the_same(scout: Any) -> None:
+    scout.made.begin(SimpleNamespace(best_candidate=None), now=True)
+    assert not scout.made._at_work
+    assert not scout.begun
+
+
+@linux
+def test_what_was_recalled_can_be_begun_again(scout: Any) -> None:
+    search: Any = SimpleNamespace(best_candidate=candidate(), merged=lambda best: best)
+    scout.made.begin(search, now=True)
+    scout.made.recall(writing=False)
+    assert scout.made._at_work
+    scout.made.recall()
+    assert not scout.made._at_work
+    scout.made.begin(search, now=True)
+    assert len(scout.begun) == 2
+
+
+def test_without_a_second_core_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copied, "can_copy", lambda: False)
+    scout = Scout()
+    scout.write = lambda plan, program: pytest.fail("it was")
+    scout.begin(SimpleNamespace(best_candidate=candidate(), merged=lambda best: best), now=True)  # type: ignore[arg-type]

@@ -30,7 +30,8 @@ Var = jex_core.Var
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
 
 # Equations with programs inside that are not in line.
-_STRUCTURED = ("scan", "remat2", "checkpoint", "remat", "cond", "while", "custom_jvp_call", "custom_vjp_call")
+_REMAT = ("remat2", "checkpoint", "remat")
+_STRUCTURED = (*_REMAT, "scan", "cond", "while", "custom_jvp_call", "custom_vjp_call")
 
 # Wishes about the layout of a value on a mesh of the user's. The plan decides layouts; the values stay the same.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -169,7 +170,7 @@ def _inline_params(equation: Equation, inside: Boundaries) -> dict[str, Any]:
     name, params = equation.primitive.name, dict(equation.params)
     if name == "scan":
         params["jaxpr"] = inline(params["jaxpr"], boundaries=inside)
-    elif name in ("remat2", "checkpoint", "remat"):
+    elif name in _REMAT:
         body = ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"]))
         params["jaxpr"] = inline(body, boundaries=inside)
     elif name == "cond":
@@ -228,7 +229,7 @@ def scan_parts(equation: Equation) -> Scan:
 
 
 def is_remat(equation: Equation) -> bool:
-    return equation.primitive.name in ("remat2", "checkpoint", "remat")
+    return equation.primitive.name in _REMAT
 
 
 def bind(equation: Equation, *operands: Any) -> Sequence[Any]:

@@ -159,6 +159,7 @@ class StageSearch:
         last, self._probing = self.finished, probing
         known = self._known = min(self.request.faster_than_seconds, faster_than_seconds)
         self._reset()
+        self._scout.tell(known, self.near())
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
@@ -201,9 +202,10 @@ class StageSearch:
 
     @property
     def best_candidate(self) -> Candidate | None:
-        """The best plan so far, by simulation."""
-        known = (one for one in self._simulations.values() if one is not None)
-        return min(known, key=lambda one: one.weight, default=None)
+        """The best plan so far, by simulation, if it is no slower than what is known."""
+        found = (one for one in self._simulations.values() if one is not None)
+        best = min(found, key=lambda one: one.weight, default=None)
+        return best if best is not None and best.weight <= self._known * (1 + 1e-9) else None
 
     def merged(self, best: Candidate) -> Candidate | None:
         """As `candidate.merged`, of each candidate once."""

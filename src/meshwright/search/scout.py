@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..ahead import Ahead
+from ..ahead import Ahead, copied
 from .look_ahead import SOME_LEFT, LookAhead, News
 from .part_rows import KnownParts
 
@@ -50,6 +50,9 @@ class Scout:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         if self._copy is not None:
             self._copy.end()
         self._copy, self._writes = None, False
@@ -103,10 +106,16 @@ class Scout:
           search: of stages.
           now: whether there is nothing left to look at: a copy that does is recalled.
         """
+        if now:
+            self.recall(writing=False)
         best = search.best_candidate
-        if not self._goes or best is None or best is self._begun or (self._at_work and not now):
+        if best is None or best is self._begun or (self._at_work and not now):
+            return
+        if not self._goes or not copied.can_copy():
             return
         self.recall()
+        if self._news.copy_at == SOME_LEFT:
+            self._seen = frozenset()
         self._begun, self._news.copy_at = best, 0
         plan = search.merged(best)
         if plan is not None:
@@ -121,11 +130,13 @@ class Scout:
         """The same; then there is no copy.
 
         Args:
-          writing: whether that is said to one that writes out a plan too: what it has done is lost then.
+          writing: whether one that writes out a plan is meant too. What it has done is lost, and can be begun again.
         """
         if self._writes and not writing:
             return
         self.listen()
-        if self._at_work:
+        if self._writes:
+            self._begun = None
+        elif self._at_work:
             self._seen = frozenset()
-        self.__exit__()
+        self._end()

@@ -67,7 +67,7 @@ class StageCosts:
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
         self.hear: Callable[[], None] = lambda: None  # called before each kind of submeshes is looked at
-        # Kinds of submeshes that plans in its microbatches have used, by their order.
+        # Kinds of submeshes that were estimated since plans in its microbatches used them, by the order of these.
         self.used: dict[Order, frozenset[int]] = {}
         self._reserve = MemoryReserve()
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -140,7 +140,7 @@ class StageCosts:
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
-        `inter_op.most_seconds`."""
+        `inter_op_bounds.most_seconds`."""
         kinds: dict[int, np.ndarray] = {}
         for submesh, most in most_seconds.items():
             kind = self.solver.kind_of[submesh]
