@@ -13,10 +13,13 @@ from contradicting import contradicting
 
 from meshwright import zoo
 from meshwright._jax.grad import value_and_grad
+from meshwright.ahead import copied
 from meshwright.cluster import Link, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
+from meshwright.plan_memory import PlanMemory
 from meshwright.planning import plan_for
+from meshwright.presets.written import held_bytes
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep
@@ -467,3 +470,21 @@ def test_microbatches_that_cannot_be(count: int, got: str) -> None:
     with pytest.raises(PlanError) as caught:
         trace_program(target.step, (target.example_state, target.example_batch), microbatches=count)
     assert got in caught.value.got
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_plan_that_a_copy_has_begun_with_is_written_out_as_without(
+    between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gap may be another one by then, and one rank may have been counted in between."""
+    monkeypatch.setattr(copied, "can_copy", lambda: not copied.is_copy())
+    result = found("hourglass", stages=4)
+    assert result.plan.predicted is not None
+    later = replace(result.plan, predicted=replace(result.plan.predicted, optimality_gap=0.5))
+    counted = held_bytes(result.plan)
+    alone, helped = (PlanMemory("cpu", lambda text: None) for _ in range(2))
+    copy = helped.begin(result.plan, result.program)
+    if between:
+        helped.fullest_fits(result.plan, result.program, counted)
+    assert helped.written_out(later, result.program, counted) == alone.written_out(later, result.program, counted)
+    assert copy is None or not copy.is_there
