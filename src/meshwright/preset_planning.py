@@ -32,7 +32,7 @@ class BestUnderPresets:
       prices: of presets.
       counts: numbers of microbatches to choose from.
       seconds: that may be spent until a step is known, and once more until the plan is.
-      better: called with the microbatches and the seconds of each preset that is the best so far.
+      better: called with the seconds of each preset that is the best so far.
 
     Attributes:
       priced: the best by its price, or the one that has become the plan; None if there is none.
@@ -41,7 +41,7 @@ class BestUnderPresets:
 
     def __init__(
         self, asked: PlanRequest, prices: PresetPrices, counts: Sequence[int], seconds: float,
-        better: Callable[[int, float], None],
+        better: Callable[[float], None],
     ) -> None:  # fmt: skip
         self._asked, self._prices, self._seconds = asked, prices, seconds
         self.solve_seconds = 0.0
@@ -98,7 +98,7 @@ class BestUnderPresets:
 
 
 def best_under_presets(
-    asked: PlanRequest, better: Callable[[int, float], None] = lambda count, seconds: None
+    asked: PlanRequest, better: Callable[[float], None] = lambda seconds: None
 ) -> BestUnderPresets | None:
     """The best plan under any preset, if the request leaves everything open that presets decide, the cluster is of one
     kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search. None too
@@ -106,7 +106,7 @@ def best_under_presets(
 
     Args:
       asked: the request.
-      better: called with the microbatches and the seconds of each preset that is the best so far.
+      better: called with the seconds of each preset that is the best so far.
     """
     free = not asked.mesh and asked.pins == Pins() and asked.schedule is None and asked.submeshes is None
     alike = len({(host.devices, host.device) for host in asked.cluster.hosts}) == 1

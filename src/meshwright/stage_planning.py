@@ -93,7 +93,7 @@ def _plan_in_orders(
     free = stages is None and not isfinite(faster_than_seconds)
     # Presets are looked at first; meanwhile a scout begins the search.
     begun_with = _begun(replace(asked, cluster=orders[0].cluster), stages, scout) if free and len(orders) == 1 else None
-    presets = best_under_presets(asked, lambda count, seconds: scout.tell(seconds)) if free else None
+    presets = best_under_presets(asked, scout.tell) if free else None
     if presets is None:
         scout.recall()  # the search is faster with a second process at the same than with a guess at what comes next
     least = presets.step_seconds if presets is not None else faster_than_seconds

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.ahead import Ahead, copied
 from meshwright.search.best_known import BestKnown
-from meshwright.search.look_ahead import SOME_LEFT, LookAhead, News
+from meshwright.search.look_ahead import SOME_LEFT, LookAhead, News, shared_news
 from meshwright.search.scout import Scout
 
 COUNTS = (2, 4, 8, 16, 32)
@@ -43,7 +43,7 @@ def looked_at(news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: 
 
 
 def told() -> News:
-    news = News()
+    news = shared_news()
     news.near, news.best_seconds = 8, 10.0
     return news
 
@@ -81,7 +81,7 @@ def test_a_better_plan_that_is_found_meanwhile_counts() -> None:
 
 @pytest.mark.parametrize("name", ["near", "copy_at", "search_at", "best_seconds"])
 def test_news_are_each_of_their_own(name: str) -> None:
-    news = News()
+    news = shared_news()
     before = {one: getattr(news, one) for one in ("near", "copy_at", "search_at", "best_seconds")}
     setattr(news, name, 7)
     assert {one: getattr(news, one) for one in before} == {**before, name: 7}

@@ -93,19 +93,15 @@ class Ahead:
         self.end()
 
     @property
-    def _is_mine(self) -> bool:
-        """Whether there is a copy, and this process made it: another copy may have inherited this."""
-        return bool(self._process) and self._owner == os.getpid()
-
-    @property
     def is_there(self) -> bool:
-        """Whether a copy was made and has not been let go: there may be something to hear from it."""
-        return self._is_mine
+        """Whether there is a copy that this process made and has not let go, so that something may be heard from it:
+        another copy may have inherited this."""
+        return bool(self._process) and self._owner == os.getpid()
 
     @property
     def at_work(self) -> bool:
         """Whether there is a copy that has not come to its end."""
-        if not self._is_mine:
+        if not self.is_there:
             return False
         with suppress(ChildProcessError):  # where somebody else waits for all children
             return os.waitid(os.P_PID, self._process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -119,7 +115,7 @@ class Ahead:
         """
         found: list[Any] = []
         end = time.perf_counter() + wait_seconds
-        while self._is_mine:
+        while self.is_there:
             try:
                 while data := os.read(self._pipe, _PIPE_BYTES):
                     self._read += data
@@ -155,7 +151,7 @@ class Ahead:
     def end(self) -> None:
         """Let the copy go, whatever it is at."""
         global _at_work
-        if not self._is_mine:
+        if not self.is_there:
             return
         with suppress(ProcessLookupError, ChildProcessError):  # where somebody else waits for all children
             os.kill(self._process, signal.SIGKILL)

@@ -41,7 +41,7 @@ class Incumbent:
       margin: a device has to hold so many times what is predicted.
       late: whether the time is over: then the best that is known is taken.
       tell: called with a few words at each part of the work.
-      better: called with the microbatches and the seconds of each preset that is the best by its price so far.
+      better: called with the seconds of each preset that is the best by its price so far.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Incumbent:
         margin: float,
         late: Callable[[], bool],
         tell: Callable[[str], None] = lambda text: None,
-        better: Callable[[int, float], None] = lambda count, seconds: None,
+        better: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         tell("the best preset")
         self._prices, self._remat, self._margin, self._late, self._tell = prices, remat, margin, late, tell
@@ -129,7 +129,7 @@ class Incumbent:
             if priced is not None:
                 self._priced[count, number] = priced
                 if priced.step_seconds < below:
-                    self._better(count, priced.step_seconds)
+                    self._better(priced.step_seconds)
             # What is slower than another price may yet be faster than what that one's programs leave room for.
             self._push(*((below, _BOUND) if priced is None else (priced.step_seconds, _PRICED)), count, number)
 

@@ -7,6 +7,7 @@ sends.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -33,49 +34,31 @@ _SEND_SECONDS = 0.2
 SOME_LEFT = -1
 
 
-class News:
-    """Numbers of microbatches and seconds in memory that both processes see; 0 for no number."""
+class News(ctypes.Structure):
+    """What both processes see, numbers of microbatches 0 for none; made by `shared_news`.
 
-    def __init__(self) -> None:
-        self._counts = memoryview(mmap.mmap(-1, 3 * 8)).cast("q")
-        self._seconds = memoryview(mmap.mmap(-1, 8)).cast("d")
-        self.best_seconds = inf
+    Attributes:
+      best_seconds: what the best plan is expected to count for.
+      near: the number around which to look, that of the best plan.
+      copy_at: the number that the copy looks at, or `SOME_LEFT`.
+      search_at: the number of which the search finds out something itself: there the copy has nothing more to do.
+    """
 
-    @property
-    def best_seconds(self) -> float:
-        """What the best plan is expected to count for."""
-        return self._seconds[0]
+    best_seconds: float
+    near: int
+    copy_at: int
+    search_at: int
+    _fields_ = (
+        ("best_seconds", ctypes.c_double), ("near", ctypes.c_int64), ("copy_at", ctypes.c_int64),
+        ("search_at", ctypes.c_int64),
+    )  # fmt: skip
 
-    @best_seconds.setter
-    def best_seconds(self, seconds: float) -> None:
-        self._seconds[0] = seconds
 
-    @property
-    def near(self) -> int:
-        """The number around which to look: that of the best plan."""
-        return self._counts[0]
-
-    @near.setter
-    def near(self, count: int) -> None:
-        self._counts[0] = count
-
-    @property
-    def copy_at(self) -> int:
-        """The number that the copy looks at, or `SOME_LEFT`."""
-        return self._counts[1]
-
-    @copy_at.setter
-    def copy_at(self, count: int) -> None:
-        self._counts[1] = count
-
-    @property
-    def search_at(self) -> int:
-        """The number of which the search finds out something itself: there the copy has nothing more to do."""
-        return self._counts[2]
-
-    @search_at.setter
-    def search_at(self, count: int) -> None:
-        self._counts[2] = count
+def shared_news() -> News:
+    """In memory that this process and copies of it see."""
+    news = News.from_buffer(mmap.mmap(-1, ctypes.sizeof(News)))
+    news.best_seconds = inf
+    return news
 
 
 class LookAhead:

@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from ..ahead import Ahead, copied
-from .look_ahead import SOME_LEFT, LookAhead, News
+from .look_ahead import SOME_LEFT, LookAhead, shared_news
 from .part_rows import KnownParts
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Scout:
     def __init__(self, *, goes: bool = True) -> None:
         self.write: Callable[[Plan, StagedProgram], Ahead | None] = lambda plan, program: None
         self._goes = goes
-        self._news = News()
+        self._news = shared_news()
         self._at = 0
         self._copy: Ahead | None = None
         self._learn: Callable[[Mapping[int, KnownParts]], None] = lambda found: None
