@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.search.as_needed import AsNeeded
-from meshwright.search.inter_op import solve_inter_op
+from meshwright.search.inter_op import least_seconds, solve_inter_op
 from meshwright.search.inter_op_problem import InterOpProblem, Option
 from meshwright.search.submeshes import Submesh
 
@@ -115,3 +115,20 @@ def test_nothing_within_the_bound_is_nothing() -> None:
     best = AsNeeded((problem, costs)).solved(beam=1 << 10)
     assert best is not None
     assert AsNeeded((problem, costs)).solved(beam=1 << 10, upper_bound=0.99 * best.seconds) is None
+
+
+def test_gpipe_is_estimated_where_bounds_leave_hope() -> None:
+    rng, spared = np.random.default_rng(3), 0
+    for _ in range(40):
+        problem, costs, _, asked = level(rng, 0.9)
+        problem = replace(problem, order="gpipe")
+        expected = solve_inter_op(problem)
+        assert expected is not None
+        assert least_seconds(problem) <= expected.seconds * (1 + 1e-12)
+        for share in (0.5, 0.97, 1.0 + 1e-9):
+            asked.clear()
+            found = AsNeeded((problem, costs)).solved(beam=1 << 10, upper_bound=share * expected.seconds)
+            assert (found is not None) == (share > 1)
+            assert found is None or found.seconds == pytest.approx(expected.seconds)
+            spared += not asked
+    assert 40 <= spared < 80
