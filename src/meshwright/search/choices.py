@@ -75,14 +75,21 @@ def spec_choices(
     """Every spec of a value: each axis replicated, splitting a dim, or (with `broadcast`) replicated with a partial
     cotangent. Axes that split one dim together come in both orders only where both are used by some operator, so the
     mesh order is taken."""
-    allowed = list(range(len(shape))) if dims is None else list(dims)
+    allowed = tuple(range(len(shape))) if dims is None else tuple(dims)
+    return _spec_choices(tuple(shape), tuple(sizes.items()), broadcast, allowed)
+
+
+@lru_cache(maxsize=1 << 12)
+def _spec_choices(
+    shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], broadcast: bool, allowed: tuple[int, ...]
+) -> tuple[Spec, ...]:
     states: list[int | str] = ["replicated", *(["broadcast"] if broadcast else []), *allowed]
     found = []
     for choice in product(states, repeat=len(sizes)):
         split: list[list[str]] = [[] for _ in shape]
         left = list(shape)
         marks = []
-        for (axis, size), state in zip(sizes.items(), choice, strict=True):
+        for (axis, size), state in zip(sizes, choice, strict=True):
             if state == "broadcast":
                 marks.append(axis)
             elif isinstance(state, int):

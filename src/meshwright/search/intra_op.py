@@ -194,8 +194,8 @@ class IntraOpProblem:
 
     # Nodes
 
-    def _node(self, choices: Sequence[Any], seconds: Sequence[float] | np.ndarray) -> int:
-        self.choices.append(tuple(choices))
+    def _node(self, choices: tuple[Any, ...], seconds: Sequence[float] | np.ndarray) -> int:
+        self.choices.append(choices)
         self._seconds.append(np.array(seconds, dtype=float))
         self._bytes.append(np.zeros(len(choices)))
         return len(self.choices) - 1
@@ -210,18 +210,19 @@ class IntraOpProblem:
                 node = self._node(known.choices, known.seconds(self.microbatches))
                 self.parameter_prices[node] = known
                 self._bytes[node] += known.held_bytes
-                self._defines[index] = (node, SpecRow(choice.use for choice in known.choices))
+                self._defines[index] = (node, known.uses)
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
                 specs = specs or (Spec.replicated(len(value.shape)),)
                 if self._pins.roles is not None and not self._is_pinned(value.name, value.shape):
                     specs = self._pins.roles.input(graph, index, specs)
                 specs = self._pins.input(value.name, specs, self.sizes)
-                held = [value.bytes * self.microbatches / s.shards(self.sizes) for s in specs]
+                row = SpecRow(specs)
+                held = value.bytes * self.microbatches / self.prices.shards(row)
                 # Whatever a device is given has to be written to its memory.
-                node = self._node(specs, [elementwise_seconds(size, self.prices.device) for size in held])
+                node = self._node(row, elementwise_seconds(1.0, self.prices.device) * held)
                 self._bytes[node] += held
-                self._defines[index] = (node, SpecRow(specs))
+                self._defines[index] = (node, row)
             self.input_node[index] = node
 
     def _parameter_prices(self, index: int, info: ParameterInfo) -> ParameterPrices:

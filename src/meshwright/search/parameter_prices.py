@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,13 @@ import numpy as np
 from ..cost.compute import elementwise_seconds
 from ..sharding import Spec, convert
 from .choices import ParameterChoice
+from .spec_row import SpecRow
 
 if TYPE_CHECKING:
     from .prices import Prices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPrices:
     """Of each choice of a parameter; arrays have one number for each.
 
@@ -36,6 +38,11 @@ class ParameterPrices:
     update_seconds: np.ndarray
     accumulate_seconds: np.ndarray
     held_bytes: np.ndarray
+
+    @cached_property
+    def uses(self) -> SpecRow:
+        """Of each choice, the spec that readers see."""
+        return SpecRow(choice.use for choice in self.choices)
 
     def seconds(self, microbatches: int) -> np.ndarray:
         """Of a step."""

@@ -16,6 +16,7 @@ import numpy as np
 from ..cost.compute import elementwise_seconds
 from ..solve.flat import FlatEdges, FlatNodes
 from .intra_op import IntraOpProblem
+from .spec_row import SpecRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +57,13 @@ class Passes:
         """
         choices = np.array(picked)
         microbatches = self._problem.microbatches
-        synchronise, update = float(self._synchronise.sum(choices)), float(self._update.sum(choices))
+        nodes, once = self._parameters
+        synchronise, update, accumulate = once.sum(choices[nodes]).tolist()
         made, weight = self._operators(picked)
         inputs, conversions = self._forward
         forward = made + float(inputs.sum(choices) + conversions.sum(choices))
         backward = max(0.0, (objective - synchronise - update) / microbatches - forward)
-        accumulate = float(self._accumulate.sum(choices)) if microbatches > 1 else 0.0
+        accumulate *= microbatches > 1
         return PassSeconds(
             forward=forward, backward=backward, weight=min(backward, weight + accumulate),
             synchronise=max(0.0, synchronise), update=update,
@@ -77,7 +79,7 @@ class Passes:
         for position, value in enumerate(problem.graph.inputs):
             if position not in problem.graph.parameters:
                 node = problem.input_node[value]
-                shards = np.array([spec.shards(problem.sizes) for spec in problem.choices[node]], dtype=float)
+                shards = problem.prices.shards(SpecRow(problem.choices[node]))
                 rows[node] += write * problem.graph.values[value].bytes / shards
         # Many conversions are alike: their table is held once.
         tables: dict[tuple[int, int], np.ndarray] = {}
@@ -97,19 +99,14 @@ class Passes:
         return FlatNodes(rows), FlatEdges(edges)
 
     @cached_property
-    def _synchronise(self) -> FlatNodes:
-        return self._of_parameters({n: p.synchronise_seconds for n, p in self._problem.parameter_prices.items()})
-
-    @cached_property
-    def _update(self) -> FlatNodes:
-        return self._of_parameters({n: p.update_seconds for n, p in self._problem.parameter_prices.items()})
-
-    @cached_property
-    def _accumulate(self) -> FlatNodes:
-        return self._of_parameters({n: p.accumulate_seconds for n, p in self._problem.parameter_prices.items()})
-
-    def _of_parameters(self, rows: dict[int, np.ndarray]) -> FlatNodes:
-        return FlatNodes([rows.get(n, np.zeros(len(choices))) for n, choices in enumerate(self._problem.choices)])
+    def _parameters(self) -> tuple[np.ndarray, FlatNodes]:
+        """Nodes of parameters; of each what synchronising, the update and adding up gradients takes."""
+        prices = self._problem.parameter_prices
+        known = prices.values()
+        return np.array(list(prices), dtype=int), FlatNodes(
+            [one.synchronise_seconds for one in known], [one.update_seconds for one in known],
+            [one.accumulate_seconds for one in known],
+        )  # fmt: skip
 
     def _operators(self, picked: Sequence[int]) -> tuple[float, float]:
         """Of one microbatch forward, and of the backward pass what computes gradients of parameters."""

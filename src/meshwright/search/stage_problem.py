@@ -126,14 +126,15 @@ class StageProblem(IntraOpProblem):
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         self._workspace = self._workspace_by_node(workspace)
         # In a longer range its moments may count less beside those of others, and what it received it has itself.
-        self._least_workspace = AS_BAD * sum(float(row.min()) for row in self._workspace)
+        self._least_workspace = AS_BAD * _least(self._workspace)
         for value in self._received if workspace is not None else ():
             if graph.values[value].differentiated:  # its cotangent, on its way back
                 node, specs = self._defines[value]
                 self._workspace[node] = self._workspace[node] + self.local_bytes(value, specs)
-        self._throughout = [size if n in constant else np.zeros_like(size) for n, size in enumerate(self._bytes)]
+        nothing = [np.zeros(len(size)) for size in self._bytes]
+        self._throughout = [size if n in constant else nothing[n] for n, size in enumerate(self._bytes)]
         self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
-        kept = [np.zeros_like(size) if n in constant else size for n, size in enumerate(self._bytes)]
+        kept = [nothing[n] if n in constant else size for n, size in enumerate(self._bytes)]
         stays = kept_inputs(graph)
         for value in self._received:
             # The whole program's inputs are there for all microbatches; what is received, for those in flight, unless
@@ -143,7 +144,7 @@ class StageProblem(IntraOpProblem):
 
     def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
         """Bytes on one device, by the choice of each node."""
-        rows = [np.zeros_like(row) for row in self._bytes]
+        rows = [np.zeros(len(row)) for row in self._bytes]
         if workspace is None:
             return rows
         again: Counter[int] = Counter()
@@ -154,8 +155,7 @@ class StageProblem(IntraOpProblem):
             self._hold(rows, value, again[value] / len(workspace.moments))
         if workspace.weight is not None:
             node = self.input_node[workspace.weight]
-            shards = np.array([choice.use.shards(self.sizes) for choice in self.choices[node]])
-            rows[node] += workspace.gradient_bytes / shards
+            rows[node] += workspace.gradient_bytes / self.prices.shards(self.parameter_prices[node].uses)
         return rows
 
     def _hold(self, rows: list[np.ndarray], value: int, share: float) -> None:
@@ -285,7 +285,7 @@ class StageProblem(IntraOpProblem):
         return self.chosen(best[1], share, proven=share >= 1 - gap)
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
-        constant, workspace, kept = (float(row.sum(np.array(choices))) for row in self._flat_bytes)
+        constant, workspace, kept = self._flat_bytes.sum(np.array(choices)).tolist()
         return constant + workspace + in_flight * kept
 
     def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
@@ -310,13 +310,9 @@ class StageProblem(IntraOpProblem):
     @cached_property
     def least_bytes(self) -> LeastBytes:
         """No choice needs less on a device."""
-
-        def least(rows: Sequence[np.ndarray]) -> float:
-            return sum(float(row.min()) for row in rows)
-
         return LeastBytes(
-            constant=least(self._throughout), workspace=self._least_workspace, kept=least(self._kept_by_node),
-            received=least([self._kept_by_node[self.input_node[value]] for value in self._received]),
+            constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._kept_by_node),
+            received=_least([self._kept_by_node[self.input_node[value]] for value in self._received]),
         )  # fmt: skip
 
     @cached_property
@@ -324,14 +320,15 @@ class StageProblem(IntraOpProblem):
         return Passes(self)
 
     @cached_property
-    def _flat_bytes(self) -> tuple[FlatNodes, FlatNodes, FlatNodes]:
-        return FlatNodes(self._throughout), FlatNodes(self._workspace), FlatNodes(self._kept_by_node)
+    def _flat_bytes(self) -> FlatNodes:
+        """Bytes throughout, of the workspace and for each microbatch in flight."""
+        return FlatNodes(self._throughout, self._workspace, self._kept_by_node)
 
     def seconds(self, chosen: IntraOpSolution) -> StageSeconds:
         """What a solution of this problem takes."""
         picked = chosen.solution.choices
         passes = self._passes.seconds(picked, chosen.solution.objective)
-        constant, workspace, kept = (float(row.sum(np.array(picked))) for row in self._flat_bytes)
+        constant, workspace, kept = self._flat_bytes.sum(np.array(picked)).tolist()
         return StageSeconds(
             forward_seconds=passes.forward,
             backward_seconds=passes.backward,
@@ -355,3 +352,11 @@ class StageProblem(IntraOpProblem):
         picked = chosen.solution.choices
         fixed = sum(float(one.fixed_seconds[picked[node]]) for node, one in self.parameter_prices.items())
         return received, fixed
+
+
+def _least(rows: Sequence[np.ndarray]) -> float:
+    """The least numbers of rows together."""
+    if not rows:
+        return 0.0
+    flat = FlatNodes(rows)
+    return float(np.minimum.reduceat(flat.numbers, flat.starts).sum())
