@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 from meshwright.cluster import load_cluster
@@ -16,6 +17,7 @@ from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.stage_costs import StageCosts
+from meshwright.search.stage_request import INTERLEAVED
 from meshwright.search.submeshes import Submesh, Submeshes
 from meshwright.search.workspace import held_together
 from meshwright.zoo import registry
@@ -99,11 +101,15 @@ def test_the_slowest_stage_of_a_rank_gets_what_the_others_leave() -> None:
 
 def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -> None:
     """A step that cannot be cut into few microbatches, though into more."""
-    request: Any = None
-    assert (
-        Interleaving(request, lambda program: costs())._expected([costs()], MICROBATCHES // 2, RANKS, CHUNKS, inf)
-        == inf
-    )
+    whole = costs()
+    request: Any = SimpleNamespace(
+        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
+        stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
+    )  # fmt: skip
+    finished = {(MICROBATCHES, tuple(range(RANKS))): 1.0}
+    tries = Interleaving(request, lambda program: whole)._tries(finished, [MICROBATCHES], inf, lambda count: whole)  # type: ignore[arg-type]
+    assert tries
+    assert {count for count, _, _ in tries} == {MICROBATCHES}
 
 
 def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:

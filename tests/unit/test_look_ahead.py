@@ -21,13 +21,15 @@ def looked_at(news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: 
     """The numbers of microbatches whose programs are asked for, in order, after 8."""
     asked: list[int] = []
     bounds = SimpleNamespace(
-        floor=0.0, searched=set(), of=lambda count, best: 99.0 if count in too_slow else 1.0,
-        with_split=lambda count, best: 0.0, closer=lambda costs, best, worth: meanwhile(costs) or 0.0,
+        floor=0.0, searched={8}, of=lambda count, best: 99.0 if count in too_slow else 1.0,
+        with_split=lambda count, best: 0.0, closer=lambda count, best, worth: meanwhile(count) or 0.0,
+        answers={},
     )  # fmt: skip
 
     class Costs:
         def __init__(self) -> None:
             self.known_parts: Any = {}
+            self.refined: set[int] = set()
             self.late: Any = None
 
         def __call__(self, count: int) -> int:
@@ -76,7 +78,19 @@ def test_a_better_plan_that_is_found_meanwhile_counts() -> None:
     def meanwhile(count: int) -> None:
         news.best_seconds = 0.5
 
-    assert looked_at(news, meanwhile=meanwhile) == [16]
+    assert looked_at(news, meanwhile=meanwhile) == []
+
+
+def test_what_was_looked_at_is_looked_at_again_when_a_better_plan_is_known() -> None:
+    """By its seconds the other search asks; but not what it has passed."""
+    for at, expected in ((0, [16, 4, 16, 4, 32, 2]), (16, [16, 4, 4, 32, 2])):
+        news = told()
+        news.at = at
+
+        def meanwhile(count: int, news: News = news) -> None:
+            news.best_seconds = 9.0 if count == 4 else news.best_seconds
+
+        assert looked_at(news, meanwhile=meanwhile) == expected
 
 
 @pytest.mark.parametrize("name", ["near", "copy_at", "search_at", "best_seconds"])

@@ -56,6 +56,37 @@ class OneKind:
         return 0
 
 
+class Costs:
+    """Of these numbers of microbatches, the fewest first; `asked` says which were."""
+
+    def __init__(self, *made: Any) -> None:
+        self.counts, self.base, self.num_devices, self.reserve = COUNTS, made[0], STAGES, nothing_reserved
+        self._made = {one.program.microbatches: one for one in made}
+        self._used: dict[int, dict[Any, frozenset[int]]] = {}
+        self.asked: list[int] = []
+        self.solved: set[int] = set()
+
+    def __call__(self, count: int) -> Any:
+        self.asked.append(count)
+        return self._made[count]
+
+    def hear(self) -> None:
+        """Nothing is heard."""
+
+    def line(self, count: int) -> tuple[int, ...]:
+        return (count,) if count == 1 else (count, 1)
+
+    def used(self, count: int) -> dict[Any, frozenset[int]]:
+        return self._used.setdefault(count, {})
+
+    def is_solved(self, count: int) -> bool:
+        return count in self.solved
+
+
+def costs_of(*made: Any) -> Any:
+    return Costs(*made)
+
+
 def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
     base = SimpleNamespace(
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
@@ -64,8 +95,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         solver=SimpleNamespace(kind_of=OneKind()), used={},
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
-    costs: Any = SimpleNamespace(counts=COUNTS, all=[base], base=base, reserve=nothing_reserved)
-    bounds = MicrobatchBounds(costs, lambda costs, share, order: replace(pipeline(share), order=order))
+    bounds = MicrobatchBounds(costs_of(base), lambda costs, share, order: replace(pipeline(share), order=order))
     bounds.fills_ends, bounds.splits = fills_ends, SPLITS if fills_ends else None
     return bounds, base
 
@@ -101,9 +131,9 @@ def test_the_search_begins_where_a_pipeline_is_full(fills_ends: bool) -> None:
 
 def test_the_search_goes_on_around_the_best_plan() -> None:
     """Bounds do not see what finer microbatches lose, so that the finest always seem the fastest."""
-    bounds, base = bounds_of(fills_ends=True)
+    bounds, _ = bounds_of(fills_ends=True)
     best = takes(32, "one_f_one_b")
-    expected = bounds.told_by(base, COUNTS, best)
+    expected = bounds.told_by(1, COUNTS, best)
 
     def promising(left: list[int]) -> int:
         return bounds.promising(left, expected, best, 32, first=False)
@@ -114,39 +144,39 @@ def test_the_search_goes_on_around_the_best_plan() -> None:
 
 
 def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
-    bounds, base = bounds_of(fills_ends=True)
+    bounds, _ = bounds_of(fills_ends=True)
     best = takes(64, "one_f_one_b")
-    expected = bounds.told_by(base, COUNTS, best)
+    expected = bounds.told_by(1, COUNTS, best)
     assert expected[1] < best, "a bound as loose as this rules nothing out"
     assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
     assert bounds.promising([1, 2, 32], expected, inf, None, first=False) == 32
     for count in (1, 2, 4, 8):
         # Of 1F1B it is known that it takes longer than this, and no more.
         assert best < bounds.with_split(count, best) <= 1.25 * best
-        near, base = bounds_of(fills_ends=True)
+        near, _ = bounds_of(fills_ends=True)
         known, least = 0.97 * takes(count, "one_f_one_b"), SPLITS * takes(count, "zero_bubble")
-        near.told_by(base, [count], known)
+        near.told_by(1, [count], known)
         assert least < known
         assert near.with_split(count, known) == pytest.approx(least)
         assert near.with_split(count, least * (1 - 1e-9)) == pytest.approx(takes(count, "one_f_one_b"))
     # Of what 1F1B makes as fast there is nothing left to say, however little more a split backward counts for.
     assert bounds.with_split(128, best) == 0.0
     for share in (1.0, 1.001, 1.01, 1.03):
-        bounds, base = bounds_of(fills_ends=True)
+        bounds, _ = bounds_of(fills_ends=True)
         whole = takes(128, "one_f_one_b")
-        bounds.told_by(base, [128], share * whole)
+        bounds.told_by(1, [128], share * whole)
         assert bounds.with_split(128, share * whole) == 0.0
 
 
 def test_where_no_split_backward_is_asked_for_none_is_looked_at() -> None:
-    bounds, base = bounds_of(fills_ends=False)
-    bounds.told_by(base, COUNTS, 0.5)
+    bounds, _ = bounds_of(fills_ends=False)
+    bounds.told_by(1, COUNTS, 0.5)
     assert bounds.with_split(1, 0.05) == 0.0
 
 
 def test_bounds_are_of_the_memory_that_there_was() -> None:
-    bounds, base = bounds_of(fills_ends=True)
-    bounds.told_by(base, COUNTS, 0.5)
+    bounds, _ = bounds_of(fills_ends=True)
+    bounds.told_by(1, COUNTS, 0.5)
     bounds.reset()
     assert bounds.with_split(1, 0.05) == 0.0
     assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), inf, None, first=False) == 128
@@ -156,7 +186,7 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
     """Of 8 microbatches it is known that each takes twice its share: 16 and more take as long, 4 do not."""
     bounds, base = bounds_of(fills_ends=False)
     eight = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=8, layers=range(STAGES))}))
-    known: Any = SimpleNamespace(counts=COUNTS, all=[base, eight], base=base, reserve=nothing_reserved)
+    known = costs_of(base, eight)
 
     def problem(costs: Any, share: float, order: Any) -> InterOpProblem:
         del order
@@ -208,10 +238,11 @@ def test_each_bound_is_of_its_own_interest() -> None:
     seen: list[str] = []
     base.focus, base.forget_estimates = lambda most: seen.append("focus"), lambda: seen.append("forget")
     own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES))}))
+    bounds._costs = costs_of(base, own)
     bounds._problem = lambda costs, share, order: replace(pipeline(share / costs.program.microbatches), order=order)
     least = takes(4, "one_f_one_b")
-    assert bounds.closer(own, 2 * least, 2 * least) == 0.0
-    assert bounds.closer(own, 0.4 * least, 0.42 * least) == 0.4 * least
+    assert bounds.closer(4, 2 * least, 2 * least) == 0.0
+    assert bounds.closer(4, 0.4 * least, 0.42 * least) == 0.4 * least
     assert seen.count("focus") >= 4
     assert all(seen[at - 1] == "forget" for at, what in enumerate(seen) if what == "focus")
 
@@ -219,4 +250,35 @@ def test_each_bound_is_of_its_own_interest() -> None:
 def test_a_number_that_is_cut_into_other_layers_is_not_bounded_closer() -> None:
     bounds, base = bounds_of(fills_ends=False)
     own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES - 1))}))
-    assert bounds.closer(own, 1e-6, 1e-6) == 0.0
+    bounds._costs = costs_of(base, own)
+    assert bounds.closer(4, 1e-6, 1e-6) == 0.0
+
+
+def test_what_a_copy_has_ruled_out_is_not_traced() -> None:
+    """Its answers are those that would be found here; they hold for the same question alone."""
+    found, base = bounds_of(fills_ends=True)
+    own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES))}))
+    found._problem = lambda costs, share, order: replace(pipeline(share / costs.program.microbatches), order=order)
+    least = takes(4, "one_f_one_b")
+    found._costs = costs_of(base, own)
+    assert found.closer(4, 0.4 * least, 0.42 * least) == 0.4 * least
+    assert 4 in found._costs.asked
+    told, _ = bounds_of(fills_ends=True)
+    told._problem, told._costs = found._problem, costs_of(base, own)
+    told.answers.update(found.answers)
+    assert told.closer(4, 0.4 * least, 0.42 * least) == 0.4 * least
+    assert 4 not in told._costs.asked
+    assert told._costs.used(4) == found._costs.used(4)
+    assert told.closer(4, 0.3 * least, 0.32 * least) == 0.3 * least
+    assert 4 in told._costs.asked
+
+
+def test_what_is_solved_is_asked_anew() -> None:
+    bounds, _ = bounds_of(fills_ends=False)
+    first = bounds.of(1, inf)
+    bounds._costs.asked.clear()
+    assert bounds.of(1, inf) == first
+    assert not bounds._costs.asked
+    bounds._costs.solved.add(1)
+    assert bounds.of(1, inf) == first
+    assert bounds._costs.asked == [1]

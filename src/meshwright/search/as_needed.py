@@ -52,6 +52,11 @@ class AsNeeded:
         likely to be among them."""
         self._find(self._levels[-1][1].used.get(self._problem.order, frozenset()), len(self._levels) - 1)
 
+    @property
+    def found(self) -> frozenset[int]:
+        """The kinds that are estimated by now."""
+        return frozenset(kind for kind, level in self._level.items() if level == len(self._levels) - 1)
+
     def solved(self, *, beam: int, upper_bound: float = inf, alone_bound: float = inf) -> Found | None:
         """As `inter_op.solve_inter_op`."""
         last = len(self._levels) - 1

@@ -89,16 +89,17 @@ class Interleaving:
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
 
     def _tries(
-        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts],
-        below_seconds: float,
+        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], looked_at: Sequence[int],
+        below_seconds: float, costs_in: Callable[[int], StageCosts],
     ) -> list[tuple[int, int, dict[int, float]]]:  # fmt: skip
         """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
         ascending, with the seconds that are expected of a step.
 
         Args:
           finished: seconds of the plans so far, by their microbatches and stages.
-          known: costs by number of microbatches.
+          looked_at: as of `candidates`.
           below_seconds: what takes longer is of no interest.
+          costs_in: as of `candidates`.
         """
         request, devices = self._request, self._request.cluster.num_devices
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
@@ -106,27 +107,24 @@ class Interleaving:
         asked = self._asked
         suggested = range(2, devices + 1) if asked else _ranks_of(finished)
         found = []
-        for count in [c.program.microbatches for c in known] if asked else list(request.by_microbatches):
+        for count in looked_at if asked else list(request.by_microbatches):
             for ranks in suggested:
-                chunks = chunks_of(known[0].program, count, ranks, devices)
+                chunks = chunks_of(costs_in(looked_at[0]).program, count, ranks, devices)
+                fewer = [one for one in looked_at if one <= count]
                 ways = {
-                    n: 0.0 if asked else self._expected(known, count, ranks, n, below_seconds)
-                    for n in chunks if request.stages in (None, ranks * n)
+                    n: 0.0 if asked else self._expected(costs_in(fewer[-1]), count, ranks, n, below_seconds)
+                    for n in chunks if fewer and request.stages in (None, ranks * n)
                 }  # fmt: skip
                 if min(ways.values(), default=inf) < below_seconds:
                     found.append((count, ranks, ways))
         found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
         return found if asked else found[:_MOST_INTERLEAVED]
 
-    def _expected(
-        self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int, below_seconds: float
-    ) -> float:
+    def _expected(self, costs: StageCosts, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
         """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other and what
         they do once. What takes longer than `below_seconds` whatever is in flight is looked at no further."""
-        fewer = [costs for costs in known if costs.program.microbatches <= count]
-        costs = max(fewer, key=lambda one: one.program.microbatches, default=None)
-        place = _places(costs, ranks) if costs is not None else None
-        if costs is None or place is None:
+        place = _places(costs, ranks)
+        if place is None:
             return inf
         share, layers = costs.program.microbatches / count, len(costs.program.layers)
         # Of the first rank, all its stages together.
@@ -158,7 +156,7 @@ class Interleaving:
             return None
 
     def candidates(
-        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], known: Sequence[StageCosts], *,
+        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], looked_at: Sequence[int], *,
         below_seconds: float, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None],
         late: Callable[[], bool],
     ) -> Iterator[Candidate]:  # fmt: skip
@@ -167,14 +165,14 @@ class Interleaving:
 
         Args:
           finished: seconds of the plans so far, by their microbatches and stages.
-          known: costs by number of microbatches.
+          looked_at: numbers of microbatches of which more than bounds is known, the fewest first.
           below_seconds: of the best plan so far.
           costs_in: of the program in so many microbatches; raises `PlanError` where it cannot be cut so.
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
         tried: list[_Tried] = []
-        for count, ranks, ways in self._tries(finished, known, below_seconds) if not late() else ():
+        for count, ranks, ways in self._tries(finished, looked_at, below_seconds, costs_in) if not late() else ():
             for chunks, expected in ways.items():
                 if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
                     continue

@@ -2,7 +2,7 @@
 
 It goes through the numbers of microbatches that are left, as the search would if it found nothing better: bounds, the
 program, closer bounds, the estimates with which a refinement begins. What it finds out of parts of the program it
-sends.
+sends, and what bounds say: a number that they rule out the other search need not even trace.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import PlanError
-from .part_rows import OutOfTime
+from .microbatch_bounds import Answer, Question
+from .part_rows import KnownParts, OutOfTime
 
 if TYPE_CHECKING:
     from .inter_op_problem import InterOpProblem
     from .pipeline import StageSearch
     from .stage_costs import StageCosts
+
+# What is found out of parts of the program, by microbatches, and what bounds say.
+Found = tuple[Mapping[int, KnownParts], Mapping[Question, Answer]]
 
 # Where no plan is known, the best probably takes no more than so many times what any takes at least.
 _PROBABLY = 1.3
@@ -40,17 +45,19 @@ class News(ctypes.Structure):
     Attributes:
       best_seconds: what the best plan is expected to count for.
       near: the number around which to look, that of the best plan.
+      at: the number that the search looks at.
       copy_at: the number that the copy looks at, or `SOME_LEFT`.
       search_at: the number of which the search finds out something itself: there the copy has nothing more to do.
     """
 
     best_seconds: float
     near: int
+    at: int
     copy_at: int
     search_at: int
     _fields_ = (
-        ("best_seconds", ctypes.c_double), ("near", ctypes.c_int64), ("copy_at", ctypes.c_int64),
-        ("search_at", ctypes.c_int64),
+        ("best_seconds", ctypes.c_double), ("near", ctypes.c_int64), ("at", ctypes.c_int64),
+        ("copy_at", ctypes.c_int64), ("search_at", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -71,19 +78,19 @@ class LookAhead:
       tell: sends something.
     """
 
-    def __init__(self, search: StageSearch, counts: Iterable[int], news: News, tell: Callable[[Any], None]) -> None:
+    def __init__(self, search: StageSearch, counts: Iterable[int], news: News, tell: Callable[[Found], None]) -> None:
         self._search, self._left, self._news, self._tell = search, list(counts), news, tell
         self._costs, self._bounds = search.costs, search.bounds
         self._parent = os.getppid()
         self._since, self._sent = self._costs.known_parts, time.perf_counter()
+        self._answered = len(self._bounds.answers)
         self._costs.late = self._is_caught_up
         self._expected = dict.fromkeys(self._left, self._bounds.floor)
         self._asked: dict[int, float] = {}  # of a number, the seconds of the best plan that its bound is for
         self._last: list[tuple[int, StageCosts, InterOpProblem]] = []
+        self._looked: dict[int, float] = {}  # at a number, when plans of so many seconds were known
         self._guess, self._probably = news.near, news.best_seconds
-        if self._guess:
-            self._bounds.searched.add(self._guess)  # if not to the end: it bounds those of more microbatches best
-        else:
+        if not self._guess:
             self._guess_best()
 
     def _guess_best(self) -> None:
@@ -101,6 +108,7 @@ class LookAhead:
     def run(self) -> None:
         """Until nothing is left, or nothing but what another copy would know better."""
         while self._left:
+            self._look_again()
             count = min(self._left, key=self._order)
             if self._waits(count):
                 self._news.copy_at = SOME_LEFT
@@ -113,13 +121,13 @@ class LookAhead:
 
     def _order(self, count: int) -> tuple[bool, bool, float, int]:
         near = self._news.near or self._guess
-        slower = self._expected[count] > self._search.best.objective
+        slower = self._expected.get(count, 0.0) > self._search.best.objective
         return slower, self._waits(count), max(count / near, near / count), -count
 
     def _waits(self, count: int) -> bool:
         """Whether what the search finds out now will bound a number."""
         at = self._news.search_at
-        return 0 < at < count and not any(at < one <= count for one in self._bounds.searched)
+        return 0 < at < count and not any(at <= one <= count for one in self._bounds.searched)
 
     def _at(self, count: int, find: Callable[[int], None]) -> None:
         """Find out something of a number, unless it is too slow, and send it."""
@@ -129,16 +137,34 @@ class LookAhead:
                 find(count)
         self._send()
 
+    def _look_again(self) -> None:
+        """Where a better plan is known now, ask anew of what the other search may yet come to: what is too slow by now
+        is not searched there either."""
+        now = min(self._news.best_seconds, self._probably)
+        for count in [count for count, seconds in self._looked.items() if now < seconds]:
+            if not self._news.at or self._order(count) > self._order(self._news.at):
+                del self._looked[count]
+                self._asked.pop(count, None)
+                self._bounds.searched.discard(count)
+                self._costs.refined.discard(count)
+                self._expected[count] = self._bounds.floor
+                self._left.append(count)
+
     def _look(self, count: int) -> None:
-        search, costs = self._search, self._costs(count)
-        least = self._bounds.closer(costs, search.best.objective, search.best.worth_a_look)
+        search, seconds = self._search, self._search.best.objective
+        least = self._bounds.closer(count, seconds, search.best.worth_a_look)
         self._expected[count] = max(self._expected[count], least)
+        self._bounds.searched.add(count)
+        self._looked[count] = seconds
+        if self._is_slower(count):
+            return
+        costs = self._costs(count)
+        self._costs.refined.add(count)
         for problem in search.problems_of(count, costs):
             if problem.order == "gpipe":
                 self._last.append((count, costs, problem))  # there is much to find out, and little hope
             elif not self._is_slower(count):
                 search.look(costs, problem)
-        self._bounds.searched.add(count)
 
     def _is_slower(self, count: int) -> bool:
         """Whether a number takes too long, by what is known now: a better plan may have been found meanwhile."""
@@ -159,6 +185,8 @@ class LookAhead:
     def _send(self) -> None:
         if os.getppid() != self._parent:
             raise SystemExit  # nobody is left to hear
-        if found := self._costs.known(self._since):
-            self._tell(found)
-        self._since, self._sent = self._costs.known_parts, time.perf_counter()
+        parts, known = self._costs.known(self._since), self._bounds.answers
+        answers = dict(islice(known.items(), self._answered, None))
+        if parts or answers:
+            self._tell((parts, answers))
+        self._since, self._answered, self._sent = self._costs.known_parts, len(known), time.perf_counter()

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
+from typing import NamedTuple
 
 from .as_needed import AsNeeded
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import InterOpProblem, Order
 from .least_work import least_work_seconds
+from .memory_reserve import MemoryReserve
 from .microbatch_costs import MicrobatchCosts
 from .shared_work import least_found
 from .stage_costs import StageCosts
@@ -36,6 +38,38 @@ _MANY = 3
 _AT_MOST = 2.5
 
 
+class Question(NamedTuple):
+    """What the answer to `least` depends on, beside the search.
+
+    Args:
+      source: the number of microbatches that says so, and those whose estimates bound its own.
+      count: the number of which it says it.
+      order: of the pipeline.
+      bound: seconds.
+      own: as `source`, of the number itself where its own estimates are asked; else nothing.
+      reserve: what may not be counted of a device.
+    """
+
+    source: tuple[int, ...]
+    count: int
+    order: Order
+    bound: float
+    own: tuple[int, ...]
+    reserve: MemoryReserve
+
+
+class Answer(NamedTuple):
+    """What a plan takes at least.
+
+    Args:
+      seconds: infinite where that is more than the bound.
+      used: kinds of submeshes that were estimated for plans in the number that was asked.
+    """
+
+    seconds: float
+    used: frozenset[int]
+
+
 class MicrobatchBounds:
     """Bounds of one search.
 
@@ -46,6 +80,8 @@ class MicrobatchBounds:
 
     Attributes:
       searched: numbers of microbatches of which ranges have been looked at.
+      answers: what has been found out so far. It is the same in every process, so that a copy of this one can send what
+        it has found: what that rules out need not even be traced.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
       given_up: seconds that numbers take at least of which nothing more is known.
@@ -54,9 +90,11 @@ class MicrobatchBounds:
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
         self._costs, self._problem = costs, problem
         self.searched: set[int] = set()
+        self.answers: dict[Question, Answer] = {}
         self.fills_ends = False
         self.splits: float | None = None
         self._floor: float | None = None
+        self._layers: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -65,7 +103,7 @@ class MicrobatchBounds:
         self._whole: dict[int, float] = {}
         # What any order counts for at least, by the number that says so and the one of which it says it.
         self._told: dict[tuple[int, int], float] = {}
-        self._finest_told: list[StageCosts | None] = []
+        self._finest_told: set[int] = set()
         self.given_up = inf
 
     @property
@@ -75,6 +113,12 @@ class MicrobatchBounds:
             base = self._costs.base
             self._floor = least_work_seconds(base.program, base.submeshes.cluster) if base is not None else 0.0
         return self._floor
+
+    @property
+    def looked_at(self) -> list[int]:
+        """Numbers of microbatches of which more than bounds is known, the fewest first."""
+        fewest = self._costs.counts[0]
+        return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
 
     def promising(
         self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None, *, first: bool
@@ -109,14 +153,10 @@ class MicrobatchBounds:
         Args:
           best_seconds: of the best plan that is known.
         """
-        base = self._costs.base
-        searched = [costs for costs in self._costs.all if costs.program.microbatches in self.searched]
-        sources = [base, *(costs for costs in searched if costs is not base)]
+        sources = sorted({self._costs.counts[0], *self.searched})
         found: dict[int, float] = {}
-        for source, following in zip(sources, [*sources[1:], None], strict=True):
-            last = following.program.microbatches if following is not None else inf
-            first = source.program.microbatches if source is not None else 0
-            found |= self.told_by(source, [n for n in self._costs.counts if first <= n < last], best_seconds)
+        for source, following in zip(sources, [*sources[1:], inf], strict=True):
+            found |= self.told_by(source, [n for n in self._costs.counts if source <= n < following], best_seconds)
         return found
 
     def of(self, count: int, best_seconds: float) -> float:
@@ -129,58 +169,58 @@ class MicrobatchBounds:
         """
         source, finest = self._nearest(count), self._costs.counts[-1]
         finer = sum(count <= one < finest for one in self._costs.counts)
-        if finer >= _MANY and self._nearest(finest) is source and source not in self._finest_told:
-            self._finest_told.append(source)
+        if finer >= _MANY and self._nearest(finest) == source and source not in self._finest_told:
+            self._finest_told.add(source)
             self._tell(source, finest, best_seconds)
         told = self._told_of_finer(count)
         if told is not None and told > best_seconds:
             return told
         return self.told_by(source, [count], best_seconds)[count]
 
-    def _tell(self, source: StageCosts | None, count: int, best_seconds: float) -> None:
+    def _tell(self, source: int, count: int, best_seconds: float) -> None:
         """Find out what a number says of coarser ones."""
         self.told_by(source, [count], best_seconds)
-        if source is not None and self.splits is not None:
+        if self._is_known(source) and self.splits is not None:
             most = _MAY_BE_BEST * best_seconds
             split = self._least(source, count, "zero_bubble", most / self.splits)
-            self._told[source.program.microbatches, count] = min(self.splits * split, self._whole[count], most)
-            source.forget_estimates()
+            self._told[source, count] = min(self.splits * split, self._whole[count], most)
 
     def _told_of_finer(self, count: int) -> float | None:
         """What finer microbatches say that a number takes at least, by the same source, in no less memory: as much is
         done in all, and a pipeline is longer empty. What a synchronisation hides behind, or weight gradients that fill
         the ends, is one microbatch's at most."""
         source, mine = self._nearest(count), self._costs.reserve(count)
-        by = source.program.microbatches if source is not None else 0
         told = [
             least for (one, finer), least in self._told.items()
-            if one == by and finer > count and self._costs.reserve(finer).no_more_than(mine)
+            if one == source and finer > count and self._costs.reserve(finer).no_more_than(mine)
         ]  # fmt: skip
         return max(told) * (1 - 1 / count) if told else None
 
-    def _nearest(self, count: int) -> StageCosts | None:
-        """Of the most microbatches that have been searched and are no more than these."""
-        fewer = [costs for costs in self._costs.all if costs.program.microbatches in self.searched]
-        fewer = [costs for costs in fewer if costs.program.microbatches <= count]
-        return max(fewer, key=lambda costs: costs.program.microbatches, default=self._costs.base)
+    def _nearest(self, count: int) -> int:
+        """The most microbatches that have been searched and are no more than these, or else the fewest there are."""
+        return max((one for one in self.searched if one <= count), default=self._costs.counts[0])
 
-    def told_by(self, costs: StageCosts | None, counts: Sequence[int], best_seconds: float) -> dict[int, float]:
+    def _is_known(self, source: int) -> bool:
+        """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""
+        return source != self._costs.counts[0] or self._costs.base is not None
+
+    def told_by(self, source: int, counts: Sequence[int], best_seconds: float) -> dict[int, float]:
         """The same of multiples of a number of microbatches, as that one says.
 
         Args:
-          costs: of the stages in that number; None where nobody knows.
+          source: the number.
           counts: the multiples.
           best_seconds: of the best plan that is known.
         """
-        if len(self._costs.counts) == 1 or costs is None:
+        if len(self._costs.counts) == 1 or not self._is_known(source):
             return dict.fromkeys(counts, 0.0)
         found: dict[int, float] = {}
         fastest = inf
         # Where the most microbatches fit and fewer do not, it is good to know soon.
         for count in sorted(counts, reverse=True):
-            filled = self._filled(costs, count)
+            filled = self._filled(source, count)
             bound = min(_MAY_BE_BEST * best_seconds, _AT_MOST * fastest)
-            whole = self._least(costs, count, "one_f_one_b", bound)
+            whole = self._least(source, count, "one_f_one_b", bound)
             fastest = min(fastest, whole)
             if whole == inf and isfinite(bound):
                 if filled < 1:
@@ -190,8 +230,7 @@ class MicrobatchBounds:
             self._whole[count] = max(whole, self._whole.get(count, 0.0))
             found[count] = filled * whole
             if not self.fills_ends:
-                self._told[costs.program.microbatches, count] = min(whole, bound)
-        costs.forget_estimates()
+                self._told[source, count] = min(whole, bound)
         return found
 
     def with_split(self, count: int, best_seconds: float) -> float:
@@ -202,51 +241,78 @@ class MicrobatchBounds:
           count: the number.
           best_seconds: what the best plan that is known counts for.
         """
-        costs, whole = self._nearest(count), self._whole.get(count, 0.0)
-        if self.splits is None or costs is None or whole <= best_seconds:
+        source, whole = self._nearest(count), self._whole.get(count, 0.0)
+        if self.splits is None or not self._is_known(source) or whole <= best_seconds:
             return 0.0
-        least = self._least(costs, count, "zero_bubble", best_seconds / self.splits)
-        costs.forget_estimates()
-        return min(self.splits * least, whole)
+        return min(self.splits * self._least(source, count, "zero_bubble", best_seconds / self.splits), whole)
 
-    def closer(self, costs: StageCosts, best_seconds: float, worth_seconds: float) -> float:
+    def closer(self, count: int, best_seconds: float, worth_seconds: float) -> float:
         """What a number of microbatches counts for at least, as its own estimates say of the submeshes that its plans
-        would use: asked once its program is there; 0 where it may have a plan that is worth a look.
+        would use; 0 where it may have a plan that is worth a look.
 
         Args:
-          costs: of the stages in that number.
+          count: the number.
           best_seconds: what the best plan that is known counts for: where nothing is as fast, that is returned.
           worth_seconds: what plans with a whole backward that are worth a look count for at most.
+
+        Raises:
+          PlanError: if the step cannot be cut so.
         """
-        count = costs.program.microbatches
-        known = self._nearest(count)
-        if known is None or known is costs or (self.fills_ends and self.splits is None):
-            return 0.0
-        if known.program.layers != costs.program.layers:  # a step may be made of other equations in this number
+        source = self._nearest(count)
+        if source == count or not self._is_known(source) or (self.fills_ends and self.splits is None):
             return 0.0
         slower = self._whole.get(count, 0.0) > best_seconds  # then it is here for a split backward alone
-        slower = slower or self._least(known, count, "one_f_one_b", worth_seconds, costs) > worth_seconds
+        slower = slower or self._least(source, count, "one_f_one_b", worth_seconds, closer=True) > worth_seconds
         if slower and self.splits is not None:
             most = best_seconds / self.splits
-            slower = self._least(known, count, "zero_bubble", most, costs) > most
-        known.forget_estimates()
-        costs.forget_estimates()
+            slower = self._least(source, count, "zero_bubble", most, closer=True) > most
+        if slower:
+            self._layers[count] = self._layers_of(source)
         return best_seconds if slower else 0.0
 
-    def _least(self, costs: StageCosts, count: int, order: Order, bound: float, own: StageCosts | None = None) -> float:
-        """What a plan takes at least, as these costs say, or where they promise much the number's own; infinite if that
-        is more than the bound."""
-        costs.reserve(self._costs.reserve(count))
-        levels = [(self._problem(one, one.program.microbatches / count, order), one) for one in (costs, own) if one]
-        for problem, one in levels:
+    def _least(self, source: int, count: int, order: Order, bound: float, *, closer: bool = False) -> float:
+        """What a plan takes at least, as one number says, or where that promises much the number itself; infinite if
+        that is more than the bound."""
+        costs = self._costs
+        costs.hear()
+        reserve = costs.reserve(count)
+        question = Question(costs.line(source), count, order, bound, costs.line(count) if closer else (), reserve)
+        # What is solved is no estimate any more, and is not the same in every process.
+        asked = count if closer else source
+        lasts = asked != count or not costs.is_solved(count)
+        if not (lasts and question in self.answers):
+            levels = [costs(source), costs(count)] if closer else [costs(source)]
+            answer = self._answer(levels, count, order, bound)
+            if not lasts:
+                return answer.seconds
+            self.answers[question] = answer
+        answer = self.answers[question]
+        if asked == count:
+            costs.used(count)[order] = costs.used(count).get(order, frozenset()) | answer.used
+        return answer.seconds
+
+    def _answer(self, levels: Sequence[StageCosts], count: int, order: Order, bound: float) -> Answer:
+        if any(one.program.layers != levels[0].program.layers for one in levels):
+            return Answer(0.0, frozenset())  # a step may be made of other equations in this number
+        levels[0].reserve(self._costs.reserve(count))
+        problems = [(self._problem(one, one.program.microbatches / count, order), one) for one in levels]
+        for problem, one in problems:
             least_found(problem, one)
             one.forget_estimates()  # of what was of interest before
             one.focus(most_seconds(problem, bound))
-        best = AsNeeded(*levels).solved(beam=_FEW, upper_bound=bound)
-        return best.lower_bound if best is not None else inf
+        needed = AsNeeded(*problems)
+        best = needed.solved(beam=_FEW, upper_bound=bound)
+        for one in levels:
+            one.forget_estimates()
+        return Answer(best.lower_bound if best is not None else inf, needed.found)
 
-    def _filled(self, costs: StageCosts, count: int) -> float:
+    def _filled(self, source: int, count: int) -> float:
         """How much of a step is work at least."""
         if not self.fills_ends:
             return 1.0
-        return count / (count + min(len(costs.program.layers), costs.submeshes.cluster.num_devices) - 1)
+        return count / (count + min(self._layers_of(source), self._costs.num_devices) - 1)
+
+    def _layers_of(self, source: int) -> int:
+        """How many layers the program has in a number of microbatches: nothing is traced to know that of those that
+        have been ruled out."""
+        return self._layers.get(source) or len(self._costs(source).program.layers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import MemoryExceeded, PlanError
 from ..program.staged import StagedProgram
+from .inter_op_problem import Order
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .part_rows import KnownParts
 from .stage_costs import StageCosts
@@ -23,6 +24,8 @@ class MicrobatchCosts:
 
     Attributes:
       counts: numbers of microbatches, the fewest first.
+      num_devices: of the cluster.
+      refined: numbers in which stages have been searched, not bounds alone: their estimates bound those of more.
       reserve: what the search may not count on a device in so many microbatches.
       late: whether estimating is to end with `OutOfTime`.
       hear: called before each kind of submeshes is looked at: what a copy of this process has found out is learned.
@@ -30,11 +33,15 @@ class MicrobatchCosts:
 
     def __init__(self, request: StageRequest, submeshes: Submeshes, places: Sequence[Submesh]) -> None:
         self.counts = sorted(request.by_microbatches)
+        self.num_devices = request.cluster.num_devices
+        self.refined: set[int] = set()
         self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
         self.late: Callable[[], bool] = lambda: False
         self.hear: Callable[[], None] = lambda: None
         self._request, self._submeshes, self._places = request, submeshes, places
         self._made: dict[int, StageCosts | PlanError] = {}
+        self._lines: dict[int, tuple[int, ...]] = {}
+        self._used: dict[int, dict[Order, frozenset[int]]] = {}
         self._told: dict[int, list[KnownParts]] = {}  # of numbers of microbatches that have not been asked for
 
     def __call__(self, count: int) -> StageCosts:
@@ -44,11 +51,12 @@ class MicrobatchCosts:
           PlanError: if the step cannot be cut so, which only who traces it on demand finds out here.
         """
         if count not in self._made:
-            coarser = self._coarser(count)
+            coarser = [self(other) for other in self.line(count)[1:2]]
             try:
                 program = self._request.by_microbatches[count]
                 check_layers(self._request, program)
-                made = self._made[count] = self.of_program(program, coarser)
+                made = self._made[count] = self.of_program(program, *coarser)
+                made.used = self.used(count)
                 for parts in self._told.pop(count, ()):
                     made.estimates.parts.learn(parts)
             except PlanError as error:
@@ -132,9 +140,26 @@ class MicrobatchCosts:
         made.hear = lambda: self.hear()
         return made
 
-    def _coarser(self, count: int) -> StageCosts | None:
-        """Of the most microbatches, fewer than these, that have been looked at; or of the fewest."""
+    def used(self, count: int) -> dict[Order, frozenset[int]]:
+        """Of a number of microbatches what `StageCosts.used` is, whether it has been asked for or not."""
+        return self._used.setdefault(count, {})
+
+    def is_solved(self, count: int) -> bool:
+        """Whether some range is solved in so many microbatches."""
+        made = self._made.get(count)
+        return isinstance(made, StageCosts) and made.has_solutions
+
+    def line(self, count: int) -> tuple[int, ...]:
+        """A number of microbatches, and those whose estimates bound its own, each by the next: as of when it is first
+        asked for, whether its program is needed then or not."""
+        if count not in self._lines:
+            coarser = self._coarser(count)
+            self._lines[count] = (count, *(self.line(coarser) if coarser is not None else ()))
+        return self._lines[count]
+
+    def _coarser(self, count: int) -> int | None:
+        """The most microbatches, fewer than these, in which stages have been searched; or the fewest there are."""
         if count == self.counts[0]:
             return None
-        fewer = [other for other in self._made if other < count and isinstance(self._made[other], StageCosts)]
-        return self(max(fewer)) if fewer else self.base
+        fewest = self.counts[0] if self.base is not None else None
+        return max((other for other in self.refined if other < count), default=fewest)

@@ -30,6 +30,7 @@ from .inter_op_bounds import most_seconds
 from .inter_op_costs import in_stages, problem_of, worth_splitting
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving, interleaving_words
+from .look_ahead import Found as FoundAhead
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
@@ -200,6 +201,12 @@ class StageSearch:
             alternatives=nearest(self.simulated, but=taken),
         )  # fmt: skip
 
+    def learn(self, found: FoundAhead) -> None:
+        """Take over what a copy of this process has found out."""
+        parts, answers = found
+        self.costs.learn(parts)
+        self.bounds.answers.update(answers)
+
     @property
     def best_candidate(self) -> Candidate | None:
         """The best plan so far, by simulation, if it is no slower than what is known."""
@@ -277,20 +284,22 @@ class StageSearch:
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
             try:
+                if known:
+                    with self._in_time(expected[count]):
+                        least = self.bounds.closer(count, self.best.objective, self.best.worth_a_look)
+                        expected[count] = max(expected[count], least)
+                    if self._is_slower(count, expected[count]):
+                        self.bounds.searched.add(count)
+                        continue
                 costs = self.costs(count)
             except PlanError as error:
                 # Some steps cannot be cut so finely: these numbers need not have been the user's idea.
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
-            if known:
-                with self._in_time(expected[count]):
-                    least = self.bounds.closer(costs, self.best.objective, self.best.worth_a_look)
-                    expected[count] = max(expected[count], least)
-                if self._is_slower(count, expected[count]):
-                    self.bounds.searched.add(count)
-                    continue
             tried += 1
+            self.bounds.searched.add(count)
+            self.costs.refined.add(count)
             if not bounded:
                 costs.forget_estimates()
             for problem in self.problems_of(count, costs):
@@ -300,7 +309,6 @@ class StageSearch:
                     with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
                         self._refine(count, costs, problem, left if bounded else (), bounded=bounded)
             list(self._worth_simulating(count))  # what it takes bounds other numbers
-            self.bounds.searched.add(count)
         if not self._probing:
             self._scout.begin(self, now=True)
         return refused
@@ -485,7 +493,7 @@ class StageSearch:
         no more than there is time for."""
         self.costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
-            suggesting, self.costs.all, below_seconds=below_seconds, costs_in=self.costs,
+            suggesting, self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
             self.considered.append(interleaving_words(candidate))

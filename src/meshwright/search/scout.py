@@ -7,13 +7,12 @@ What it does in vain costs nothing but a processor that had nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
 from ..ahead import Ahead, copied
-from .look_ahead import SOME_LEFT, LookAhead, shared_news
-from .part_rows import KnownParts
+from .look_ahead import SOME_LEFT, Found, LookAhead, shared_news
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -36,9 +35,8 @@ class Scout:
         self.write: Callable[[Plan, StagedProgram], Ahead | None] = lambda plan, program: None
         self._goes = goes
         self._news = shared_news()
-        self._at = 0
         self._copy: Ahead | None = None
-        self._learn: Callable[[Mapping[int, KnownParts]], None] = lambda found: None
+        self._learn: Callable[[Found], None] = lambda found: None
         # What the last copy was to look at, and the seconds of the best plan then.
         self._seen: frozenset[int] = frozenset()
         self._sent = inf
@@ -69,13 +67,12 @@ class Scout:
           near: the number of microbatches around which to look, that of the best plan; None where none is known.
           at: the number that the search looks at; 0 for none.
         """
-        self._at = at
-        self._news.best_seconds, self._news.near = best_seconds, near or 0
+        self._news.best_seconds, self._news.near, self._news.at = best_seconds, near or 0, at
 
     def catch_up(self) -> None:
         """The search has to find out something itself: a copy at the same number leaves the rest of it to the search,
         and goes on with the next."""
-        self._news.search_at = self._at
+        self._news.search_at = self._news.at
 
     def send(self, search: StageSearch, counts: Iterable[int]) -> None:
         """Send it out, if it is not and there is something new to look at; one that has been overtaken is sent out
@@ -88,7 +85,7 @@ class Scout:
         left, news = list(counts), self._news
         # Or the last one came to nothing.
         known = news.best_seconds <= self._sent and self._seen.issuperset(left) and news.copy_at != SOME_LEFT
-        overtaken = self._at_work and news.copy_at > 0 and news.copy_at not in (*left, self._at)
+        overtaken = self._at_work and news.copy_at > 0 and news.copy_at not in (*left, news.at)
         if known and self._begun is None:
             self.begin(search)
         goes = overtaken or not (known or self._at_work)
@@ -97,7 +94,7 @@ class Scout:
         self.recall()
         news.copy_at = 0
         self._seen, self._sent = frozenset(left), news.best_seconds
-        self._copy, self._learn = Ahead(lambda tell: LookAhead(search, left, news, tell).run()), search.costs.learn
+        self._copy, self._learn = Ahead(lambda tell: LookAhead(search, left, news, tell).run()), search.learn
 
     def begin(self, search: StageSearch, *, now: bool = False) -> None:
         """Let a copy begin to write out the best plan so far, if there is none at work.

@@ -85,6 +85,11 @@ class StageCosts:
 
     # What the stage search asks
 
+    @property
+    def has_solutions(self) -> bool:
+        """Whether some range is solved."""
+        return bool(self._solved_layers)
+
     def options(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
         """Ways to run the layers `first` to before `last`; solved ones if there are any, else estimates."""
         kind = self.solver.kind_of[submesh]
