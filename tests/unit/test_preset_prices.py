@@ -22,10 +22,13 @@ from meshwright.presets.least import StageLeast, least_step_seconds, microbatche
 from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
 from meshwright.presets.written import held_bytes, written_out
-from meshwright.program.equal_stages import even_bounds, main_scan
+from meshwright.program.equal_stages import equal_stages, even_bounds, main_scan, unlike_stages
+from meshwright.program.trace import trace_program
 from meshwright.program.traces import Traces
 from meshwright.schedule import make_schedule
+from meshwright.search.ranges import Ranges
 from meshwright.simulate import StageTiming, Timing, simulate, simulate_plan
+from meshwright.zoo.gpt import CONFIGS as GPTS, build as build_gpt
 from meshwright.zoo.llama import CONFIGS, build as build_llama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -189,6 +192,27 @@ def test_even_bounds_are_the_best(work: Sequence[int], data: Any) -> None:
     found = even_bounds([float(one) for one in work], count)
     assert tuple(found) in every
     assert most(found) == min(map(most, every))
+
+
+@pytest.mark.parametrize(
+    ("build", "config"), [(build_llama, CONFIGS["llama-tiny"]), (build_gpt, replace(GPTS["gpt-tiny"], scan=True))]
+)
+def test_stages_that_are_alike_are_those_of_all_stages(build: Any, config: Any) -> None:
+    """Cut into a few pieces, each stage stands for those that are the same program where all are cut."""
+    target = build(replace(config, layers=15, global_batch=32))
+    program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=4)
+    for count, pieces in ((4, 0), (5, 4), (6, 5), (7, 5), (8, 4), (15, 4)):
+        found = unlike_stages(program, count)
+        assert (found is None) == (pieces == 0)
+        if found is None:
+            continue
+        few, alike = found
+        whole = equal_stages(program, count)
+        assert len(few.layers) == pieces < count == len(alike) == len(whole.layers)
+        for stage, like in enumerate(alike):
+            assert Ranges(whole).cut(stage, stage + 1).fingerprint == Ranges(few).cut(like, like + 1).fingerprint
+            assert Ranges(whole).cut(stage, stage + 1).origins == Ranges(few).cut(like, like + 1).origins
+        assert len({Ranges(whole).cut(stage, stage + 1).fingerprint for stage in range(count)}) == len(set(alike))
 
 
 def test_a_program_that_is_no_scan_is_cut_between_its_layers() -> None:

@@ -25,7 +25,7 @@ from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
 from ..program.batch import batch_extents, batch_inputs
-from ..program.equal_stages import equal_stages, main_scan
+from ..program.equal_stages import equal_stages, main_scan, unlike_stages
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
@@ -125,7 +125,7 @@ class PresetPrices:
         self._batch_axis, self._reduction = batch_axis, reduction
         self._programs: dict[int, Program] = {}
         self._batches: dict[int, frozenset[tuple[str, int]]] = {}
-        self._cut: dict[tuple[int, int], CutProgram] = {}
+        self._cut: dict[tuple[int, int, bool], CutProgram] = {}
         self._kinds: dict[Any, Kinds] = {}
         self._state_bytes: tuple[float, ...] = ()
         self._refused: dict[tuple[int, int], PlanError] = {}
@@ -191,7 +191,7 @@ class PresetPrices:
                 needed=f"a multiple of {preset.stages}: stages are interleaved", where="microbatches=",
                 try_=f"microbatches={(microbatches // preset.stages + 1) * preset.stages}, or chunks=1",
             )  # fmt: skip
-        stages = self._stages(preset, microbatches)
+        stages = self._stages(preset, microbatches, unlike=True)
         least = [StageLeast()] * len(stages.places)
         # Rematerialised, a stage takes no less.
         first = remat or "none"
@@ -211,6 +211,10 @@ class PresetPrices:
             raise self._exceeded(stages, max(held), max(limits))
         if least_step_seconds(list(map(least_of, chosen)), preset.stages, microbatches) >= below_seconds:
             return None  # memory made it slower
+        whole = self._stages(preset, microbatches)
+        if whole.cut is not stages.cut:
+            placed = whole.adopted(placed) or self._placed(whole, remat, limits)
+        stages = whole
         of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
         timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
         scheduled = best_schedule(timing, microbatches, [searched_schedule(preset)], chunks=preset.chunks)
@@ -235,7 +239,7 @@ class PresetPrices:
         Raises:
           PlanError: if the preset does not suit the program.
         """
-        stages = self._stages(preset, microbatches)
+        stages = self._stages(preset, microbatches, unlike=True)
         wishes = ("none", "layer") if remat is None else (remat,)
         ways = []
         for stage in range(len(stages.places)):
@@ -389,8 +393,13 @@ class PresetPrices:
             where="the stages of the preset", try_="more microbatches, more devices",
         )  # fmt: skip
 
-    def _stages(self, preset: Preset, microbatches: int) -> PresetStages:
+    def _stages(self, preset: Preset, microbatches: int, *, unlike: bool = False) -> PresetStages:
         """What there is to solve.
+
+        Args:
+          preset: with all sizes.
+          microbatches: in a step.
+          unlike: whether a program of the stages that are unlike will do.
 
         Raises:
           PlanError: if the preset does not suit the program, the cluster or the number of microbatches.
@@ -398,7 +407,7 @@ class PresetPrices:
         count, places = preset.stages * preset.chunks, self._places(preset)
         program = self.program(microbatches)
         roles = self._roles(preset, program)
-        cut = self._cut_into(microbatches, count)
+        cut = self._cut_into(microbatches, count, unlike)
         pins = Pins(
             layouts=self._layouts, zero=preset.zero, roles=roles, gradient_exchange=preset.gradient_exchange
         )  # fmt: skip
@@ -413,8 +422,8 @@ class PresetPrices:
             places=tuple(places[stage % preset.stages] for stage in range(count)),
         )  # fmt: skip
 
-    def _cut_into(self, microbatches: int, count: int) -> CutProgram:
-        """The program in so many equal stages.
+    def _cut_into(self, microbatches: int, count: int, unlike: bool) -> CutProgram:
+        """The program in so many equal stages, or with those alone that are unlike.
 
         Raises:
           PlanError: if it has not the layers for them.
@@ -422,7 +431,9 @@ class PresetPrices:
         key = microbatches, count
         if key in self._refused:
             raise self._refused[key]
-        if key not in self._cut:
+        if unlike and (*key, True) not in self._cut:
+            self._cut[*key, True] = self._unlike(*key) or self._cut_into(*key, False)
+        if (*key, unlike) not in self._cut:
             program = self.program(microbatches)
             try:
                 layered = self.traces.staged(program) if count > 1 and main_scan(program) is None else None
@@ -431,8 +442,17 @@ class PresetPrices:
                 self._refused[key] = error
                 raise
             ranges = Ranges(staged)
-            self._cut[key] = CutProgram(staged=staged, ranges=ranges, alike=self._alike(ranges))
-        return self._cut[key]
+            self._cut[*key, False] = CutProgram(staged=staged, ranges=ranges, alike=self._alike(ranges))
+        return self._cut[*key, unlike]
+
+    def _unlike(self, microbatches: int, count: int) -> CutProgram | None:
+        try:
+            found = unlike_stages(self.program(microbatches), count)
+        except PlanError:
+            return None  # as who cuts it into all of them says
+        if found is None:
+            return None
+        return CutProgram(staged=found[0], ranges=Ranges(found[0]), alike=found[1])
 
     def _alike(self, ranges: Ranges) -> tuple[int, ...]:
         """For each stage the first one that is the same program."""

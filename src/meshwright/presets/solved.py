@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import PlanError
 from ..program.staged import StagedProgram
+from ..search.inter_op_problem import PlacedStage
 from ..search.pins import Pins
 from ..search.ranges import Ranges
 from ..search.solved_stage import SolvedStage
+from ..search.stage_costs import adopted
 from ..search.stage_solver import Place, StageSolver
 from ..search.submeshes import Submesh
 from ..search.workspace import held_together
@@ -91,6 +93,21 @@ class PresetStages:
         place = self.place(stage)
         wanted = remat if remat == "none" or self.solver.problem(place, remat) is not None else "none"
         return self.solver.within(place, wanted, self.in_flight[stage], limit_bytes)
+
+    def adopted(self, stages: Sequence[PlacedStage]) -> tuple[PlacedStage, ...] | None:
+        """Stages solved in a program of those alone that are unlike, as stages of this one; None if some are not the
+        same here.
+
+        Args:
+          stages: of the same preset.
+        """
+        found = []
+        for stage in stages:
+            option = adopted(stage.option, self.solver, stage.first, stage.last)
+            if option is None:
+                return None
+            found.append(replace(stage, option=option))
+        return tuple(found)
 
     def weight(self, stage: SolvedStage) -> float:
         """Seconds of a step."""

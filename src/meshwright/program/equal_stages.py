@@ -39,7 +39,7 @@ def equal_stages(program: Program, count: int, layered: StagedProgram | None = N
         return staged_program(program, layers=1, scan_splits={})
     scan = main_scan(program)
     if scan is not None:
-        return _cut_by_trips(program, *scan, count)
+        return _cut_by_trips(program, scan[0], _even_trips(scan[1], count))
     layered = layered if layered is not None else staged_program(program)
     if len(layered.layers) < count:
         layered = staged_program(program, layers=count, exactly=True)
@@ -50,6 +50,34 @@ def equal_stages(program: Program, count: int, layered: StagedProgram | None = N
         return merged
     stages = tuple((layered.layers[a][0], layered.layers[b - 1][1]) for a, b in pairwise(bounds))
     return replace(layered, layers=stages, piece_starts={})
+
+
+def unlike_stages(program: Program, count: int) -> tuple[StagedProgram, tuple[int, ...]] | None:
+    """Of a program that is one scan over its layers, the stages of `equal_stages` that are unlike: the first, the last,
+    and one of each length between them, which run the same trips of one body. What is left of the trips is a layer by
+    itself, so that a graph of a few pieces will do to price any number of stages.
+
+    Args:
+      program: traced at the size of a microbatch.
+      count: of stages.
+
+    Returns:
+      The program, and for each stage the layer that is like it; None where there are no fewer pieces than stages.
+
+    Raises:
+      PlanError: if there are fewer layers.
+    """
+    scan = main_scan(program) if count > 1 else None
+    if scan is None:
+        return None
+    trips = _even_trips(scan[1], count)
+    lengths = list(dict.fromkeys(trips[1:-1]))
+    rest = sum(trips[1:-1]) - sum(lengths)
+    pieces = (trips[0], *lengths, *([rest] if rest else []), trips[-1])
+    if len(pieces) >= count:
+        return None
+    alike = (0, *(1 + lengths.index(length) for length in trips[1:-1]), len(pieces) - 1)
+    return _cut_by_trips(program, scan[0], pieces), alike
 
 
 def main_scan(program: Program) -> tuple[int, int] | None:
@@ -65,7 +93,8 @@ def main_scan(program: Program) -> tuple[int, int] | None:
     return place, int(equations[place].params["length"])
 
 
-def _cut_by_trips(program: Program, scan: int, trips: int, count: int) -> StagedProgram:
+def _even_trips(trips: int, count: int) -> tuple[int, ...]:
+    """The trips of each stage."""
     if count > trips:
         raise PlanError(
             refused=f"{count} equal stages", got=f"a model of {trips} layers", needed="a layer for each stage",
@@ -75,10 +104,13 @@ def _cut_by_trips(program: Program, scan: int, trips: int, count: int) -> Staged
     # Inner stages first, then the first, then the last.
     order = [*range(1, count - 1), 0, count - 1] if count > 2 else [0, 1]
     longer = set(order[:more])
-    pieces = tuple(base + (stage in longer) for stage in range(count))
+    return tuple(base + (stage in longer) for stage in range(count))
+
+
+def _cut_by_trips(program: Program, scan: int, pieces: tuple[int, ...]) -> StagedProgram:
     _, starts = split_with_starts(program.core, {scan: pieces})
-    cuts = [starts[scan, number] for number in range(1, count)]
-    return staged_program(program, layers=count, scan_splits={scan: pieces}, cuts=cuts)
+    cuts = [starts[scan, number] for number in range(1, len(pieces))]
+    return staged_program(program, layers=len(pieces), scan_splits={scan: pieces}, cuts=cuts)
 
 
 def even_bounds(work: Sequence[float], count: int) -> list[int]:

@@ -321,11 +321,16 @@ class StageCosts:
     def adopted(self, option: Option, first: int, last: int) -> Option | None:
         """A solution of the same range in another program, where scans are cut otherwise, as one of this program; None
         if the range is not the same there."""
-        solved, cut = option.tag, self.solver.cut(first, last)
-        if not isinstance(solved, SolvedStage) or cut.fingerprint != solved.cut.fingerprint:
-            return None
-        segments = stage_segments(cut, self.program.layers[first:last]) if solved.segments else {}
-        return replace(option, tag=replace(solved, cut=cut, segments=segments))
+        return adopted(option, self.solver, first, last)
+
+
+def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Option | None:
+    """As `StageCosts.adopted`, of the program of a solver."""
+    solved, cut = option.tag, solver.cut(first, last)
+    if not isinstance(solved, SolvedStage) or cut.fingerprint != solved.cut.fingerprint:
+        return None
+    segments = stage_segments(cut, solver.program.layers[first:last]) if solved.segments else {}
+    return replace(option, tag=replace(solved, cut=cut, segments=segments))
 
 
 def option_of(stage: SolvedStage) -> Option:
