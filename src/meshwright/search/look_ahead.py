@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
@@ -88,10 +88,16 @@ class LookAhead:
         self._expected = dict.fromkeys(self._left, self._bounds.floor)
         self._asked: dict[int, float] = {}  # of a number, the seconds of the best plan that its bound is for
         self._last: list[tuple[int, StageCosts, InterOpProblem]] = []
-        self._looked: dict[int, float] = {}  # at a number, when plans of so many seconds were known
-        self._guess, self._probably = news.near, news.best_seconds
+        # Of a number that has been looked at, the seconds of the best plan then; and whether it was slower at once.
+        self._seen: dict[int, tuple[float, bool]] = {}
+        self._guess, self._probably = news.near, inf
         if not self._guess:
             self._guess_best()
+
+    @property
+    def _best(self) -> float:
+        """What the best plan is expected to count for, by what is known now."""
+        return self._news.best_seconds if isfinite(self._news.best_seconds) else self._probably
 
     def _guess_best(self) -> None:
         """Where no plan is known: what bounds promise."""
@@ -116,6 +122,9 @@ class LookAhead:
             self._left.remove(count)
             if count != self._news.search_at:
                 self._at(count, self._look)
+        if self._best != self._news.best_seconds:
+            self._news.copy_at = SOME_LEFT  # it went by a guess
+            return
         for count, costs, problem in self._last:
             self._at(count, lambda count, costs=costs, problem=problem: self._search.look(costs, problem))
 
@@ -133,29 +142,34 @@ class LookAhead:
         """Find out something of a number, unless it is too slow, and send it."""
         self._news.copy_at = count
         with suppress(PlanError, OutOfTime):  # the step cannot be cut so, or the search has caught up
-            if not self._is_slower(count):
+            slower = self._is_slower(count)
+            self._seen[count] = self._search.best.objective, slower
+            if not slower:
                 find(count)
         self._send()
 
     def _look_again(self) -> None:
-        """Where a better plan is known now, ask anew of what the other search may yet come to: what is too slow by now
-        is not searched there either."""
-        now = min(self._news.best_seconds, self._probably)
-        for count in [count for count, seconds in self._looked.items() if now < seconds]:
-            if not self._news.at or self._order(count) > self._order(self._news.at):
-                del self._looked[count]
+        """Where a better plan is known now, or one that is slower than was guessed, ask anew of what the other search
+        may yet come to: what is too slow by now is not searched there either."""
+        now = self._best
+        for count, (seconds, slower) in list(self._seen.items()):
+            if (now > seconds or (now < seconds and not slower)) and self._may_come(count):
+                del self._seen[count]
                 self._asked.pop(count, None)
                 self._bounds.searched.discard(count)
                 self._costs.refined.discard(count)
                 self._expected[count] = self._bounds.floor
                 self._left.append(count)
 
+    def _may_come(self, count: int) -> bool:
+        """Whether the other search has a number before it."""
+        return not self._news.at or self._order(count) > self._order(self._news.at)
+
     def _look(self, count: int) -> None:
-        search, seconds = self._search, self._search.best.objective
-        least = self._bounds.closer(count, seconds, search.best.worth_a_look)
+        search = self._search
+        least = self._bounds.closer(count, search.best.objective, search.best.worth_a_look)
         self._expected[count] = max(self._expected[count], least)
         self._bounds.searched.add(count)
-        self._looked[count] = seconds
         if self._is_slower(count):
             return
         costs = self._costs(count)
@@ -169,7 +183,7 @@ class LookAhead:
     def _is_slower(self, count: int) -> bool:
         """Whether a number takes too long, by what is known now: a better plan may have been found meanwhile."""
         search, expected = self._search, self._expected
-        seconds = search.best.objective = min(self._news.best_seconds, self._probably)
+        seconds = search.best.objective = self._best
         if expected[count] <= search.best.worth_searching and seconds < self._asked.get(count, inf):
             self._asked[count] = seconds
             bound = max(self._bounds.of(count, seconds), self._bounds.with_split(count, seconds))
