@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # New objects before a young collection, young ones before a middle one, and middle ones before a full one.
-_THRESHOLDS = (50_000, 20, 100)
+_THRESHOLDS = (50_000, 500, 100)
 
 
 @contextmanager
