@@ -47,7 +47,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
     found: list[int] = []
 
     def over(self: StageSearch) -> bool:
-        return bool(self.finished) and left[0] <= 0
+        return bool(self.finished.seconds) and left[0] <= 0
 
     plain = part_rows.part_row
 
@@ -59,7 +59,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
 
     def kept(self: StageSearch, *args: Any) -> None:
         keep(self, *args)
-        found.extend([1] * bool(self.finished))
+        found.extend([1] * bool(self.finished.seconds))
 
     monkeypatch.setattr(StageSearch, "over", property(over))
     monkeypatch.setattr(StageSearch, "_keep", kept)

@@ -24,6 +24,7 @@ from .alternative import nearest
 from .as_needed import AsNeeded
 from .best_known import BestKnown, handicap
 from .candidate import Candidate, better, merged, scheduled
+from .finished_plans import FinishedPlans, Key
 from .given_stages import POWERS_OF_TWO, first_seconds, restricted
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
@@ -106,7 +107,6 @@ class StageSearch:
         self._probing = self._may_stop = False
         self.costs.late = self._is_late
         self.costs.hear = self._scout.listen
-        self._order_of: dict[tuple[int, tuple[PlacedStage, ...]], Order] = {}  # in which finished plans were found
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self._merged: tuple[Candidate, Candidate | None] | None = None
@@ -115,10 +115,8 @@ class StageSearch:
     def _reset(self) -> None:
         self.start = time.perf_counter()
         self.best = BestKnown(self._known)
-        self.finished: dict[tuple[int, tuple[PlacedStage, ...]], float] = {}
-        self._simulations: dict[tuple[int, tuple[PlacedStage, ...]], Candidate | None] = {}
+        self.finished = FinishedPlans(self.costs, self._scheduled, only_splits=self._only_splits)
         self.considered: list[str] = []
-        self.simulated: dict[str, float] = {}
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
 
@@ -130,7 +128,7 @@ class StageSearch:
     @property
     def over(self) -> bool:
         """Whether the time is over and there is a plan: until then the search goes on."""
-        return self.late and (bool(self.finished) or isfinite(self._known))
+        return self.late and (bool(self.finished.seconds) or isfinite(self._known))
 
     def _is_late(self) -> bool:
         """Whether to find out no more; asked before anything is."""
@@ -198,7 +196,7 @@ class StageSearch:
         return StageSearchResult(
             plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
             considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
-            alternatives=nearest(self.simulated, but=taken),
+            alternatives=nearest(self.finished.simulated, but=taken),
         )  # fmt: skip
 
     def learn(self, found: FoundAhead) -> None:
@@ -210,9 +208,7 @@ class StageSearch:
     @property
     def best_candidate(self) -> Candidate | None:
         """The best plan so far, by simulation, if it is no slower than what is known."""
-        found = (one for one in self._simulations.values() if one is not None)
-        best = min(found, key=lambda one: one.weight, default=None)
-        return best if best is not None and best.weight <= self._known * (1 + 1e-9) else None
+        return self.finished.fastest(self._known)
 
     def merged(self, best: Candidate) -> Candidate | None:
         """As `candidate.merged`, of each candidate once."""
@@ -220,13 +216,13 @@ class StageSearch:
             self._merged = best, merged(best, self._costs_of, partial(scheduled, schedules=self._schedules))
         return self._merged[1]
 
-    def _again(self, last: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> Candidate | None:
+    def _again(self, last: FinishedPlans) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
-        for (number, stages), _ in sorted(last.items(), key=lambda one: one[1])[:_AGAIN]:
+        for number, stages in last.ascending()[:_AGAIN]:
             if self.over:
                 break
             costs = self.costs(number)
-            found = self._order_of[number, stages]
+            found = last.order[number, stages]
             # What a split backward takes is a guess, and bounds nothing.
             for order in (found,) if found != "zero_bubble" else ORDERS:
                 if is_asked(order, self._schedules):
@@ -234,7 +230,7 @@ class StageSearch:
                     problem = replace(self._problem(costs, order, costs.crossings()), num_stages=count)
                     costs.solve_all(problem, stages)
                     self._keep(number, costs, problem, stages)
-        return self._simulate(None, suggesting=last) if last else None
+        return self._simulate(None, suggesting=last.seconds) if last.seconds else None
 
     def _nothing_faster(self) -> NothingFaster:
         return NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
@@ -278,7 +274,7 @@ class StageSearch:
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if self._is_slower(count, expected[count]):
                 continue
-            if self.over or (self._probing and tried and self.finished):
+            if self.over or (self._probing and tried and self.finished.seconds):
                 reason = "out of time" if self.over else "a first plan was enough"
                 self.considered.append(f"{count} microbatches: not searched, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
@@ -308,7 +304,7 @@ class StageSearch:
                 else:
                     with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
                         self._refine(count, costs, problem, left if bounded else (), bounded=bounded)
-            list(self._worth_simulating(count))  # what it takes bounds other numbers
+            list(self.finished.simulate(self.best, count))  # what it takes bounds other numbers
         if not self._probing:
             self._scout.begin(self, now=True)
         return refused
@@ -337,8 +333,8 @@ class StageSearch:
 
     def near(self, otherwise: int | None = None) -> int | None:
         """The number of microbatches around which to look: that of the best plan."""
-        if self.finished:
-            return min(self.finished, key=self.finished.__getitem__)[0]
+        if finished := self.finished.seconds:
+            return min(finished, key=finished.__getitem__)[0]
         return self.taken or otherwise
 
     def problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
@@ -357,7 +353,9 @@ class StageSearch:
             return [problem]
         if self._only_splits:
             return in_stages(problem, POWERS_OF_TWO)
-        finished = [(len(stages), seconds) for (n, stages), seconds in self.finished.items() if n == microbatches]
+        finished = [
+            (len(stages), seconds) for (n, stages), seconds in self.finished.seconds.items() if n == microbatches
+        ]
         return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order)[0]))
 
     @property
@@ -444,50 +442,29 @@ class StageSearch:
         found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth_a_look)
         if found is not None:
             self._learn(problem, found)
-            # Another order may have found the same stages, and thought them faster or slower.
-            key = number, found.stages
-            if found.seconds < self.finished.get(key, inf):
-                self.finished[key], self._order_of[key] = found.seconds, problem.order
+            self.finished.add(number, found, problem.order)
 
     def _learn(self, problem: InterOpProblem, found: Found) -> None:
         """What a plan takes bounds all others; but with a split backward by a guess at its halves."""
         if problem.order != "zero_bubble" or self._only_splits:
             self.best.objective = min(self.best.objective, found.seconds * handicap(problem.order))
 
-    def _simulate(
-        self, best: Candidate | None, *, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float] | None = None
-    ) -> Candidate | None:
+    def _simulate(self, best: Candidate | None, *, suggesting: Mapping[Key, float] | None = None) -> Candidate | None:
         """The best of the finished plans by simulation.
 
         Args:
           best: what is known; None for nothing.
           suggesting: plans that suggest numbers of ranks to interleave; None for the finished ones.
         """
-        best = better(best, self._worth_simulating())
+        best = better(best, self.finished.simulate(self.best))
         again = suggesting is not None
-        suggesting = self.finished if suggesting is None else suggesting
+        suggesting = self.finished.seconds if suggesting is None else suggesting
         if (self._probing and best is not None) or (again and not self._taken_interleaved):
             return best
         return better(best, self._interleaved(suggesting, best.seconds if best is not None else inf, again=again))
 
-    def _worth_simulating(self, number: int | None = None) -> Iterator[Candidate]:
-        """The best finished plans, of so many microbatches or of any; what they take bounds all others."""
-        whole = [key for key in self.finished if self._only_splits or self._order_of[key] != "zero_bubble"]
-        best = min((self.finished[key] for key in whole), default=inf)  # what a split backward takes is a guess
-        for (count, stages), seconds in sorted(self.finished.items(), key=lambda one: one[1]):
-            if number is not None and count != number:
-                continue
-            if (count, stages) not in self._simulations:
-                if seconds > min(BestKnown(best).worth_a_look, self.best.worth_simulating):
-                    continue
-                self._simulations[count, stages] = self._scheduled(self.costs(count), stages)
-            candidate = self._simulations[count, stages]
-            if candidate is not None:
-                self.best.simulate(candidate.weight)
-                yield candidate
-
     def _interleaved(
-        self, suggesting: Mapping[tuple[int, tuple[PlacedStage, ...]], float], below_seconds: float, *, again: bool
+        self, suggesting: Mapping[Key, float], below_seconds: float, *, again: bool
     ) -> Iterator[Candidate]:
         """Plans of several stages a rank that are expected to take less than these seconds; of those of the last run
         no more than there is time for."""
@@ -500,8 +477,8 @@ class StageSearch:
             yield candidate
 
     def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:
-        found = scheduled(costs, stages, self._schedules, chunks=chunks)
+        found, simulated = scheduled(costs, stages, self._schedules, chunks=chunks), self.finished.simulated
         if found is not None:
             for words, seconds in found.all_schedules():
-                self.simulated[words] = min(seconds, self.simulated.get(words, inf))
+                simulated[words] = min(seconds, simulated.get(words, inf))
         return found

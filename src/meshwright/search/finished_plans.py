@@ -1,0 +1,76 @@
+"""Plans whose stages are all solved, and what those of them take by simulation that may be the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+from .best_known import BestKnown
+from .candidate import Candidate
+from .inter_op_problem import Found, Order, PlacedStage
+from .stage_costs import StageCosts
+
+# A number of microbatches and stages.
+Key = tuple[int, tuple[PlacedStage, ...]]
+
+
+class FinishedPlans:
+    """What one run of a stage search has finished.
+
+    Args:
+      costs: of a number of microbatches.
+      scheduled: a plan under the schedule that is fastest for it; None where it fits under none.
+      only_splits: whether a split backward is the only order that is asked for.
+
+    Attributes:
+      seconds: by the objective of the search.
+      order: in which each was found.
+      simulated: the least seconds of all that was simulated, by what is said of it.
+    """
+
+    def __init__(
+        self,
+        costs: Callable[[int], StageCosts],
+        scheduled: Callable[[StageCosts, tuple[PlacedStage, ...]], Candidate | None],
+        *,
+        only_splits: bool,
+    ) -> None:
+        self.seconds: dict[Key, float] = {}
+        self.order: dict[Key, Order] = {}
+        self.simulated: dict[str, float] = {}
+        self._candidates: dict[Key, Candidate | None] = {}
+        self._costs, self._scheduled, self._only_splits = costs, scheduled, only_splits
+
+    def add(self, number: int, found: Found, order: Order) -> None:
+        """Remember a plan. Another order may have found the same stages, and thought them faster or slower."""
+        key = number, found.stages
+        if found.seconds < self.seconds.get(key, inf):
+            self.seconds[key], self.order[key] = found.seconds, order
+
+    def ascending(self) -> list[Key]:
+        """All of them, the fastest first."""
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+    def simulate(self, best: BestKnown, number: int | None = None) -> Iterator[Candidate]:
+        """The best plans, of so many microbatches or of any; `best` learns what they take, which bounds all others."""
+        # What a split backward takes is a guess.
+        whole = [key for key in self.seconds if self._only_splits or self.order[key] != "zero_bubble"]
+        least = BestKnown(min((self.seconds[key] for key in whole), default=inf))
+        for key in self.ascending():
+            count, stages = key
+            if number is not None and count != number:
+                continue
+            if key not in self._candidates:
+                if self.seconds[key] > min(least.worth_a_look, best.worth_simulating):
+                    continue
+                self._candidates[key] = self._scheduled(self._costs(count), stages)
+            candidate = self._candidates[key]
+            if candidate is not None:
+                best.simulate(candidate.weight)
+                yield candidate
+
+    def fastest(self, most_seconds: float) -> Candidate | None:
+        """The best simulated plan, if it takes no more than this."""
+        found = (one for one in self._candidates.values() if one is not None)
+        best = min(found, key=lambda one: one.weight, default=None)
+        return best if best is not None and best.weight <= most_seconds * (1 + 1e-9) else None
