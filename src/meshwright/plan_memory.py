@@ -12,7 +12,7 @@ from .errors import MemoryExceeded, size_words
 from .one_stage_planning import MARGIN
 from .plan import Plan
 from .plan_request import Planning
-from .presets.written import fullest_held, held_bytes, usable_bytes, written_out
+from .presets.written import held_bytes, usable_bytes, written_out
 from .program.staged import StagedProgram
 from .runtime.pipeline.local_stages import LocalStages
 from .runtime.pipeline.stage_memory import StageMemory
@@ -54,23 +54,12 @@ class PlanMemory:
         plan = written_out(plan, program, self._platform, known=self._known, begun=begun)
         return plan, self._fits(plan, held_bytes(plan), counted)
 
-    def fullest_fits(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> bool:
-        """Whether the rank fits that is the fullest by what was counted: it alone is written out.
-
-        Args:
-          plan: as of `written_out`, like what follows.
-          program: the same.
-          counted: the same.
-        """
-        self._tell("predicting memory")
-        return self._fits(plan, fullest_held(plan, program, self._platform, known=self._known), counted)
-
     def begin(self, plan: Plan, program: StagedProgram) -> Ahead | None:
         """Let a copy of this process begin with a plan that is likely to be written out; None if there is nothing to
         do.
 
         Args:
-          plan: the same.
+          plan: as of `written_out`, like what follows.
           program: the same.
         """
         if len(plan.stages) == 1:
@@ -84,7 +73,7 @@ class PlanMemory:
         return begun.copy
 
     def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:
-        """A plan of which the fullest rank alone has been written out, written out; None if it does not fit."""
+        """A plan that has not been written out, written out; None if it does not fit."""
         plan, fits = self.written_out(planning.plan, program, held_bytes(planning.plan))
         return replace(planning, plan=plan) if fits else None
 

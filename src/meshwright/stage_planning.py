@@ -27,7 +27,6 @@ from .program.staged import StagedProgram
 from .program.trace import Program
 from .replica_planning import REPLICAS
 from .search.memory_reserve import MissedMemory
-from .search.microbatch_costs import MicrobatchCosts
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
 from .search.scout import Scout
@@ -156,10 +155,10 @@ def _searched(
 
 
 class _Begun(NamedTuple):
-    """What all searches in one order of the hosts share: programs, and what stages of them cost."""
+    """What all searches in one order of the hosts share: programs, and what has been found out of their stages."""
 
     programs: _Programs
-    costs: MicrobatchCosts
+    search: StageSearch
 
 
 def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
@@ -169,7 +168,7 @@ def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
     if is_large(programs.any.source):
         search.costs.reserve = MissedMemory(MARGIN)
         scout.send(search, programs)
-    return _Begun(programs, search.costs)
+    return _Begun(programs, search)
 
 
 def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:
@@ -198,10 +197,9 @@ def _plan_in_order(
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
-    of microbatches is found first, until the rank fits that is the fullest: what is missed is known before all numbers
-    are searched. All of it is written out only where it may be the answer.
+    of microbatches is found first, which bounds the others. It is written out only where it may be the answer.
     """
-    programs, costs = begun_with or (_Programs(asked, stages, microbatch_counts(asked)), None)
+    programs, begun = begun_with or (_Programs(asked, stages, microbatch_counts(asked)), None)
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
@@ -210,12 +208,12 @@ def _plan_in_order(
     schedules = request.schedules
     large = is_large(programs.any.source)
     mine = scout if large else None  # a small one is searched before a scout has found anything out
-    search = StageSearch(request, costs=costs, scout=mine)
+    search = StageSearch(request, begun=begun, scout=mine)
     memory = PlanMemory(asked.cluster.device.platform, asked.tell)
     solve_seconds = 0.0
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None
-    unwritten: StageSearchResult | None = None  # what is kept, as long as only its fullest rank has been looked at
+    unwritten: StageSearchResult | None = None  # what is kept, as long as it has not been written out
     # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
     free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
     probes = _PROBES if free and len(programs) > 1 and large else 0
@@ -241,7 +239,7 @@ def _plan_in_order(
         probing = kept is None and probes > 0
         probes -= 1
         asked.tell("searching stages")
-        begun = time.perf_counter()
+        since = time.perf_counter()
         try:
             least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
             result = search.run(
@@ -251,7 +249,7 @@ def _plan_in_order(
         except NothingFaster as error:
             if kept is None:
                 raise
-            solve_seconds += time.perf_counter() - begun
+            solve_seconds += time.perf_counter() - since
             if not keeps():
                 continue
             kept, least = proven(kept, error), max(least, error.least_seconds)
@@ -280,9 +278,8 @@ def _plan_in_order(
         elif asked.schedule == "pipedream" and len(plan.stages) > 1:
             plan = _asynchronous(plan, result.program.graph)
         if probing and not retimed and len(plan.stages) > 1:
-            # Most such plans are a beginning and no more: the rank that is the fullest says what is missed.
-            if memory.fullest_fits(plan, result.program, counted):
-                kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
+            # Most such plans are a beginning and no more, and nearly all fit.
+            kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
             continue
         scout.recall(writing=False)
         plan, fits = memory.written_out(plan, result.program, counted)

@@ -67,7 +67,7 @@ def test_a_number_that_the_search_looks_at_is_left_to_it() -> None:
 def test_what_the_search_finds_out_now_is_waited_for() -> None:
     """Finer numbers than the one that the search looks at are bounded by it."""
     news = told()
-    news.search_at = 16
+    news.at = news.search_at = 16
     assert looked_at(news) == [4, 2]
     assert news.copy_at == SOME_LEFT
 

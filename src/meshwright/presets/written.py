@@ -40,25 +40,6 @@ def written_out(
     return replace(plan, stages=(replace(stage, memory=memory),))
 
 
-def fullest_held(
-    plan: Plan, program: StagedProgram, platform: str, *, known: MutableMapping[Hashable, StageMemory] | None = None
-) -> tuple[float, ...]:
-    """What a device of each rank holds, all of its stages together: as its programs need it on the rank that is the
-    fullest by what was counted, as counted on the others.
-
-    Args:
-      plan: of several stages.
-      program: as of `written_out`, like what follows.
-      platform: the same.
-      known: the same.
-    """
-    held = list(held_bytes(plan))
-    shares = [size / most for size, most in zip(held, usable_bytes(plan), strict=True)]
-    rank = shares.index(max(shares))
-    held[rank] = LocalStages(program, plan, platform=platform, counted=known).peak_bytes(rank)
-    return tuple(held)
-
-
 def usable_bytes(plan: Plan) -> tuple[float, ...]:
     """What a device of each rank can hold.
 

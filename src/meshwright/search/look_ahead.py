@@ -134,8 +134,8 @@ class LookAhead:
         return slower, self._waits(count), max(count / near, near / count), -count
 
     def _waits(self, count: int) -> bool:
-        """Whether what the search finds out now will bound a number."""
-        at = self._news.search_at
+        """Whether the number that the search looks at now will bound another one."""
+        at = self._news.at
         return 0 < at < count and not any(at <= one <= count for one in self._bounds.searched)
 
     def _at(self, count: int, find: Callable[[int], None]) -> None:

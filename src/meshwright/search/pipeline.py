@@ -80,21 +80,19 @@ class StageSearch:
 
     Args:
       request: what is asked.
-      costs: of a search of the same stages, whose finds are taken over; None for nothing.
+      begun: a search of the same stages, whose finds are taken over; None for nothing.
       scout: to find out ahead of time what is asked next; None for nobody.
 
     Raises:
       PlanError: for a request that makes no sense.
     """
 
-    def __init__(
-        self, request: StageRequest, *, costs: MicrobatchCosts | None = None, scout: Scout | None = None
-    ) -> None:
+    def __init__(self, request: StageRequest, *, begun: StageSearch | None = None, scout: Scout | None = None) -> None:
         check_request(request)
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.costs = costs if costs is not None else MicrobatchCosts(request, self.submeshes, self.places)
+        self.costs = begun.costs if begun is not None else MicrobatchCosts(request, self.submeshes, self.places)
         self.costs.forget_estimates()  # another search may have looked for what is faster
         self._scout = scout if scout is not None else Scout(goes=False)
         self.counts = self.costs.counts
@@ -108,6 +106,8 @@ class StageSearch:
         self.costs.late = self._is_late
         self.costs.hear = self._scout.listen
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
+        if begun is not None:
+            self.bounds.answers = begun.bounds.answers  # a copy that looks ahead of that one may still be at work
         self._slack = _ESTIMATE_SLACK[0]
         self._merged: tuple[Candidate, Candidate | None] | None = None
         self._reset()

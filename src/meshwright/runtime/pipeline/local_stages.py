@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -83,43 +83,38 @@ class LocalStages:
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
-        return tuple(self._memory_of(range(len(self.stages))).values())
-
-    def left_to_count(self) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]]]:
-        """Stages that are to be traced for `memory`, the longest last, and what a copy of this process does with one:
-        it comes to the last first, perhaps before this process comes to any."""
-        todo, work, _ = self._left(self._likeness(range(len(self.stages))))
-        return todo, work
-
-    def _memory_of(self, numbers: Iterable[int]) -> dict[int, StageMemory]:
-        """As `memory`, of these stages alone. Of stages that are the same program one is traced."""
-        keys = self._likeness(numbers)
+        keys = self._likeness()
         todo, work, learn = self._left(keys)
-        if self._begun is not None and self._begun.copy.is_there and len(keys) == len(self.stages):
+        if self._begun is not None and self._begun.copy.is_there:
             self._begun.finish(todo, work, learn)
         elif sum(len(self.stages[number].cut.graph.operators) for number in todo) >= _MANY_OPERATORS:
             in_two(todo, work, learn)
         else:
             for number in todo:
                 work(number)
-        return {number: passed_on(self._counted[key], self.stages[number]) for number, key in keys.items()}
+        return tuple(passed_on(self._counted[key], stage) for key, stage in zip(keys, self.stages, strict=True))
 
-    def _likeness(self, numbers: Iterable[int]) -> dict[int, Hashable]:
-        """Of these stages what is equal for those that are the same program."""
-        found: dict[int, Hashable] = {}
-        for number in numbers:
-            s, u = self.stages[number], self._update_of(number)
-            alike = likeness(self._core, s, u, self.around)
-            found[number] = alike, s.microbatches, len(s.own), self.schedule.splits_backward, self._platform
+    def left_to_count(self) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]]]:
+        """Stages that are to be traced for `memory`, the longest last, and what a copy of this process does with one:
+        it comes to the last first, perhaps before this process comes to any."""
+        todo, work, _ = self._left(self._likeness())
+        return todo, work
+
+    def _likeness(self) -> list[Hashable]:
+        """Of each stage what is equal for those that are the same program, of which one is traced."""
+        found: list[Hashable] = []
+        for number, s in enumerate(self.stages):
+            alike = likeness(self._core, s, self._update_of(number), self.around)
+            found.append((alike, s.microbatches, len(s.own), self.schedule.splits_backward, self._platform))
         return found
 
     def _left(
-        self, keys: Mapping[int, Hashable]
+        self, keys: Sequence[Hashable]
     ) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]], Callable[[tuple[int, StageMemory]], None]]:
-        """What is to be traced of these stages, the longest last: a copy begins there, sometimes before this process
+        """What is to be traced of the stages, the longest last: a copy begins there, sometimes before this process
         does; and how to do it, or learn of it."""
         left: dict[Hashable, int] = {}
-        for number, key in keys.items():
+        for number, key in enumerate(keys):
             if key not in self._counted:
                 left.setdefault(key, number)
 
@@ -134,19 +129,6 @@ class LocalStages:
 
         todo = sorted(left.values(), key=lambda number: (len(self.stages[number].cut.graph.operators), -number))
         return todo, work, learn
-
-    def peak_bytes(self, rank: int) -> float:
-        """The most bytes on one device of a rank, whose stages alone are traced.
-
-        Raises:
-          PlanError: nobody has priced the plan.
-        """
-        planned = plan_timing(self.plan)
-        found = self._memory_of(stage for stage, at in enumerate(self.schedule.stage_ranks) if at == rank)
-        stages = tuple(
-            _traced(stage, found[number]) if number in found else stage for number, stage in enumerate(planned.stages)
-        )
-        return simulate(self.schedule, replace(planned, stages=stages)).peak_bytes[rank]
 
     def timing(self) -> Timing:
         """The plan's seconds, with the bytes of the traced programs.
