@@ -261,6 +261,8 @@ class MicrobatchBounds:
         source = self._nearest(count)
         if source == count or not self._is_known(source) or (self.fills_ends and self.splits is None):
             return 0.0
+        # With free transfers n microbatches in s stages count for n + s - 1 periods at most, and take n or more.
+        worth_seconds = min(worth_seconds, (1 + (self._most_stages - 1) / count) * best_seconds)
         slower = self._whole.get(count, 0.0) > best_seconds  # then it is here for a split backward alone
         slower = slower or self._least(source, count, "one_f_one_b", worth_seconds, closer=True) > worth_seconds
         if slower and self.splits is not None:
@@ -311,6 +313,12 @@ class MicrobatchBounds:
         if not self.fills_ends:
             return 1.0
         return count / (count + min(self._layers_of(source), self._costs.num_devices) - 1)
+
+    @property
+    def _most_stages(self) -> int:
+        base = self._costs.base
+        layers = len(base.program.layers) if base is not None else self._costs.num_devices
+        return min(layers, self._costs.num_devices)
 
     def _layers_of(self, source: int) -> int:
         """How many layers the program has in a number of microbatches: nothing is traced to know that of those that
