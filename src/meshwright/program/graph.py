@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
 from math import prod
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .factors import Rule
 
@@ -107,15 +107,22 @@ class Operator:
 
     def placed(self, index: int, operands: tuple[int | None, ...], results: tuple[int | None, ...]) -> Operator:
         """The same at another place in a graph, between other values."""
+        return self._but(index=index, operands=operands, results=results)
+
+    def rematerialised(self, region: Path) -> Operator:
+        """The same in a rematerialised region."""
+        return self._but(region=region)
+
+    def _but(self, **changes: Any) -> Operator:
+        # Graphs of ranges are made by the thousand: `replace` takes twice as long.
         new = object.__new__(Operator)
         for set_field, field_value in zip(_SETTERS, _fields_of(self), strict=True):
             set_field(new, field_value)
-        for name, changed in (("index", index), ("operands", operands), ("results", results)):
+        for name, changed in changes.items():
             object.__setattr__(new, name, changed)
         return new
 
 
-# Graphs of ranges are made by the thousand: `replace` takes twice as long.
 _NAMES = [one.name for one in fields(Operator)]
 _SETTERS = [getattr(Operator, name).__set__ for name in _NAMES]
 _fields_of = attrgetter(*_NAMES)

@@ -119,6 +119,6 @@ def rematerialise(graph: Graph, segments: Segments) -> Graph:
 
     def marked(operator: Operator) -> Operator:
         found = region(operator.path) if operator.region is None else None
-        return operator if found is None else replace(operator, region=found)
+        return operator if found is None else operator.rematerialised(found)
 
     return replace(graph, operators=tuple(map(marked, graph.operators)))
