@@ -24,6 +24,7 @@ import typer
 
 from . import __version__
 from .errors import PlanError
+from .garbage import kept
 
 app = typer.Typer(
     name="meshwright", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -102,7 +103,7 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan for TARGET on a cluster, and explain it."""
-    with _refusals(), _stdout_for_json(as_json), _kept(), _progress() as tell:
+    with _refusals(), _stdout_for_json(as_json), kept(), _progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
@@ -148,7 +149,7 @@ def compare(
     as_json: _Json = False,
 ) -> None:
     """Price the best plan for TARGET beside data parallelism, ZeRO, Megatron, GPipe and the other presets."""
-    with _refusals(), _stdout_for_json(as_json), _kept(), _progress() as tell:
+    with _refusals(), _stdout_for_json(as_json), kept(), _progress() as tell:
         options = _choices(microbatches, memory_per_device, None, None, None, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
@@ -216,7 +217,7 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Run TARGET on the local devices, and compare what was predicted with what happens."""
-    with _refusals(), _stdout_for_json(as_json), _kept(), _progress() as tell:
+    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         tell("starting")
         provide_devices(devices or _VIRTUAL_DEVICES)
@@ -464,16 +465,6 @@ def _stdout_for_json(wanted: bool) -> Iterator[None]:
     """While JSON is wanted, what a user's module prints goes to stderr."""
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    """What is made meanwhile is kept to the end of the process: nobody looks for garbage in it."""
-    from .garbage import seldom_collected
-
-    with seldom_collected():
-        yield
-        gc.freeze()
 
 
 @contextlib.contextmanager

@@ -24,3 +24,12 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """The same, and what is made is kept to the end of the process: nobody looks for garbage in it when this is over,
+    which would take a second or two after a large search."""
+    with seldom_collected():
+        yield
+        gc.freeze()

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from meshwright.garbage import seldom_collected
+from meshwright.garbage import kept, seldom_collected
 
 
 def test_thresholds_are_raised_and_put_back() -> None:
@@ -36,3 +36,13 @@ def test_who_has_turned_it_off_is_left_alone() -> None:
         assert gc.get_threshold() == (0, 10, 10)
     finally:
         gc.set_threshold(*before)
+
+
+def test_what_a_command_makes_is_not_looked_at_again() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with kept():
+            made = [[] for _ in range(1000)]
+        assert gc.get_freeze_count() >= before + len(made)
+    finally:
+        gc.unfreeze()

@@ -166,7 +166,7 @@ def test_where_no_preset_fits_the_plan_is_what_is_searched_for(target: Any, monk
 
     monkeypatch.setattr(stage_planning.StageSearch, "run", second)
     args = (target.example_state, target.example_batch)
-    planning = plan_for(target.step, args, cluster=CLUSTER, stages=None)
+    planning = plan_for(target.step, args, cluster=CLUSTER, stages=None, microbatches=4)
     assert not any("preset" in note for note in planning.plan.notes)
     assert not any("preset" in one.what for one in planning.alternatives)
 
