@@ -28,8 +28,8 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """The same, and what is made is kept to the end of the process: nobody looks for garbage in it when this is over,
-    which would take a second or two after a large search."""
+    """The same, and all there is then is kept to the end of the process: nobody looks for garbage in it when this is
+    over, which would take a second or two after a large search. For commands, whose end is near."""
     with seldom_collected():
         yield
         gc.freeze()

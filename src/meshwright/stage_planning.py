@@ -41,7 +41,7 @@ _ATTEMPTS = 12
 # for more. A larger program is one for several stages.
 _SMALL_PROGRAM = 1200
 
-# So many plans of the first number of microbatches are written out before all numbers are searched.
+# So often at most is a plan in one number of microbatches looked for before all numbers are searched.
 _PROBES = 4
 
 # So many of these may begin when the time is over and a plan is known: they look at little but the plans of the one
@@ -57,7 +57,7 @@ _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "infe
 
 
 def is_large(program: Program) -> bool:
-    """Whether a search takes so long that it pays to see first what it misses of memory."""
+    """Whether a search takes so long that it pays to have a plan in one number of microbatches first."""
     return program.graph.runs > _SMALL_PROGRAM
 
 

@@ -93,10 +93,10 @@ def test_what_was_looked_at_is_looked_at_again_when_a_better_plan_is_known() -> 
         assert looked_at(news, meanwhile=meanwhile) == expected
 
 
-@pytest.mark.parametrize("name", ["near", "copy_at", "search_at", "best_seconds"])
+@pytest.mark.parametrize("name", ["near", "at", "copy_at", "search_at", "best_seconds"])
 def test_news_are_each_of_their_own(name: str) -> None:
     news = shared_news()
-    before = {one: getattr(news, one) for one in ("near", "copy_at", "search_at", "best_seconds")}
+    before = {one: getattr(news, one) for one in ("near", "at", "copy_at", "search_at", "best_seconds")}
     setattr(news, name, 7)
     assert {one: getattr(news, one) for one in before} == {**before, name: 7}
 

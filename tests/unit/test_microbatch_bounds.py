@@ -79,6 +79,9 @@ class Costs:
     def used(self, count: int) -> dict[Any, frozenset[int]]:
         return self._used.setdefault(count, {})
 
+    def is_made(self, count: int) -> bool:
+        return count in self._made
+
     def is_solved(self, count: int) -> bool:
         return count in self.solved
 
@@ -203,6 +206,30 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
         assert bounds.of(count, inf) == pytest.approx(expected)
 
 
+def test_what_a_guess_rules_out_may_yet_be_as_fast() -> None:
+    """No more is known of it than that it takes longer than was asked for."""
+    bounds, _ = bounds_of(fills_ends=False)
+    least = takes(8, "one_f_one_b")
+    assert bounds.of(8, 0.5 * least) == inf
+    assert bounds._whole[8] == pytest.approx(1.25 * 0.5 * least)
+    assert bounds.of(8, 2 * least) <= least
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_solved_in_other_memory_is_forgotten_whoever_finds_the_answer(told: bool) -> None:
+    found, _ = bounds_of(fills_ends=False)
+    bounds, base = bounds_of(fills_ends=False)
+    for one in (found, bounds):
+        one._costs.reserve = lambda count: MemoryReserve(plain=float(count))
+    if told:
+        found.told_by(1, [4], 1.0)
+        bounds.answers.update(found.answers)
+    reserved: list[MemoryReserve] = []
+    base.reserve = reserved.append
+    bounds.told_by(1, [4], 1.0)
+    assert reserved == [MemoryReserve(plain=4.0)]
+
+
 @pytest.mark.parametrize("fills_ends", [False, True])
 def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the finest are much too slow nothing is asked of the others, and what is said of them is not too much."""
@@ -273,12 +300,19 @@ def test_what_a_copy_has_ruled_out_is_not_traced() -> None:
     assert 4 in told._costs.asked
 
 
-def test_what_is_solved_is_asked_anew() -> None:
+def test_what_is_solved_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds, _ = bounds_of(fills_ends=False)
     first = bounds.of(1, inf)
-    bounds._costs.asked.clear()
+    asked: list[int] = []
+    answer = MicrobatchBounds._answer
+
+    def answered(self: MicrobatchBounds, levels: Any, count: int, *args: Any) -> Any:
+        asked.append(count)
+        return answer(self, levels, count, *args)
+
+    monkeypatch.setattr(MicrobatchBounds, "_answer", answered)
     assert bounds.of(1, inf) == first
-    assert not bounds._costs.asked
+    assert not asked
     bounds._costs.solved.add(1)
     assert bounds.of(1, inf) == first
-    assert bounds._costs.asked == [1]
+    assert asked == [1]

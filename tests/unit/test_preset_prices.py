@@ -10,9 +10,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings, strategies
 
+import meshwright as mw
 from meshwright import presets, zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
@@ -21,6 +24,7 @@ from meshwright.presets.families import three_dimensional
 from meshwright.presets.least import StageLeast, least_step_seconds, microbatches_in_flight
 from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
+from meshwright.presets.solved import PresetStages
 from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.equal_stages import equal_stages, even_bounds, main_scan, unlike_stages
 from meshwright.program.trace import trace_program
@@ -213,6 +217,52 @@ def test_stages_that_are_alike_are_those_of_all_stages(build: Any, config: Any) 
             assert Ranges(whole).cut(stage, stage + 1).fingerprint == Ranges(few).cut(like, like + 1).fingerprint
             assert Ranges(whole).cut(stage, stage + 1).origins == Ranges(few).cut(like, like + 1).origins
         assert len({Ranges(whole).cut(stage, stage + 1).fingerprint for stage in range(count)}) == len(set(alike))
+
+
+def stacking(layers: int) -> tuple[Any, Any]:
+    """A step whose layers have results besides, which are stacked and read."""
+    shape = jax.ShapeDtypeStruct((layers, 64, 64), jnp.float32)
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            def layer(h: Any, weight: Any) -> Any:
+                made = jnp.tanh(h @ weight)
+                return made, jnp.mean(made**2, axis=1)
+
+            h, each = jax.lax.scan(layer, x, weights)
+            return jnp.mean(h**2) + jnp.mean(each)
+
+        value, grads = mw.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    return step, (shape, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+
+
+def test_stages_of_a_scan_that_stacks_results_are_all_cut() -> None:
+    """The last one puts together as many pieces as there are stages."""
+    step, args = stacking(12)
+    program = trace_program(step, args, microbatches=4)
+    assert main_scan(program) is not None
+    assert unlike_stages(program, 6) is None
+    prices = PresetPrices(Traces(step), args, load_cluster("p3.16xlarge"))
+    priced = prices.priced(presets.parse_preset("gpipe(8)").on(8), 8)
+    assert priced is not None
+    assert len(priced.stages) == 8
+
+
+def test_where_stages_that_are_alike_are_others_in_the_whole_all_are_priced(
+    prices: PresetPrices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset = presets.megatron(pp=4, chunks=2).on(8)
+    expected = prices.priced(preset, 8)
+    asked: list[int] = []
+    monkeypatch.setattr(PresetStages, "adopted", lambda self, stages: asked.append(len(stages)))
+    found = prices.priced(preset, 8)
+    assert expected is not None
+    assert found is not None
+    assert asked == [8]
+    assert found.step_seconds == pytest.approx(expected.step_seconds)
+    assert found.counted_bytes == pytest.approx(expected.counted_bytes)
 
 
 def test_a_program_that_is_no_scan_is_cut_between_its_layers() -> None:

@@ -50,6 +50,29 @@ def test_a_first_plan_is_written_out_once_and_only_if_it_is_the_answer(monkeypat
     assert written == [len(probed)]
 
 
+def test_a_first_plan_that_nothing_beats_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, write = stage_planning.StageSearch.run, PlanMemory.written_out
+
+    def running(self: Any, *args: Any, **options: Any) -> Any:
+        if not options["probing"]:
+            raise NothingFaster(0.0, ())
+        return run(self, *args, **options)
+
+    written: list[Any] = []
+
+    def writing(self: Any, *args: Any) -> Any:
+        written.append(write(self, *args))
+        return written[-1]
+
+    monkeypatch.setattr(stage_planning.StageSearch, "run", running)
+    monkeypatch.setattr(PlanMemory, "written_out", writing)
+    found = planned()
+    ((plan, fits),) = written
+    assert fits
+    assert len(plan.stages) > 1
+    assert found.plan.stages == plan.stages
+
+
 def test_a_first_plan_that_does_not_fit_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is faster than it: it is written out then, and others are looked for in what memory there is."""
     told: list[bool] = []

@@ -191,7 +191,13 @@ class PresetPrices:
                 needed=f"a multiple of {preset.stages}: stages are interleaved", where="microbatches=",
                 try_=f"microbatches={(microbatches // preset.stages + 1) * preset.stages}, or chunks=1",
             )  # fmt: skip
-        stages = self._stages(preset, microbatches, unlike=True)
+        return self._priced(self._stages(preset, microbatches, unlike=True), remat, below_seconds, limits)
+
+    def _priced(
+        self, stages: PresetStages, remat: str | None, below_seconds: float, limits: Sequence[float]
+    ) -> PricedPreset | None:
+        """As `priced`, of these stages."""
+        preset, microbatches = stages.preset, stages.microbatches
         least = [StageLeast()] * len(stages.places)
         # Rematerialised, a stage takes no less.
         first = remat or "none"
@@ -213,7 +219,10 @@ class PresetPrices:
             return None  # memory made it slower
         whole = self._stages(preset, microbatches)
         if whole.cut is not stages.cut:
-            placed = whole.adopted(placed) or self._placed(whole, remat, limits)
+            adopted = whole.adopted(placed)
+            if adopted is None:
+                return self._priced(whole, remat, below_seconds, limits)
+            placed = adopted
         stages = whole
         of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
         timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)

@@ -26,9 +26,9 @@ class CutProgram:
     """A program in equal stages.
 
     Args:
-      staged: with the stages as its layers.
+      staged: with the stages as its layers, or those alone that are unlike (`equal_stages.unlike_stages`).
       ranges: of these stages.
-      alike: for each stage the first one that is the same program.
+      alike: for each stage the first layer that is the same program.
     """
 
     staged: StagedProgram

@@ -160,6 +160,7 @@ class LookAhead:
                 self._costs.refined.discard(count)
                 self._expected[count] = self._bounds.floor
                 self._left.append(count)
+                self._last = [one for one in self._last if one[0] != count]
 
     def _may_come(self, count: int) -> bool:
         """Whether the other search has a number before it."""

@@ -118,7 +118,7 @@ class MicrobatchBounds:
     def looked_at(self) -> list[int]:
         """Numbers of microbatches of which more than bounds is known, the fewest first."""
         fewest = self._costs.counts[0]
-        return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
+        return sorted({*self._costs.refined, *([fewest] if self._is_known(fewest) else [])})
 
     def promising(
         self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None, *, first: bool
@@ -227,7 +227,7 @@ class MicrobatchBounds:
                     whole = bound
                 else:
                     self.given_up = min(self.given_up, bound)
-            self._whole[count] = max(whole, self._whole.get(count, 0.0))
+            self._whole[count] = max(min(whole, bound), self._whole.get(count, 0.0))
             found[count] = filled * whole
             if not self.fills_ends:
                 self._told[source, count] = min(whole, bound)
@@ -261,7 +261,8 @@ class MicrobatchBounds:
         source = self._nearest(count)
         if source == count or not self._is_known(source) or (self.fills_ends and self.splits is None):
             return 0.0
-        # With free transfers n microbatches in s stages count for n + s - 1 periods at most, and take n or more.
+        # With free transfers n microbatches in s stages count for n + s - 1 periods at most in 1F1B, and take n.
+        # What a deeper warm-up hides of a synchronisation besides is left out, as in all bounds here.
         worth_seconds = min(worth_seconds, (1 + (self._most_stages - 1) / count) * best_seconds)
         slower = self._whole.get(count, 0.0) > best_seconds  # then it is here for a split backward alone
         slower = slower or self._least(source, count, "one_f_one_b", worth_seconds, closer=True) > worth_seconds
@@ -288,15 +289,17 @@ class MicrobatchBounds:
             if not lasts:
                 return answer.seconds
             self.answers[question] = answer
+        elif costs.is_made(source):
+            costs(source).reserve(reserve)  # as where the answer is found: what is solved in other memory is forgotten
         answer = self.answers[question]
         if asked == count:
             costs.used(count)[order] = costs.used(count).get(order, frozenset()) | answer.used
         return answer.seconds
 
     def _answer(self, levels: Sequence[StageCosts], count: int, order: Order, bound: float) -> Answer:
+        levels[0].reserve(self._costs.reserve(count))
         if any(one.program.layers != levels[0].program.layers for one in levels):
             return Answer(0.0, frozenset())  # a step may be made of other equations in this number
-        levels[0].reserve(self._costs.reserve(count))
         problems = [(self._problem(one, one.program.microbatches / count, order), one) for one in levels]
         for problem, one in problems:
             least_found(problem, one)

@@ -28,7 +28,8 @@ class MicrobatchCosts:
       refined: numbers in which stages have been searched, not bounds alone: their estimates bound those of more.
       reserve: what the search may not count on a device in so many microbatches.
       late: whether estimating is to end with `OutOfTime`.
-      hear: called before each kind of submeshes is looked at: what a copy of this process has found out is learned.
+      hear: called before a bound is asked for, and before each kind of submeshes is looked at: what a copy of this
+        process has found out is learned.
     """
 
     def __init__(self, request: StageRequest, submeshes: Submeshes, places: Sequence[Submesh]) -> None:
@@ -143,6 +144,10 @@ class MicrobatchCosts:
     def used(self, count: int) -> dict[Order, frozenset[int]]:
         """Of a number of microbatches what `StageCosts.used` is, whether it has been asked for or not."""
         return self._used.setdefault(count, {})
+
+    def is_made(self, count: int) -> bool:
+        """Whether a number of microbatches has been asked for, and the step can be cut so."""
+        return isinstance(self._made.get(count), StageCosts)
 
     def is_solved(self, count: int) -> bool:
         """Whether some range is solved in so many microbatches."""

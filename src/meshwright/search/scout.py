@@ -67,6 +67,8 @@ class Scout:
           near: the number of microbatches around which to look, that of the best plan; None where none is known.
           at: the number that the search looks at; 0 for none.
         """
+        if at != self._news.at:
+            self._news.search_at = 0
         self._news.best_seconds, self._news.near, self._news.at = best_seconds, near or 0, at
 
     def catch_up(self) -> None:
