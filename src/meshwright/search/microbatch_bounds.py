@@ -116,9 +116,10 @@ class MicrobatchBounds:
 
     @property
     def looked_at(self) -> list[int]:
-        """Numbers of microbatches of which more than bounds is known, the fewest first."""
+        """Numbers of microbatches of which more is known than what fewer say, the fewest first: also those that their own
+        estimates have ruled out, which say more of finer ones than what was searched and is coarser."""
         fewest = self._costs.counts[0]
-        return sorted({*self._costs.refined, *([fewest] if self._is_known(fewest) else [])})
+        return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
 
     def promising(
         self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None, *, first: bool
