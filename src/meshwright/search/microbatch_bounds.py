@@ -116,8 +116,8 @@ class MicrobatchBounds:
 
     @property
     def looked_at(self) -> list[int]:
-        """Numbers of microbatches of which more is known than what fewer say, the fewest first: also those that their own
-        estimates have ruled out, which say more of finer ones than what was searched and is coarser."""
+        """Numbers of microbatches of which more is known than what fewer say, the fewest first: those that their own
+        estimates have ruled out too, which say more of finer ones than what was searched and is coarser."""
         fewest = self._costs.counts[0]
         return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
 
