@@ -17,7 +17,12 @@ def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    # Flax's other interface always runs.
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem == "flax_linen" else []) for path in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_an_example_runs(example: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(ROOT / "src")

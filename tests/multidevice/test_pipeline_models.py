@@ -87,11 +87,12 @@ def test_a_model(name: str, schedule: str, submeshes: tuple[int, ...], microbatc
     assert ((0, 2) in edges) == (name == "unet-tiny")  # skips over a stage
 
 
+@SLOW  # in four processes they always run (tests/multiprocess/test_pipeline_processes.py)
 @pytest.mark.parametrize(
     ("name", "pipeline"),
     [
         ("llama-tiny", Pipeline(layers=(1, 2), microbatches=4)),
-        pytest.param("moe-tiny", Pipeline(microbatches=8, schedule="eager_one_f_one_b"), marks=SLOW),
+        ("moe-tiny", Pipeline(microbatches=8, schedule="eager_one_f_one_b")),
     ],
     ids=["llama-tiny", "moe-tiny"],
 )
