@@ -96,6 +96,7 @@ def main_scan(program: Program) -> tuple[int, int] | None:
 
 
 def _stacks(program: Program, scan: int) -> bool:
+    """Whether a scan has results of each trip beside what it carries."""
     equation = open_jaxpr(program.core).eqns[scan]
     return len(equation.outvars) > scan_parts(equation).num_carry
 

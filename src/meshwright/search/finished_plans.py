@@ -11,7 +11,7 @@ from .inter_op_problem import Found, Order, PlacedStage
 from .stage_costs import StageCosts
 
 # A number of microbatches and stages.
-Key = tuple[int, tuple[PlacedStage, ...]]
+PlanKey = tuple[int, tuple[PlacedStage, ...]]
 
 
 class FinishedPlans:
@@ -35,10 +35,10 @@ class FinishedPlans:
         *,
         only_splits: bool,
     ) -> None:
-        self.seconds: dict[Key, float] = {}
-        self.order: dict[Key, Order] = {}
+        self.seconds: dict[PlanKey, float] = {}
+        self.order: dict[PlanKey, Order] = {}
         self.simulated: dict[str, float] = {}
-        self._candidates: dict[Key, Candidate | None] = {}
+        self._candidates: dict[PlanKey, Candidate | None] = {}
         self._costs, self._scheduled, self._only_splits = costs, scheduled, only_splits
 
     def add(self, number: int, found: Found, order: Order) -> None:
@@ -47,7 +47,7 @@ class FinishedPlans:
         if found.seconds < self.seconds.get(key, inf):
             self.seconds[key], self.order[key] = found.seconds, order
 
-    def ascending(self) -> list[Key]:
+    def ascending(self) -> list[PlanKey]:
         """All of them, the fastest first."""
         return sorted(self.seconds, key=self.seconds.__getitem__)
 

@@ -23,6 +23,7 @@ from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from ..schedule import interleaved_one_f_one_b
 from .candidate import Candidate
+from .finished_plans import PlanKey
 from .inter_op_problem import PlacedStage
 from .stage_costs import StageCosts, solved_in_turn
 from .stage_request import INTERLEAVED, StageRequest
@@ -89,7 +90,7 @@ class Interleaving:
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
 
     def _tries(
-        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], looked_at: Sequence[int],
+        self, finished: Mapping[PlanKey, float], looked_at: Sequence[int],
         below_seconds: float, costs_in: Callable[[int], StageCosts],
     ) -> list[tuple[int, int, dict[int, float]]]:  # fmt: skip
         """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
@@ -156,7 +157,7 @@ class Interleaving:
             return None
 
     def candidates(
-        self, finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float], looked_at: Sequence[int], *,
+        self, finished: Mapping[PlanKey, float], looked_at: Sequence[int], *,
         below_seconds: float, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None],
         late: Callable[[], bool],
     ) -> Iterator[Candidate]:  # fmt: skip
@@ -348,7 +349,7 @@ def give_what_is_left(
             stages[slowest] = stage  # another one of the rank needs a larger workspace
 
 
-def _ranks_of(finished: Mapping[tuple[int, tuple[PlacedStage, ...]], float]) -> list[int]:
+def _ranks_of(finished: Mapping[PlanKey, float]) -> list[int]:
     """How many ranks the best few plans suggest: theirs are equal and divide the devices, those of a plan need not."""
     found: set[int] = set()
     for (_, stages), _ in sorted(finished.items(), key=lambda one: one[1])[:_SUGGESTING]:

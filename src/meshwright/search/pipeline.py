@@ -24,7 +24,7 @@ from .alternative import nearest
 from .as_needed import AsNeeded
 from .best_known import BestKnown, handicap
 from .candidate import Candidate, better, merged, scheduled
-from .finished_plans import FinishedPlans, Key
+from .finished_plans import FinishedPlans, PlanKey
 from .given_stages import POWERS_OF_TWO, first_seconds, restricted
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
@@ -449,7 +449,9 @@ class StageSearch:
         if problem.order != "zero_bubble" or self._only_splits:
             self.best.objective = min(self.best.objective, found.seconds * handicap(problem.order))
 
-    def _simulate(self, best: Candidate | None, *, suggesting: Mapping[Key, float] | None = None) -> Candidate | None:
+    def _simulate(
+        self, best: Candidate | None, *, suggesting: Mapping[PlanKey, float] | None = None
+    ) -> Candidate | None:
         """The best of the finished plans by simulation.
 
         Args:
@@ -464,7 +466,7 @@ class StageSearch:
         return better(best, self._interleaved(suggesting, best.seconds if best is not None else inf, again=again))
 
     def _interleaved(
-        self, suggesting: Mapping[Key, float], below_seconds: float, *, again: bool
+        self, suggesting: Mapping[PlanKey, float], below_seconds: float, *, again: bool
     ) -> Iterator[Candidate]:
         """Plans of several stages a rank that are expected to take less than these seconds; of those of the last run
         no more than there is time for."""
