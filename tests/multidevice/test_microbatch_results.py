@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +13,13 @@ from one_device import TENSOR, assert_as_on_one_device
 
 import meshwright as mw
 from meshwright import zoo
+from meshwright._jax.jaxpr import open_jaxpr
+from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
+from meshwright.planning import plan_for
 from meshwright.program.reduction import ReductionWarning
 from meshwright.program.trace import trace_program
+from meshwright.runtime.local_step import LocalStep
 
 _RANDOM = np.random.default_rng(0)
 X, Y = (jnp.asarray(_RANDOM.normal(size=(32, 16)), jnp.float32) for _ in range(2))
@@ -39,6 +46,24 @@ def test_results_beside_the_loss_are_those_of_the_whole_batch() -> None:
 
     assert_as_on_one_device(step, PARAMETERS, (X, Y), microbatches=4)
     assert_as_on_one_device(step, PARAMETERS, (X, Y), microbatches=2, reduction="mean", **TENSOR)
+
+
+def test_what_is_not_linear_in_a_sum_is_made_of_the_whole_of_it() -> None:
+    def step(p, b):
+        def loss(p):
+            y = b[0] @ p["out"]
+            count, total = jnp.sum(y > 0), jnp.sum(y)
+            aux = {
+                "thirds": count // 3, "square": total * total, "ratio": total / jnp.sum(y * y), "shifted": total + 1.0,
+                "less": jnp.mean(y) - total / 7, "less a count": total - count, "inverse": 3.0 / total, "minus": -total,
+            }  # fmt: skip
+            return 0.5 * error(y, b[1]) + jnp.mean(y) * jnp.sum(p["out"]) - jnp.sum(p["out"] ** 2) / 3, aux
+
+        (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), {"loss": value, **aux}
+
+    assert_as_on_one_device(step, PARAMETERS, (X, Y))
+    assert_as_on_one_device(step, PARAMETERS, (X, Y), **TENSOR)
 
 
 @pytest.mark.parametrize("row", [0, 31])
@@ -140,3 +165,28 @@ def test_microbatches_of_one_example_have_a_reduction(name) -> None:
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype), model.example_batch)
     program = trace_program(model.step, (model.example_state, batch), microbatches=8)
     assert program.reduction == "mean"
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny"])
+def test_no_microbatch_waits_for_the_sum_of_its_loss(name: str) -> None:
+    """Data parallel in four microbatches: devices meet to sum the loss once a step, not in the loop."""
+    target = zoo.build(name, global_batch=32)
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=load_cluster("cpu"),
+        preset="data_parallel()", microbatches=4,
+    )  # fmt: skip
+    step = LocalStep(planning.program, planning.plan)
+    traced = jax.make_jaxpr(step.on(step.abstract_mesh(), "cpu"))(*step.avals())
+    loops = [e for e in _equations(open_jaxpr(traced)) if e.primitive.name == "scan" and e.params["length"] == 4]
+    assert loops
+    inside = [e for loop in loops for e in _equations(open_jaxpr(loop.params["jaxpr"]))]
+    assert not [e for e in inside if e.primitive.name.startswith("psum") and e.outvars[0].aval.shape == ()]
+    assert [e for e in _equations(open_jaxpr(traced)) if e.primitive.name.startswith("psum")]
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from _equations(open_jaxpr(inner))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ from .._jax.jaxpr import (
     scan_parts,
     user_context,
 )
-from ..program.graph import Graph, Path
+from ..program.graph import Graph, Operator, Path
 from ..program.local import COMBINE, Split, evaluate_local
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
+from .deferred_sums import partial_axes
 from .follow import Follower
 from .local_value import LocalValue
 from .loop_residuals import chooses, is_stored
@@ -98,17 +100,30 @@ class ShardedProgram:
     def output_specs(self, specs: Sequence[Spec]) -> list[Spec]:
         """The specs the outputs have when the inputs have `specs`, before anything is done to them."""
         graph = self._graph
-        known = dict(zip(graph.inputs, specs, strict=True))
+        known = {value: self._settled.get(value, spec) for value, spec in zip(graph.inputs, specs, strict=True)}
         for operator in graph.operators:
-            for value, spec in zip(operator.results, self._algorithms[operator.index].results, strict=True):
+            results = self._algorithms[operator.index].results
+            if self._is_number(operator):
+                operands = [Spec(()) if v is None else known.get(v, Spec(())) for v in operator.operands]
+                results = (Spec((), partial=self._partial_axes(operator, operands)),)
+            for value, spec in zip(operator.results, results, strict=True):
                 if value is not None and not graph.values[value].constant:
-                    known[value] = spec
-        known.update(self._settled)
+                    known[value] = self._settled.get(value, spec)
         outs = []
         for atom, value in zip(open_jaxpr(self._closed).outvars, graph.outputs, strict=True):
             rank = len(getattr(atom.aval, "shape", ()))
             outs.append(known.get(value, Spec.replicated(rank)) if value is not None else Spec.replicated(rank))
         return outs
+
+    def _is_number(self, operator: Operator) -> bool:
+        """Whether it makes one number of numbers, which are no integers: those are divided with a remainder."""
+        values = [self._graph.values[v] for v in (*operator.operands, *operator.results) if v is not None]
+        if len(operator.results) != 1 or operator.is_link:
+            return False
+        return all(value.shape == () and "float" in value.dtype for value in values)
+
+    def _partial_axes(self, operator: Operator, operands: Sequence[Spec]) -> frozenset[str]:
+        return partial_axes(operator.name, operands, [self._is_differentiated(v) for v in operator.operands])
 
     def _whole(self, x: Any) -> LocalValue:
         return LocalValue(x, Spec.replicated(len(getattr(x, "shape", ()))), self._sizes)
@@ -185,6 +200,11 @@ class ShardedProgram:
         if all(v is None or self._graph.values[v].constant for v in indices) and not is_call(equation):
             return [self._constant(equation, values, i) for i in range(len(indices))]
         algorithm = self._algorithms[operator.index]
+        if self._is_number(operator) and (axes := self._partial_axes(operator, [value.spec for value in values])):
+            partial = Spec((), partial=axes)
+            pairs = zip(values, algorithm.operands, strict=True)
+            operands = tuple(partial if value.spec == partial else spec for value, spec in pairs)
+            algorithm = replace(algorithm, operands=operands, results=(partial,))
         shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
         if is_call(equation):
             results = self._follower.call(equation, algorithm, shards, differentiated=operator.differentiated)

@@ -31,7 +31,7 @@ from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue
-from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys
+from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys, reduction_of
 
 
 class LocalStep:
@@ -194,10 +194,11 @@ class LocalStep:
         storages = [plan.storage for plan in stage.parameters]
         shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
         made = self._core_specs()[: len(open_jaxpr(program.core).outvars)]
+        left = self._left_specs(made, [*const_specs, *uses])
 
         def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
             def loss(*leaves: Any) -> tuple[Any, list[Any]]:
-                out = self._sharded([*consts, *leaves], [*const_specs, *uses], made)
+                out = self._sharded([*consts, *leaves], [*const_specs, *uses], left)
                 return out[0], out[1:]
 
             with_aux = jax.value_and_grad(loss, argnums=tuple(range(len(parameters))), has_aux=True)
@@ -213,14 +214,29 @@ class LocalStep:
         else:
             value, aux, grads = self._accumulate(microbatch, consts, parameters)
         # One synchronisation a step: gradients are partial over the axes they were broadcast over.
+        have = [*left, *(Spec(use.dims, partial=use.broadcast) for use in uses)]
         conversions = []
-        for use, storage in zip(uses, storages, strict=True):
-            conversion = convert(Spec(use.dims, partial=use.broadcast), storage)
+        for source, target in zip(have, [*made, *storages], strict=True):
+            conversion = convert(source, target)
             assert conversion is not None
             conversions.append(conversion)
-        exchange = run_centrally if stage.gradient_exchange == "central" else run_together
-        synchronised = exchange(grads, conversions, sizes)
-        return [LocalValue(x, s, sizes) for x, s in zip([value, *aux, *synchronised], [*made, *storages], strict=True)]
+        results = [value, *aux]
+        if stage.gradient_exchange == "central":
+            n = len(results)
+            synchronised = run_together(results, conversions[:n], sizes) + run_centrally(grads, conversions[n:], sizes)
+        else:
+            synchronised = run_together([*results, *grads], conversions, sizes)
+        return [LocalValue(x, s, sizes) for x, s in zip(synchronised, [*made, *storages], strict=True)]
+
+    def _left_specs(self, made: Sequence[Spec], inputs: Sequence[Spec]) -> list[Spec]:
+        """Specs in which a microbatch leaves loss and auxiliary results: single numbers that add up over microbatches
+        are summed over devices once, at the end."""
+        program = self.program
+        found = []
+        for position, (spec, known) in enumerate(zip(made, self._sharded.output_specs(inputs), strict=True)):
+            adds = program.microbatches == 1 or reduction_of(program, position) in ("mean", "sum")
+            found.append(Spec((), partial=known.partial) if adds and spec == Spec(()) else spec)
+        return found
 
     def _blocks(self, axes: Sequence[str]) -> int:
         return prod(self._stage.sizes[axis] for axis in axes)
