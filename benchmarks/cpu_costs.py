@@ -1,10 +1,11 @@
-"""What two rules of the cost model for virtual CPU devices rest on, measured.
+"""What rules of the cost model and of the runtime for virtual CPU devices rest on, measured.
 
     python benchmarks/cpu_costs.py
 
 On eight virtual devices: a gather, a scatter and a sum of 1 KiB, one at a time and eight at once (those of parameters
 wait for nobody; `calibrate.cases`); and four layers of 256 x 256 weights on 64 rows, scanned and unrolled, forward and
-with gradients (a loop copies what it slices; `cost.efficiency`). Prints one JSON object, in seconds: medians of nine.
+with gradients (a loop copies what it slices; `cost.efficiency`); and convolutions as a program has them beside the same
+in a form that XLA has fast code for (`_jax.convolutions`). Prints one JSON object, in seconds: medians of nine.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from meshwright._jax.convolutions import with_fast_convolutions
 from meshwright.calibrate.case import Collective
 from meshwright.calibrate.programs import Repeated
 
 TIMES, RUNS = 20, 9
 LAYERS, WIDTH, ROWS = 4, 256, 64
+UNROLLED = 8
 
 
 def collective(kind: str, together: int) -> float:
@@ -76,6 +79,56 @@ def layers(*, scanned: bool, gradients: bool) -> float:
     return _median(lambda: seconds(TIMES) - seconds(0)) / TIMES
 
 
+# Images, kernel, stride, and whether the gradient of the images is taken or what is made of them.
+CONVOLUTIONS = {
+    "3 x 3 over 2 x 2": ((16, 2, 2, 64), (3, 3, 64, 64), 1, False),
+    "gradient of 4 x 4 by 3 x 3 in steps of 2": ((16, 4, 4, 64), (3, 3, 64, 128), 2, True),
+    "7 x 7 in steps of 2, three channels": ((16, 16, 16, 3), (7, 7, 3, 32), 2, False),
+}
+
+
+def convolution(name: str, *, fast: bool) -> float:
+    """Of one on every device at once."""
+    images, kernel, stride, gradient = CONVOLUTIONS[name]
+
+    def made(x: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(x, k, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (images, kernel)]
+    cotangent = jax.eval_shape(made, *given)
+
+    def pulled(cotangent: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.linear_transpose(lambda x: made(x, k), given[0])(cotangent)[0]
+
+    function = pulled if gradient else made
+    function = with_fast_convolutions(function) if fast else function
+
+    shapes = (cotangent.shape if gradient else images, kernel)
+    arrays = [jnp.full((8 * rows, *rest), 0.01) for rows, *rest in shapes]
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("x")
+
+    def program(times: int) -> Callable[[], float]:
+        # No loop: in those the compiler does other things to convolutions.
+        def run(x: jax.Array, k: jax.Array) -> jax.Array:
+            for _ in range(times):
+                k = k + 1e-9 * function(x, k).ravel()[0]  # each waits for the one before
+            return k
+
+        compiled = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+        jax.block_until_ready(compiled(*arrays))
+
+        def seconds() -> float:
+            begun = time.perf_counter()
+            jax.block_until_ready(compiled(*arrays))
+            return time.perf_counter() - begun
+
+        return seconds
+
+    few, many = program(1), program(1 + UNROLLED)
+    return _median(lambda: many() - few()) / UNROLLED
+
+
 def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(RUNS))
 
@@ -86,6 +139,10 @@ def main() -> None:
     print(json.dumps({
         "machine": {"cpus": os.cpu_count(), "jax": jax.__version__},
         "collective_seconds": {kind: {f"{n} at once": collective(kind, n) for n in (1, 8)} for kind in kinds},
+        "convolution_seconds": {
+            name: {"as it is": convolution(name, fast=False), "fast": convolution(name, fast=True)}
+            for name in CONVOLUTIONS
+        },
         "weights_bytes": 4 * LAYERS * WIDTH * WIDTH,
         "layers_seconds": {
             f"{'forward and backward' if gradients else 'forward'}, {'scanned' if scanned else 'unrolled'}":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._jax.convolutions import with_ordered_convolutions
+from .._jax.convolutions import with_fast_convolutions
 from .._jax.grad import value_and_grad_p
 from .._jax.jaxpr import open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
@@ -207,7 +207,7 @@ class LocalStep:
 
         convolves = any(operator.name == "conv_general_dilated" for operator in program.graph.operators)
         if platform == "cpu" and convolves:
-            microbatch = with_ordered_convolutions(microbatch)
+            microbatch = with_fast_convolutions(microbatch)
         consts, parameters = shards[:n], shards[n:]
         if program.microbatches == 1:
             value, aux, grads = microbatch(consts, parameters)
@@ -222,8 +222,8 @@ class LocalStep:
             conversions.append(conversion)
         results = [value, *aux]
         if stage.gradient_exchange == "central":
-            n = len(results)
-            synchronised = run_together(results, conversions[:n], sizes) + run_centrally(grads, conversions[n:], sizes)
+            own, summed = conversions[: len(results)], conversions[len(results) :]
+            synchronised = run_together(results, own, sizes) + run_centrally(grads, summed, sizes)
         else:
             synchronised = run_together([*results, *grads], conversions, sizes)
         return [LocalValue(x, s, sizes) for x, s in zip(synchronised, [*made, *storages], strict=True)]
