@@ -1,4 +1,4 @@
-"""Kernels of operators on shards: shapes of products and of their gradients, transposes, attention, what is stored."""
+"""Kernels of operators on shards: shapes of products and of their gradients, windows, attention, what is stored."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from meshwright.program.traces import Traces
 from meshwright.search.choices import operator_choices
 from meshwright.search.operator_kernels import OperatorKernels, operator_kernels
 from meshwright.search.prices import prices_of
-from meshwright.search.spec_row import SpecRow
-from meshwright.sharding import Algorithm, Spec, convert
+from meshwright.sharding import Algorithm
 from meshwright.zoo.layers import fused_attention
 
 CPU, A100 = load_cluster("cpu").device, load_cluster("dgx-a100-80").device
@@ -84,108 +83,25 @@ def test_every_split_of_a_product_halves_one_of_its_extents() -> None:
     assert all(2 * prod(shape) == operator.flops / 2 for shape in shapes)
 
 
-def convolution_graph() -> Graph:
-    """[2, 8, 8, 4] images with a kernel [3, 3, 4, 16], both differentiated."""
+def test_windows_are_written_where_a_device_unfolds() -> None:
+    image, kernel = array(2, 8, 8, 3), array(3, 3, 3, 16)
     dims = ("NHWC", "HWIO", "NHWC")
-    return graph_of(
+    graph = graph_of(
         lambda p, x: jnp.sum(jax.lax.conv_general_dilated(jnp.sin(p["x"] * x), p["k"], (1, 1), "SAME",
                                                           dimension_numbers=dims) ** 2),
-        {"x": array(2, 8, 8, 4), "k": array(3, 3, 4, 16)}, array(2, 8, 8, 4),
+        {"x": image, "k": kernel}, image,
     )  # fmt: skip
-
-
-def test_gradients_of_convolutions_are_transposed_where_a_device_has_to() -> None:
-    graph = convolution_graph()
     operator = found(graph, "conv_general_dilated")
     (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
-    plain, transposed = kernels(graph, operator, whole), kernels(graph, operator, whole, CPU)
-    image, kernel, made = 4 * 2 * 64 * 4, 4 * 9 * 4 * 16, 4 * 2 * 64 * 16
-    whole_bytes = image + kernel + made
-    assert (plain.forward.flops, plain.forward.moved_bytes) == (2 * 128 * 9 * 4 * 16, whole_bytes)
-    # Features made: the gradient of the image makes as many as that has.
-    assert plain.forward.shape == (16,)
-    assert {one.operand: one.kernel.shape for one in plain.gradients} == {0: (4,), 1: (16,)}
-    # What is in the kernel's place is packed: written and read once more.
-    assert transposed.forward == replace(plain.forward, moved_bytes=whole_bytes + 2 * kernel)
-    assert [(one.operand, one.kernel.kind, one.kernel.moved_bytes) for one in transposed.gradients] == [
-        (0, "convolution", whole_bytes + 2 * kernel), (0, "stored", kernel),
-        (1, "convolution", whole_bytes + 2 * made), (1, "transpose", image), (1, "transpose", made),
-        (1, "stored", kernel),
-    ]  # fmt: skip
-
-
-def test_every_split_of_a_convolution_has_smaller_transposes() -> None:
-    graph = convolution_graph()
-    operator = found(graph, "conv_general_dilated")
-    sizes = set()
-    for one in algorithms(graph, operator):
-        moved = {
-            gradient.kernel.moved_bytes
-            for gradient in kernels(graph, operator, one, CPU).gradients
-            if gradient.kernel.kind == "transpose"
-        }
-        shards = [spec.shards(SIZES) for spec in (one.operands[0], one.results[0])]
-        assert moved == {4 * 2 * 64 * 4 / shards[0], 4 * 2 * 64 * 16 / shards[1]}
-        sizes |= moved
-    assert len(sizes) > 2
-
-
-def test_sums_read_what_they_sum_once_for_each_run_of_dims() -> None:
-    def norm(p: Any, x: Any) -> Any:
-        y = jnp.sin(x * p["s"])
-        mean = jnp.sum(y, axis=(1, 3), keepdims=True)  # dims 1 and 3 are no neighbours
-        return jnp.sum(y * mean)
-
-    graph = graph_of(norm, {"s": array(6)}, array(2, 3, 4, 6))
-    whole = 4 * 2 * 3 * 4 * 6
-    summed, spread = {}, {}
-    for operator in graph.operators:
-        found_kernels = kernels(graph, operator, algorithms(graph, operator)[0])
-        summed.setdefault(operator.name, []).append(found_kernels.forward.summed_bytes)
-        spread.setdefault(operator.name, []).append(
-            sum(g.runs * g.kernel.summed_bytes for g in found_kernels.gradients)
-        )
-    assert summed["reduce_sum"] == [2 * whole, whole]
-    assert not any(summed["mul"])
-    # `s` is spread over three neighbours, `mean` over two dims apart; sums spread on the way, which costs nothing.
-    assert sum(map(sum, spread.values())) == whole + 2 * whole
-    assert not any(spread["reduce_sum"])
-
-
-def test_sums_take_what_they_read_on_cpus_alone() -> None:
-    graph = graph_of(lambda p, x: jnp.sum(jnp.sum(jnp.tanh(x * p), axis=1) ** 2), array(16), array(64, 16))
-    (operator,) = (o for o in graph.operators if o.name == "reduce_sum" and o.operands and o.results[0] is not None
-                   and graph.values[o.results[0]].shape == (64,))  # fmt: skip
-    for device, passes in ((CPU, 1.0), (A100, 0.0)):
-        prices = prices_of(load_cluster("cpu").logical_mesh((2, 4), ("x", "y")), device)
-        choices = operator_choices(graph, operator, prices.sizes, of_parameters=False)
-        table = prices.of_operator(graph, operator, choices)
-        for number, one in enumerate(choices):
-            (forward, backward, _, _), *_ = prices.operator_parts(graph, operator, [one.algorithm])
-            assert (table.forward_seconds[number], table.backward_seconds[number]) == pytest.approx((forward, backward))
-            read = 64 * 16 * 4 / one.algorithm.operands[0].shards(prices.sizes)
-            bandwidth = device.memory_bandwidth_bytes_per_second
-            assert forward - backward == pytest.approx(passes * read / bandwidth, abs=1e-18)
-
-
-def test_gathers_along_inner_dims_are_transposed_on_cpus_alone() -> None:
-    size, mesh = 2.0**20, load_cluster("cpu").logical_mesh((8,), ("x",))
-    whole = SpecRow([Spec(((), ()), broadcast=frozenset({"x"}))])
-    for device, transposes in ((CPU, 1 / CPU.transpose_bandwidth_bytes_per_second), (A100, 0.0)):
-        prices = prices_of(mesh, device)
-        rows, columns = (SpecRow([Spec(dims)]) for dims in ((("x",), ()), ((), ("x",))))
-        first, inner = (
-            prices.conversion_table(source, whole, size, forward_runs=2, differentiated=True)[0, 0]
-            for source in (rows, columns)
-        )
-        # Forward twice, and the scatter of the cotangent.
-        assert inner - first == pytest.approx(3 * size * transposes, abs=1e-15)
-        for source, strided in ((rows, False), (columns, True)):
-            (step,) = convert(source[0], whole[0]) or ()
-            assert step.strided == strided
-            alone = prices.collective("all_gather", size, ("x",), strided=step.strided)
-            table = prices.forward_table(source, whole, size, differentiated=True)[0, 0]
-            assert table == pytest.approx(alone)
+    plain, unfolded = kernels(graph, operator, whole), kernels(graph, operator, whole, CPU)
+    pixels = 2 * 8 * 8
+    assert plain.forward.kind == "convolution"
+    assert plain.forward.flops == unfolded.forward.flops == 2 * pixels * 9 * 3 * 16
+    assert plain.forward.moved_bytes == 4 * (pixels * 3 + 9 * 3 * 16 + pixels * 16)
+    # Each window is written and read: 9 times the image, or for its own gradient 9 times the result.
+    extra = {one.operand: one.kernel.moved_bytes - plain.forward.moved_bytes for one in unfolded.gradients}
+    assert unfolded.forward.moved_bytes - plain.forward.moved_bytes == 2 * 4 * pixels * 9 * 3 == extra[1]
+    assert extra[0] == 2 * 4 * pixels * 9 * 16
 
 
 def test_attention_is_told_from_other_calls_by_what_keys_and_values_share() -> None:

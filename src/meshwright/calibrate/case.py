@@ -19,24 +19,16 @@ CHAINS = ("add", "gelu", "softmax", "normalise")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """Matrix products [m, k] x [k, n] and their return [m, n] x [n, k] on every device at once.
+    """A matrix product [m, k] x [k, n] and its return [m, n] x [n, k] on every device at once.
 
     >>> Product(dtype="float32", m=2, k=3, n=4).flops
     48.0
-
-    Args:
-      dtype: of the operands.
-      m: rows.
-      k: summed over.
-      n: columns.
-      together: how many of other operands, none waiting for another.
     """
 
     dtype: str
     m: int
     k: int
     n: int
-    together: int = 1
 
     @property
     def flops(self) -> float:
@@ -53,39 +45,7 @@ class Product:
 
     def seconds(self, device: Device) -> float:
         """Predicted."""
-        return self.together * _sum_seconds(self.kernels, device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convolution:
-    """Convolutions 3 x 3 of float32 images, their derivatives, and the update of both operands by these, on every
-    device at once.
-
-    Args:
-      batch: images.
-      edge: of an image, in pixels.
-      channels: of an image.
-      features: that are made of it.
-      kernels: that the cost model sees in one.
-      together: how many of other operands, none waiting for another.
-    """
-
-    batch: int
-    edge: int
-    channels: int
-    features: int
-    kernels: tuple[Kernel, ...]
-    together: int = 1
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of image and kernel."""
-        image = (self.batch, self.edge, self.edge, self.channels)
-        return image, (3, 3, self.channels, self.features)
-
-    def seconds(self, device: Device) -> float:
-        """Predicted."""
-        return self.together * _sum_seconds(self.kernels, device)
+        return _sum_seconds(self.kernels, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +71,15 @@ class Chain:
       name: one of `CHAINS`.
       size_bytes: of its operand on one device.
       kernels: that the cost model sees in it.
-      together: how many of other operands, none waiting for another.
     """
 
     name: str
     size_bytes: int
     kernels: tuple[Kernel, ...]
-    together: int = 1
 
     def seconds(self, device: Device) -> float:
         """Predicted."""
-        return self.together * _sum_seconds(self.kernels, device)
+        return _sum_seconds(self.kernels, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +105,7 @@ class Collective:
         return self.together * collective_seconds(self.kind, float(self.size_bytes), [axis])
 
 
-Case = Product | Convolution | Starts | Chain | Collective
+Case = Product | Starts | Chain | Collective
 
 
 def _sum_seconds(kernels: tuple[Kernel, ...], device: Device) -> float:
@@ -169,14 +127,11 @@ def item_bytes(dtype: str) -> int:
 def case_document(case: Case) -> dict[str, Any]:
     """The case as plain data."""
     if isinstance(case, Product):
-        return {"kind": "product", "dtype": case.dtype, "shape": [case.m, case.k, case.n], "together": case.together}
-    if isinstance(case, Convolution):
-        image, kernel = map(list, case.shapes)
-        return {"kind": "convolution", "image": image, "kernel": kernel, "together": case.together}
+        return {"kind": "product", "dtype": case.dtype, "shape": [case.m, case.k, case.n]}
     if isinstance(case, Starts):
         return {"kind": "kernel starts", "kernels": case.kernels}
     if isinstance(case, Chain):
-        return {"kind": case.name, "dtype": "float32", "size_bytes": case.size_bytes, "together": case.together}
+        return {"kind": case.name, "dtype": "float32", "size_bytes": case.size_bytes}
     return {
         "kind": case.kind, "size_bytes": case.size_bytes, "group": case.shape[case.axis], "mesh": list(case.shape),
         "together": case.together,

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._jax.convolutions import with_fast_convolutions
-from .case import Case, Chain, Collective, Convolution, Product, Starts
+from .case import Case, Chain, Collective, Product, Starts
 
 # A chain works on rows of this many elements.
 _ROW = 64
@@ -118,13 +117,9 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
 def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
     if isinstance(case, Chain):
         function = chain_function(case.name)
-        return (lambda *xs: tuple(map(function, xs))), [chain_shape(case.size_bytes)] * case.together, jnp.float32
+        return (lambda x: (function(x),)), [chain_shape(case.size_bytes)], jnp.float32
     if isinstance(case, Product):
-        shapes = [(case.m, case.k), (case.k, case.n)] * case.together
-        return (lambda *arrays: _each_pair(lambda x, w: ((x @ w) @ w.T, w), arrays)), shapes, jnp.dtype(case.dtype)
-    if isinstance(case, Convolution):
-        updated = with_fast_convolutions(_updated)
-        return (lambda *arrays: _each_pair(updated, arrays)), list(case.shapes) * case.together, jnp.float32
+        return (lambda x, w: ((x @ w) @ w.T, w)), [(case.m, case.k), (case.k, case.n)], jnp.dtype(case.dtype)
     if isinstance(case, Starts):
         return (lambda *arrays: tuple(x @ x for x in arrays)), [(_TINY, _TINY)] * case.kernels, jnp.float32
     function, elements = _collective(case, names[case.axis])
@@ -139,21 +134,6 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
         return *made, rows, square
 
     return between, [*[(elements,)] * together, *_BETWEEN_SHAPES], jnp.float32
-
-
-def _each_pair(function: Callable[..., tuple[jax.Array, ...]], arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """A function of two arrays of each pair of neighbours."""
-    return tuple(made for pair in zip(arrays[::2], arrays[1::2], strict=True) for made in function(*pair))
-
-
-def convolution(image: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Of images [batch, edge, edge, channels] with a kernel [3, 3, channels, features]."""
-    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-
-
-def _updated(image: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
-    made, pull = jax.vjp(convolution, image, kernel)
-    return tuple(jnp.clip(x - 1e-3 * d, -1.0, 1.0) for x, d in zip((image, kernel), pull(made), strict=True))
 
 
 @cache

@@ -40,14 +40,11 @@ class EfficiencyProfile:
       matmul: of peak FLOP/s that a large matrix product reaches.
       narrow: the same for types of one byte, of their own (higher) peak.
       convolution: the same for a convolution.
-      feature_ramp: features of a convolution that cost as much again as its arithmetic: it takes 1 + feature_ramp / F
-        times as long where it makes F.
       attention: the same for fused attention, of the FLOPs that the mask leaves.
       memory: of the memory bandwidth of the device (which presets give as large operations reach it).
       passes: how often a value that is stored passes through memory for each time it is made: once written, once or
         more read. Compilers that fuse less have more.
       fused_share: of that traffic, what is left of operations that are fused into their readers.
-      summed: how often what is summed passes through memory for that; 0 where it is summed while it is made.
       sliced: how often what the body of a loop takes out of a stack (a layer's weights) passes through memory for that,
         forward; three times as often backward, where it is taken again and its gradient is added to that of the stack.
       tiles: whether products pay for tiles that their result does not fill, and for a last wave of tiles that leaves
@@ -69,12 +66,10 @@ class EfficiencyProfile:
     matmul: float = 0.8
     narrow: float = 0.6
     convolution: float = 0.6
-    feature_ramp: float = 0.0
     attention: float = 0.5
     memory: float = 1.0
     passes: float = 2.0
     fused_share: float = 0.1
-    summed: float = 0.0
     sliced: float = 0.0
     tiles: bool = True
     network: float = 1.0
@@ -113,9 +108,7 @@ _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.35),
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
     "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
-    "cpu": EfficiencyProfile(
-        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, summed=1.0, sliced=1.0, tiles=False
-    ),
+    "cpu": EfficiencyProfile(name="cpu", convolution=1.0, attention=0.5, passes=1.0, sliced=1.0, tiles=False),
     "": EfficiencyProfile(name="any"),
 }
 

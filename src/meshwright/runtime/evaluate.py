@@ -26,7 +26,7 @@ from ..program.graph import Graph, Operator, Path
 from ..program.local import COMBINE, Split, evaluate_local
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
-from ..sharding.deferred_sums import makes_a_number, partial_axes
+from .deferred_sums import partial_axes
 from .follow import Follower
 from .local_value import LocalValue
 from .loop_residuals import chooses, is_stored
@@ -103,9 +103,9 @@ class ShardedProgram:
         known = {value: self._settled.get(value, spec) for value, spec in zip(graph.inputs, specs, strict=True)}
         for operator in graph.operators:
             results = self._algorithms[operator.index].results
-            if makes_a_number(graph, operator):
+            if self._is_number(operator):
                 operands = [Spec(()) if v is None else known.get(v, Spec(())) for v in operator.operands]
-                results = (Spec((), partial=partial_axes(graph, operator, operands)),)
+                results = (Spec((), partial=self._partial_axes(operator, operands)),)
             for value, spec in zip(operator.results, results, strict=True):
                 if value is not None and not graph.values[value].constant:
                     known[value] = self._settled.get(value, spec)
@@ -114,6 +114,16 @@ class ShardedProgram:
             rank = len(getattr(atom.aval, "shape", ()))
             outs.append(known.get(value, Spec.replicated(rank)) if value is not None else Spec.replicated(rank))
         return outs
+
+    def _is_number(self, operator: Operator) -> bool:
+        """Whether it makes one number of numbers, which are no integers: those are divided with a remainder."""
+        values = [self._graph.values[v] for v in (*operator.operands, *operator.results) if v is not None]
+        if len(operator.results) != 1 or operator.is_link:
+            return False
+        return all(value.shape == () and "float" in value.dtype for value in values)
+
+    def _partial_axes(self, operator: Operator, operands: Sequence[Spec]) -> frozenset[str]:
+        return partial_axes(operator.name, operands, [self._is_differentiated(v) for v in operator.operands])
 
     def _whole(self, x: Any) -> LocalValue:
         return LocalValue(x, Spec.replicated(len(getattr(x, "shape", ()))), self._sizes)
@@ -190,8 +200,11 @@ class ShardedProgram:
         if all(v is None or self._graph.values[v].constant for v in indices) and not is_call(equation):
             return [self._constant(equation, values, i) for i in range(len(indices))]
         algorithm = self._algorithms[operator.index]
-        if makes_a_number(self._graph, operator):
-            algorithm = self._deferring(operator, algorithm, values)
+        if self._is_number(operator) and (axes := self._partial_axes(operator, [value.spec for value in values])):
+            partial = Spec((), partial=axes)
+            pairs = zip(values, algorithm.operands, strict=True)
+            operands = tuple(partial if value.spec == partial else spec for value, spec in pairs)
+            algorithm = replace(algorithm, operands=operands, results=(partial,))
         shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
         if is_call(equation):
             results = self._follower.call(equation, algorithm, shards, differentiated=operator.differentiated)
@@ -206,16 +219,6 @@ class ShardedProgram:
             )
             for index, shard, spec in zip(indices, results, algorithm.results, strict=True)
         ]
-
-    def _deferring(self, operator: Operator, algorithm: Algorithm, values: Sequence[LocalValue]) -> Algorithm:
-        """An algorithm of numbers, with those that are summands taken as they are where their sum may wait."""
-        axes = partial_axes(self._graph, operator, [value.spec for value in values])
-        if not axes:
-            return algorithm
-        partial = Spec((), partial=axes)
-        pairs = zip(values, algorithm.operands, strict=True)
-        operands = tuple(partial if value.spec == partial else spec for value, spec in pairs)
-        return replace(algorithm, operands=operands, results=(partial,))
 
     def _is_differentiated(self, index: int | None) -> bool:
         return index is not None and self._graph.values[index].differentiated

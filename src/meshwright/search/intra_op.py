@@ -66,7 +66,7 @@ class Move(NamedTuple):
     source: int
     target: int
     value: int
-    times: float
+    times: int
     sources: SpecRow
     targets: SpecRow
 
@@ -352,7 +352,7 @@ class IntraOpProblem:
         for operator, reads in zip(self._wiring.operators, self._wiring.reads, strict=True):
             node, operands = self.operator_node[operator.index], self.operator_prices[operator.index].operands
             for read in reads:
-                index, times = read.value, read.times / self.microbatches if read.waits else read.times
+                index, times = read.value, read.times
                 source, specs = self._defines[index]
                 targets = operands[read.position]
                 if source != node:  # else it follows what makes the value
@@ -381,11 +381,9 @@ class IntraOpProblem:
                 self.moves.append(Move(node, target, index, 1, specs, wanted))
                 continue
             whole = SpecRow(Spec(spec.dims) for spec in specs)
-            # A number is summed over devices once a step.
-            times = 1 if self.graph.values[index].shape else 1 / self.microbatches
-            self.moves.append(Move(node, node, index, times, specs, whole))
+            self.moves.append(Move(node, node, index, 1, specs, whole))
             if whole is not specs:
-                self._connect(node, node, self._conversions(index, specs, whole, 1, times))
+                self._connect(node, node, self._conversions(index, specs, whole, 1, 1))
 
     # Solving
 

@@ -2,10 +2,8 @@
 
 The one list that searched and stated plans are priced by (`cost.kernels`). A product's derivative is products of the
 same FLOPs in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's
-[K, M] x [M, N]. A convolution has no tiles here, but a device may have code for one order of dims alone
-(`Device.transpose_bandwidth_bytes_per_second`): the gradient of the image is a convolution with the kernel turned, that
-of the kernel one of the image by the cotangent, both transposed, whose result is turned back. The rest is in
-`plain_kernels`.
+[K, M] x [M, N]. A convolution has no tiles here, but a device that writes windows out (`Device.unfolds_convolutions`)
+writes others for the gradient of its image. Everything else that is differentiated runs once more.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from ..cluster import Device
 from ..cost.kernels import ATTENTION_BACKWARD, Kernel
 from ..program.graph import Graph, Operator
 from ..sharding import Algorithm
-from .plain_kernels import plain_kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +65,32 @@ def operator_kernels(
     if operator.name == "dot_general":
         return _product(graph, operator, algorithm, sizes, moving)
     if operator.name == "conv_general_dilated":
-        return _convolution(graph, operator, algorithm, sizes, moving, device)
+        return _convolution(graph, operator, algorithm, sizes, moving, unfolds=device.unfolds_convolutions)
     if operator.matmul:
         attention = _is_attention(operator)
         flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
         kernel = Kernel("attention" if attention else "product", flops, moved, dtype)
         return _again(kernel, moving, ATTENTION_BACKWARD if attention else float(len(moving)))
-    written, read = (
-        _bytes(graph, values, specs, sizes)
-        for values, specs in ((operator.results, algorithm.results), (operator.operands, algorithm.operands))
-    )
-    forward, backward = plain_kernels(graph, operator, written, read, stored=stored)
-    return replace(_again(backward, moving or [0] * operator.differentiated, 1.0), forward=forward)
+    kernel = plain_kernel(_bytes(graph, operator.results, algorithm.results, sizes), stored=stored)
+    return _again(kernel, moving or [0] * operator.differentiated, 1.0)
+
+
+def is_plain(operator: Operator) -> bool:
+    """Whether what an operator takes follows from what it writes, and nothing is moved inside it: it runs one kernel,
+    and once more for its derivative."""
+    if operator.is_link or operator.matmul or operator.name in ("dot_general", "conv_general_dilated"):
+        return False
+    return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
+
+
+def plain_kernel(written: float, *, stored: bool) -> Kernel:
+    """The kernel of an operator that is no product.
+
+    Args:
+      written: bytes.
+      stored: whether its result is written to memory.
+    """
+    return Kernel("stored" if stored else "fused", 0.0, written)
 
 
 def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
@@ -130,29 +141,24 @@ def _convolution(
     algorithm: Algorithm,
     sizes: Mapping[str, int],
     moving: list[int],
-    device: Device,
+    *,
+    unfolds: bool,
 ) -> OperatorKernels:
     flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-    image, kernel, made = _factors(operator)
-    extent = _Extent(operator, algorithm, sizes)
-    forward = Kernel("convolution", flops, moved, dtype, (extent((kernel & made) - image),))
-    of_image = replace(forward, shape=(extent((kernel & image) - made),))
-    if not device.transpose_bandwidth_bytes_per_second:
-        gradients = [Gradient(operand=i, kernel=(of_image, forward)[i], runs=1.0) for i in moving]
-        return OperatorKernels(forward=forward, gradients=tuple(gradients))
-    tensors = zip((*operator.operands, *operator.results), (*algorithm.operands, *algorithm.results), strict=True)
-    image_bytes, kernel_bytes, made_bytes = (_bytes(graph, (v,), (spec,), sizes) for v, spec in tensors)
-    # What takes the kernel's place is packed: written once more, and read.
-    packed, by_cotangent = moved + 2 * kernel_bytes, moved + 2 * made_bytes
-    # Of a kernel neighbouring dims change places, which takes no longer than any copy.
-    turned = Kernel("stored", 0.0, kernel_bytes)
-    both = (Kernel("transpose", 0.0, size) for size in (image_bytes, made_bytes))
-    runs = {
-        0: (replace(of_image, moved_bytes=packed), turned),
-        1: (replace(forward, moved_bytes=by_cotangent), *both, turned),
-    }
-    gradients = [Gradient(operand=i, kernel=one, runs=1.0) for i in moving for one in runs[i]]
-    return OperatorKernels(forward=replace(forward, moved_bytes=packed), gradients=tuple(gradients))
+    result = next((graph.values[v] for v in operator.results if v is not None), None)
+    windows = image_windows = 0.0
+    if unfolds and result is not None:
+        image, kernel, made = _factors(operator)
+        extent = _Extent(operator, algorithm, sizes)
+        # A product of FLOPs 2 M K N has a matrix of windows of M K elements; twice: it is written and read.
+        windows = result.itemsize * flops / extent((kernel & made) - image)
+        image_windows = result.itemsize * flops / extent((kernel & image) - made)
+    forward = Kernel("convolution", flops, moved + windows, dtype)
+    backward = replace(forward, moved_bytes=moved + image_windows)
+    return OperatorKernels(
+        forward=forward,
+        gradients=tuple(Gradient(operand=i, kernel=forward if i else backward, runs=1.0) for i in moving),
+    )
 
 
 def _factors(operator: Operator) -> tuple[set[int], set[int], set[int]]:

@@ -19,9 +19,8 @@ from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .choices import Choices
 from .conversion_prices import conversion_prices
-from .operator_kernels import OperatorKernels, operator_kernels
+from .operator_kernels import OperatorKernels, is_plain, operator_kernels, plain_kernel
 from .parameter_prices import ParameterPrices
-from .plain_kernels import is_plain, plain_kernels
 from .spec_row import SpecRow
 
 
@@ -84,8 +83,6 @@ class Prices:
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
-        bandwidth = device.transpose_bandwidth_bytes_per_second
-        self._strided_seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
         self._forward_tables: dict[tuple[object, ...], np.ndarray] = {}
         self._shards: dict[SpecRow, np.ndarray] = {}
@@ -95,21 +92,14 @@ class Prices:
         # them apart.
         self.operators: dict[Hashable, dict[int, OperatorPrices]] = {}
         self.parameters: dict[object, ParameterPrices] = {}
-        self._conversions = conversion_prices(mesh, self._strided_seconds_per_byte)
+        self._conversions = conversion_prices(mesh)
 
-    def collective(self, kind: str, size_bytes: float, axes: Sequence[str], *, strided: bool = False) -> float:
-        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`).
-
-        Args:
-          kind: see there, and `size_bytes` too.
-          size_bytes: of its buffer.
-          axes: of the mesh.
-          strided: see `sharding.conversion.Step`.
-        """
+    def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
+        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`)."""
         key = (kind, tuple(axes), size_bytes)
         if key not in self._collectives:
             self._collectives[key] = collective_seconds(kind, size_bytes, [self._axes[a] for a in axes])
-        return self._collectives[key] + strided * size_bytes * self._strided_seconds_per_byte
+        return self._collectives[key]
 
     def conversion_table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, forward_runs: int, differentiated: bool,
@@ -155,20 +145,14 @@ class Prices:
         """What is known of an operator that can be run in these ways."""
         if is_plain(operator):
             # What a device writes says it all, and that is one of a few sizes.
-            written, read = np.zeros(len(choices)), np.zeros(len(choices))
-            for total, values, rows in (
-                (written, operator.results, choices.results), (read, operator.operands, choices.operands),
-            ):  # fmt: skip
-                for value, row in zip(values, rows, strict=True):
-                    if value is not None:
-                        total += graph.values[value].bytes / self.shards(row)
-            sizes, stored = list(zip(written.tolist(), read.tolist(), strict=True)), is_stored(graph, operator)
-            seconds = {
-                size: tuple(map(self.kernel, plain_kernels(graph, operator, *size, stored=stored)))
-                for size in set(sizes)
-            }
-            forward, backward = np.array([seconds[size] for size in sizes], dtype=float).reshape(-1, 2).T
-            backward = backward * operator.differentiated
+            written = np.zeros(len(choices))
+            for value, row in zip(operator.results, choices.results, strict=True):
+                if value is not None:
+                    written = written + graph.values[value].bytes / self.shards(row)
+            sizes, stored = written.tolist(), is_stored(graph, operator)
+            seconds = {size: self.kernel(plain_kernel(size, stored=stored)) for size in set(sizes)}
+            forward = np.array([seconds[size] for size in sizes])
+            backward = forward * operator.differentiated
         else:
             parts = self.operator_parts(graph, operator, [choice.algorithm for choice in choices])
             forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T

@@ -16,9 +16,8 @@ from typing import Any, Literal, Protocol
 
 from ..program.graph import Graph, Operator, once_for_each_graph
 from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
-from ..sharding.deferred_sums import may_wait
 from .choices import values_of_parameters
-from .plain_kernels import is_plain
+from .operator_kernels import is_plain
 from .spec_row import SpecRow
 
 
@@ -32,7 +31,6 @@ class Read:
       times: in a microbatch.
       runs: how often a conversion for it runs forward for one backward pass.
       of_parameters: whether it is made of parameters alone and read outside loops, which keep such values.
-      waits: whether it is a number whose sum over devices may wait until the end of a step.
       holds: what the backward pass keeps of it for this operator: "read", as it is read, or "gathered", only where it
         was gathered for that.
     """
@@ -42,7 +40,6 @@ class Read:
     times: int
     runs: int
     of_parameters: bool
-    waits: bool
     holds: Literal["", "read", "gathered"]
 
 
@@ -132,8 +129,7 @@ def wiring_of(graph: Graph) -> Wiring:
                 holds = "gathered"
             again = value in values_of_parameters(graph) and len(operator.path) == 1
             runs = forward_runs_of(graph, value, operator)
-            times, waits = operator.operand_repeats[position], may_wait(graph, operator, value)
-            found.append(Read(position, value, times, runs, again, waits, holds))
+            found.append(Read(position, value, operator.operand_repeats[position], runs, again, holds))
         reads.append(tuple(found))
     followers = {o.index: one for o in operators if (one := _follower(graph, known, o)) is not None}
     return Wiring(operators=operators, reads=tuple(reads), shared=tuple(shared.values()), followers=followers)
