@@ -83,6 +83,7 @@ def layers(*, scanned: bool, gradients: bool) -> float:
 CONVOLUTIONS = {
     "3 x 3 over 2 x 2": ((16, 2, 2, 64), (3, 3, 64, 64), 1, False),
     "gradient of 4 x 4 by 3 x 3 in steps of 2": ((16, 4, 4, 64), (3, 3, 64, 128), 2, True),
+    "gradient of 32 x 32 by 16 x 16 in steps of 16": ((8, 32, 32, 32), (16, 16, 32, 32), 16, True),
     "7 x 7 in steps of 2, three channels": ((16, 16, 16, 3), (7, 7, 3, 32), 2, False),
 }
 

@@ -89,6 +89,17 @@ def test_an_odd_number_of_channels_gets_one_more(batch: int) -> None:
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
+def test_images_spread_far_apart_get_no_border() -> None:
+    images, kernel = jnp.ones((2, 32, 32, 4)), jnp.ones((16, 16, 4, 4))
+
+    def of_image(kernel: Any, images: Any) -> Any:
+        return jax.grad(loss, argnums=1)(kernel, images, (16, 16), ("NHWC", "HWIO", "NHWC"))
+
+    names = {e.primitive.name for e in jax.make_jaxpr(with_fast_convolutions(of_image))(kernel, images).eqns}
+    assert "conv_general_dilated" in names
+    assert "optimization_barrier" not in names
+
+
 def test_what_has_no_convolution_is_left_alone() -> None:
     def plain(x: Any) -> Any:
         return {"out": jnp.sin(x)}

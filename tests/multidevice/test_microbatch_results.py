@@ -167,6 +167,25 @@ def test_microbatches_of_one_example_have_a_reduction(name) -> None:
     assert program.reduction == "mean"
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_number_that_is_summand_and_broadcast_is_summed_once(microbatches: int) -> None:
+    """The mean of a split parameter, whose cotangent is made of summands too, scales that parameter."""
+    rng = np.random.default_rng(1)
+    shapes = {"first": (64, 256), "second": (256, 64)}
+    state = {name: jnp.asarray(rng.normal(size=shape) * 0.1, jnp.float32) for name, shape in shapes.items()}
+    batch = tuple(jnp.asarray(rng.normal(size=(256, 64)), jnp.float32) for _ in range(2))
+
+    def step(p, b):
+        def loss(p):
+            first, second = (w * jnp.mean(jnp.abs(w)) for w in (p["first"], p["second"]))
+            return error(jnp.tanh(b[0] @ first) @ second, b[1])
+
+        value, gradients = mw.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    assert_as_on_one_device(step, state, batch, preset="fsdp_tp(tp=4)", microbatches=microbatches)
+
+
 @pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny"])
 def test_no_microbatch_waits_for_the_sum_of_its_loss(name: str) -> None:
     """Data parallel in four microbatches: devices meet to sum the loss once a step, not in the loop."""

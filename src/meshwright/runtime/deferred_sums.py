@@ -22,11 +22,19 @@ def partial_axes(name: str, operands: Sequence[Spec], differentiated: Sequence[b
     >>> sorted(partial_axes("mul", (partial, whole), (True, True)))  # the cotangent of `whole` would be summands too
     []
 
+    A number whose cotangent is made of summands as well is summed where the plan says, with its mark:
+
+    >>> both = Spec((), partial=frozenset({"data"}), broadcast=frozenset({"model"}))
+    >>> sorted(partial_axes("div", (both, whole), (True, False)))
+    []
+
     Args:
       name: of its primitive.
       operands: how each is there.
       differentiated: whether a cotangent flows back through each.
     """
+    if any(spec.broadcast for spec in operands):
+        return _NOWHERE
     if name == "neg":
         return operands[0].partial
     if name not in ("add", "sub", "mul", "div"):

@@ -116,7 +116,11 @@ class ShardedProgram:
         return outs
 
     def _is_number(self, operator: Operator) -> bool:
-        """Whether it makes one number of numbers, which are no integers: those are divided with a remainder."""
+        """Whether it makes one number of numbers, which are no integers: those are divided with a remainder. Nor
+        has any a mark of the plan (`broadcast`), which has to stay."""
+        algorithm = self._algorithms[operator.index]
+        if any(spec.broadcast for spec in (*algorithm.operands, *algorithm.results)):
+            return False
         values = [self._graph.values[v] for v in (*operator.operands, *operator.results) if v is not None]
         if len(operator.results) != 1 or operator.is_link:
             return False
