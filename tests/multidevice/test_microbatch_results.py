@@ -186,21 +186,50 @@ def test_a_number_that_is_summand_and_broadcast_is_summed_once(microbatches: int
     assert_as_on_one_device(step, state, batch, preset="fsdp_tp(tp=4)", microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny"])
-def test_no_microbatch_waits_for_the_sum_of_its_loss(name: str) -> None:
-    """Data parallel in four microbatches: devices meet to sum the loss once a step, not in the loop."""
-    target = zoo.build(name, global_batch=32)
-    planning = plan_for(
-        target.step, (target.example_state, target.example_batch), cluster=load_cluster("cpu"),
-        preset="data_parallel()", microbatches=4,
-    )  # fmt: skip
-    step = LocalStep(planning.program, planning.plan)
-    traced = jax.make_jaxpr(step.on(step.abstract_mesh(), "cpu"))(*step.avals())
+def _regularised(p, b):
+    """A loss of parts that are summands over different devices, or over none; one is not linear in a sum."""
+
+    def loss(p):
+        h = b[0] @ p["out"]
+        norm, second = jnp.sum(p["out"] ** 2), sum([jnp.mean(h), 3.0])
+        value = second / 2 + error(h, b[1]) + 0.01 * norm - jnp.sqrt(norm) - (0.25 - jnp.mean(jnp.abs(h)))
+        return value, {"norm": norm, "less": 1.0 - second}
+
+    (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), {"loss": value, **aux}
+
+
+@pytest.mark.parametrize("where", [{"preset": "data_parallel()"}, {"preset": "fsdp_tp(tp=2)"}, TENSOR], ids=str)
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_is_added_may_be_summands_over_different_devices(where, microbatches: int) -> None:
+    assert_as_on_one_device(_regularised, PARAMETERS, (X, Y), **where, microbatches=microbatches, reduction="mean")
+
+
+def _sums_of_numbers(step: Any, arguments: Any, **options: Any) -> int:
+    """Sums of single numbers over devices in the loop over four microbatches."""
+    planning = plan_for(step, arguments, cluster=load_cluster("cpu"), microbatches=4, **options)
+    local = LocalStep(planning.program, planning.plan)
+    traced = jax.make_jaxpr(local.on(local.abstract_mesh(), "cpu"))(*local.avals())
     loops = [e for e in _equations(open_jaxpr(traced)) if e.primitive.name == "scan" and e.params["length"] == 4]
     assert loops
     inside = [e for loop in loops for e in _equations(open_jaxpr(loop.params["jaxpr"]))]
-    assert not [e for e in inside if e.primitive.name.startswith("psum") and e.outvars[0].aval.shape == ()]
-    assert [e for e in _equations(open_jaxpr(traced)) if e.primitive.name.startswith("psum")]
+    return sum(e.primitive.name.startswith("psum") and e.outvars[0].aval.shape == () for e in inside)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "wresnet-tiny", "moe-tiny"])
+def test_no_microbatch_waits_for_the_sum_of_its_loss(name: str) -> None:
+    """Data parallel in four microbatches: devices meet to sum the loss once a step, not in the loop."""
+    target = zoo.build(name, global_batch=32)
+    arguments = target.example_state, target.example_batch
+    assert _sums_of_numbers(target.step, arguments, preset="data_parallel()") == 0
+
+
+def test_a_number_is_summed_in_every_microbatch_that_needs_the_whole_of_it() -> None:
+    def step(p, b):
+        value, gradients = mw.value_and_grad(lambda p: jnp.sqrt(error(b[0] @ p["out"], b[1])))(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    assert _sums_of_numbers(step, (PARAMETERS, (X, Y)), preset="data_parallel()", reduction="mean") == 1
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

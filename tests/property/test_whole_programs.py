@@ -69,6 +69,16 @@ def mlp(params: Any, batch: Any) -> Any:
     return descend(lambda p: jnp.sum((jax.nn.relu(x @ p["w"] + p["b"]) - y) ** 2), params)
 
 
+def mean_and_deviation(params: Any, x: Any) -> Any:
+    """A number that is linear in sums over the batch beside one that is not."""
+
+    def loss(p: Any) -> Any:
+        y = jnp.tanh(x @ p["a"]) @ p["b"]
+        return jnp.mean(y) / 2 - 0.1 * jnp.sqrt(jnp.sum(y))
+
+    return descend(loss, params)
+
+
 def one_matmul(params: Any, x: Any) -> Any:
     return descend(lambda p: jnp.sum(jnp.tanh(x @ p)), params)
 
@@ -106,6 +116,7 @@ class Case:
     args: tuple[Any, ...]
     mesh: tuple[int, ...] = (2,)
     microbatches: int = 1
+    reduction: str | None = None
     bandwidth_bytes_per_second: float = 1e6
     pins: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
@@ -119,6 +130,10 @@ CASES = {
     ),
     "two matmuls in microbatches": Case(
         step=two_matmuls, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4)), microbatches=2,
+    ),
+    "a mean and a deviation in microbatches": Case(
+        step=mean_and_deviation, args=({"a": array(4, 6), "b": array(6, 3)}, array(8, 4)), microbatches=4,
+        bandwidth_bytes_per_second=1e5, reduction="mean",
     ),
     "a shared value": Case(step=shared_value, args=({"a": array(3, 6), "b": array(6, 6)}, array(8, 3))),
     "mlp": Case(
@@ -153,7 +168,7 @@ class Priced:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        program = trace_program(case.step, case.args, microbatches=case.microbatches)
+        program = trace_program(case.step, case.args, microbatches=case.microbatches, reduction=case.reduction)
         self.graph = graph = program.graph
         self.cluster = cluster_of(case)
         self.mesh = self.cluster.logical_mesh(case.mesh)
@@ -311,7 +326,8 @@ class Priced:
                     continue
                 runs = 2 if operator.region is not None and value in self.read_again else 1
                 target = algorithm.operands[position]
-                seconds += m * operator.operand_repeats[position] * self.move_seconds(value, have[value], target, runs)
+                often = 1 if self.is_summed_last(value) else m * operator.operand_repeats[position]
+                seconds += often * self.move_seconds(value, have[value], target, runs)
                 if value in self.kept and value in graph.producer and value not in problem.shared_node:
                     size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
                 elif value not in gathered and self.is_kept_gathered(operator, value):
@@ -322,8 +338,24 @@ class Priced:
             if value is not None and value in have:
                 carried = position < self.carried
                 target = have[graph.inputs[position]] if carried else Spec(have[value].dims)
-                seconds += m * self.move_seconds(value, have[value], target, 1)
+                often = 1 if not carried and self.is_summed_last(value) else m
+                seconds += often * self.move_seconds(value, have[value], target, 1)
         return seconds, size
+
+    def is_summed_last(self, value: int) -> bool:
+        """Whether a number is summed over devices once for all microbatches: if a result of the step is linear in it,
+        and nothing else is made of it."""
+        graph = self.graph
+        readers = graph.consumers.get(value, ())
+        if graph.values[value].shape or len(readers) > 1:
+            return False
+        if not readers:
+            return value in graph.outputs
+        ((index, at),) = readers
+        operator = graph.operators[index]
+        fixed = [v is None or graph.values[v].constant for v in operator.operands]
+        scales = (operator.name == "mul" and fixed[1 - at]) or (operator.name == "div" and at == 0 and fixed[1])
+        return (scales or operator.name in ("add", "sub", "neg")) and self.is_summed_last(operator.results[0])
 
     def is_kept_gathered(self, operator: Operator, value: int) -> bool:
         """Of what a product's gradients read and the program makes of data, the copy that was gathered for it."""

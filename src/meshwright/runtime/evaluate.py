@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ from ..program.graph import Graph, Operator, Path
 from ..program.local import COMBINE, Split, evaluate_local
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec, algorithm_of
-from .deferred_sums import partial_axes
+from ..sharding.deferred_sums import makes_a_number, partial_axes
+from .collectives import shared_out
 from .follow import Follower
 from .local_value import LocalValue
 from .loop_residuals import chooses, is_stored
@@ -103,9 +105,9 @@ class ShardedProgram:
         known = {value: self._settled.get(value, spec) for value, spec in zip(graph.inputs, specs, strict=True)}
         for operator in graph.operators:
             results = self._algorithms[operator.index].results
-            if self._is_number(operator):
-                operands = [Spec(()) if v is None else known.get(v, Spec(())) for v in operator.operands]
-                results = (Spec((), partial=self._partial_axes(operator, operands)),)
+            operands = [Spec(()) if v is None else known.get(v, Spec(())) for v in operator.operands]
+            if axes := self._summand_axes(operator, operands):
+                results = (Spec((), partial=axes),)
             for value, spec in zip(operator.results, results, strict=True):
                 if value is not None and not graph.values[value].constant:
                     known[value] = self._settled.get(value, spec)
@@ -115,18 +117,12 @@ class ShardedProgram:
             outs.append(known.get(value, Spec.replicated(rank)) if value is not None else Spec.replicated(rank))
         return outs
 
-    def _is_number(self, operator: Operator) -> bool:
-        """Whether it makes one number of numbers, which are no integers: those are divided with a remainder. Nor
-        has any a mark of the plan (`broadcast`), which has to stay."""
-        algorithm = self._algorithms[operator.index]
-        if any(spec.broadcast for spec in (*algorithm.operands, *algorithm.results)):
-            return False
-        values = [self._graph.values[v] for v in (*operator.operands, *operator.results) if v is not None]
-        if len(operator.results) != 1 or operator.is_link:
-            return False
-        return all(value.shape == () and "float" in value.dtype for value in values)
-
-    def _partial_axes(self, operator: Operator, operands: Sequence[Spec]) -> frozenset[str]:
+    def _summand_axes(self, operator: Operator, operands: Sequence[Spec]) -> frozenset[str]:
+        """The axes over which it makes a number that is left as summands; where the plan marks (`broadcast`), that
+        stays."""
+        planned = self._algorithms[operator.index]
+        if not makes_a_number(self._graph, operator) or any(s.broadcast for s in (*planned.operands, *planned.results)):
+            return frozenset()
         return partial_axes(operator.name, operands, [self._is_differentiated(v) for v in operator.operands])
 
     def _whole(self, x: Any) -> LocalValue:
@@ -204,12 +200,11 @@ class ShardedProgram:
         if all(v is None or self._graph.values[v].constant for v in indices) and not is_call(equation):
             return [self._constant(equation, values, i) for i in range(len(indices))]
         algorithm = self._algorithms[operator.index]
-        if self._is_number(operator) and (axes := self._partial_axes(operator, [value.spec for value in values])):
-            partial = Spec((), partial=axes)
-            pairs = zip(values, algorithm.operands, strict=True)
-            operands = tuple(partial if value.spec == partial else spec for value, spec in pairs)
-            algorithm = replace(algorithm, operands=operands, results=(partial,))
-        shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
+        if axes := self._summand_axes(operator, [value.spec for value in values]):
+            algorithm = replace(algorithm, results=(Spec((), partial=axes),))
+            shards = self._summands(operator, values, axes)
+        else:
+            shards = [value.read(spec) for value, spec in zip(values, algorithm.operands, strict=True)]
         if is_call(equation):
             results = self._follower.call(equation, algorithm, shards, differentiated=operator.differentiated)
         elif turns(equation) and self._is_differentiated(operator.operands[1]):
@@ -223,6 +218,14 @@ class ShardedProgram:
             )
             for index, shard, spec in zip(indices, results, algorithm.results, strict=True)
         ]
+
+    def _summands(self, operator: Operator, values: Sequence[LocalValue], axes: frozenset[str]) -> list[Any]:
+        """What a device reads of numbers to make its summand, over these axes, of another one."""
+        shards = [value.read(Spec((), partial=value.spec.partial)) for value in values]
+        if operator.name not in ("add", "sub"):
+            return shards
+        others = (prod(self._sizes[axis] for axis in axes - value.spec.partial) for value in values)
+        return [shared_out(shard, count) for shard, count in zip(shards, others, strict=True)]
 
     def _is_differentiated(self, index: int | None) -> bool:
         return index is not None and self._graph.values[index].differentiated

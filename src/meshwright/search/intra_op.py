@@ -149,6 +149,8 @@ class IntraOpProblem:
 
     # Whether what is made of parameters alone is gathered again in the backward pass, and not kept.
     gathers_again = False
+    # Whether what a step leaves of single numbers is summed over devices once, at the end of a step.
+    sums_numbers_last = True
 
     def __init__(
         self,
@@ -357,7 +359,8 @@ class IntraOpProblem:
                 targets = operands[read.position]
                 if source != node:  # else it follows what makes the value
                     runs = 2 if read.of_parameters and self.gathers_again else read.runs
-                    self._connect(source, node, self._conversions(index, specs, targets, runs, times))
+                    often = 1 / self.microbatches if read.waits and self.sums_numbers_last else times
+                    self._connect(source, node, self._conversions(index, specs, targets, runs, often))
                     self.moves.append(Move(source, node, index, times, specs, targets))
                 if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
@@ -383,7 +386,9 @@ class IntraOpProblem:
             whole = SpecRow(Spec(spec.dims) for spec in specs)
             self.moves.append(Move(node, node, index, 1, specs, whole))
             if whole is not specs:
-                self._connect(node, node, self._conversions(index, specs, whole, 1, 1))
+                last = self.sums_numbers_last and not self.graph.values[index].shape
+                often = 1 / self.microbatches if last else 1
+                self._connect(node, node, self._conversions(index, specs, whole, 1, often))
 
     # Solving
 

@@ -99,6 +99,8 @@ class StageProblem(IntraOpProblem):
 
     # Loops keep it.
     gathers_again = True
+    # Ranks hand on what each microbatch makes.
+    sums_numbers_last = False
 
     def __init__(
         self,

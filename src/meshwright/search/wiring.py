@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from ..program.graph import Graph, Operator, once_for_each_graph
 from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
+from ..sharding.deferred_sums import waiting_reads
 from .choices import values_of_parameters
 from .operator_kernels import is_plain
 from .spec_row import SpecRow
@@ -31,6 +32,7 @@ class Read:
       times: in a microbatch.
       runs: how often a conversion for it runs forward for one backward pass.
       of_parameters: whether it is made of parameters alone and read outside loops, which keep such values.
+      waits: whether it is a number that may be read as summands and summed at the end of a step.
       holds: what the backward pass keeps of it for this operator: "read", as it is read, or "gathered", only where it
         was gathered for that.
     """
@@ -40,6 +42,7 @@ class Read:
     times: int
     runs: int
     of_parameters: bool
+    waits: bool
     holds: Literal["", "read", "gathered"]
 
 
@@ -127,9 +130,11 @@ def wiring_of(graph: Graph) -> Wiring:
                 # Collectives run once, so the backward pass has no other.
                 gathered.add(value)
                 holds = "gathered"
-            again = value in values_of_parameters(graph) and len(operator.path) == 1
+            of_parameters = value in values_of_parameters(graph)
+            again = of_parameters and len(operator.path) == 1
+            waits = (operator.index, position) in waiting_reads(graph) and not of_parameters
             runs = forward_runs_of(graph, value, operator)
-            found.append(Read(position, value, operator.operand_repeats[position], runs, again, holds))
+            found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
         reads.append(tuple(found))
     followers = {o.index: one for o in operators if (one := _follower(graph, known, o)) is not None}
     return Wiring(operators=operators, reads=tuple(reads), shared=tuple(shared.values()), followers=followers)
