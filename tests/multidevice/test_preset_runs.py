@@ -129,9 +129,12 @@ def test_fsdp_outside_tensor_parallelism() -> None:
     found = kinds(planning)
     parameters = planning.plan.stages[0].parameters
     assert all("data" in p.gathered for p in parameters)
-    # A bias may be whole in every tensor group: its gradient, far smaller than any activation, is then summed there.
-    biases = sum(bool(p.use.broadcast) for p in parameters if p.name.endswith("['in_bias']"))
-    wanted = {"all_reduce": 4 * 2 - 1 + biases, "all_gather": len(parameters), "reduce_scatter": len(parameters)}
+    # What is gathered whole in every tensor group has its gradient summed there: biases may be, and matrices whose
+    # rows are split, which can be gathered along their columns alone otherwise.
+    rows_or_biases = ("['in_bias']", "['out']")
+    whole = [p for p in parameters if p.use.broadcast]
+    assert all(p.name.endswith(rows_or_biases) for p in whole)
+    wanted = {"all_reduce": 4 * 2 - 1 + len(whole), "all_gather": len(parameters), "reduce_scatter": len(parameters)}
     assert found == wanted
     activation = 4 * target.example_batch["x"].size // 4
     sums = [c for c in compiled_collectives(planning) if c.kind == "all_reduce"]

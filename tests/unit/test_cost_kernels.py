@@ -77,6 +77,18 @@ def test_all_but_what_is_fused_is_started() -> None:
     assert starts == pytest.approx([*[3e-6] * 5, 0.0])
 
 
+def test_transposes_have_a_rate_of_their_own() -> None:
+    device = replace(A100, transpose_bandwidth_bytes_per_second=1e9, kernel_launch_seconds=3e-6)
+    assert kernel_seconds(Kernel("transpose", 0.0, 2e6), device, PLAIN) == pytest.approx(2e-3 + 3e-6)
+
+
+def test_few_features_leave_lanes_idle() -> None:
+    many, few = (Kernel("convolution", 1e12, 1e3, "bfloat16", (features,)) for features in (1e9, 4))
+    assert kernel_seconds(few, A100, PLAIN) == kernel_seconds(many, A100, PLAIN)
+    ramp = PLAIN.but(feature_ramp=4.0)
+    assert kernel_seconds(few, A100, ramp) == pytest.approx(2 * kernel_seconds(many, A100, ramp), rel=1e-6)
+
+
 def test_narrow_types_have_a_fraction_of_their_own() -> None:
     device = replace(A100, peak_flops={**A100.peak_flops, "float8_e4m3fn": 624e12})
     profile = replace(PLAIN, narrow=0.4)

@@ -1,4 +1,4 @@
-"""Kernels of operators on shards: shapes of products and of their gradients, windows, attention, what is stored."""
+"""Kernels of operators on shards: shapes of products and of their gradients, transposes, attention, what is stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from meshwright.program.traces import Traces
 from meshwright.search.choices import operator_choices
 from meshwright.search.operator_kernels import OperatorKernels, operator_kernels
 from meshwright.search.prices import prices_of
-from meshwright.sharding import Algorithm
+from meshwright.search.spec_row import SpecRow
+from meshwright.sharding import Algorithm, Spec, convert
 from meshwright.zoo.layers import fused_attention
 
 CPU, A100 = load_cluster("cpu").device, load_cluster("dgx-a100-80").device
@@ -83,25 +84,70 @@ def test_every_split_of_a_product_halves_one_of_its_extents() -> None:
     assert all(2 * prod(shape) == operator.flops / 2 for shape in shapes)
 
 
-def test_windows_are_written_where_a_device_unfolds() -> None:
-    image, kernel = array(2, 8, 8, 3), array(3, 3, 3, 16)
+def convolution_graph() -> Graph:
+    """[2, 8, 8, 4] images with a kernel [3, 3, 4, 16], both differentiated."""
     dims = ("NHWC", "HWIO", "NHWC")
-    graph = graph_of(
+    return graph_of(
         lambda p, x: jnp.sum(jax.lax.conv_general_dilated(jnp.sin(p["x"] * x), p["k"], (1, 1), "SAME",
                                                           dimension_numbers=dims) ** 2),
-        {"x": image, "k": kernel}, image,
+        {"x": array(2, 8, 8, 4), "k": array(3, 3, 4, 16)}, array(2, 8, 8, 4),
     )  # fmt: skip
+
+
+def test_gradients_of_convolutions_are_transposed_where_a_device_has_to() -> None:
+    graph = convolution_graph()
     operator = found(graph, "conv_general_dilated")
     (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
-    plain, unfolded = kernels(graph, operator, whole), kernels(graph, operator, whole, CPU)
-    pixels = 2 * 8 * 8
-    assert plain.forward.kind == "convolution"
-    assert plain.forward.flops == unfolded.forward.flops == 2 * pixels * 9 * 3 * 16
-    assert plain.forward.moved_bytes == 4 * (pixels * 3 + 9 * 3 * 16 + pixels * 16)
-    # Each window is written and read: 9 times the image, or for its own gradient 9 times the result.
-    extra = {one.operand: one.kernel.moved_bytes - plain.forward.moved_bytes for one in unfolded.gradients}
-    assert unfolded.forward.moved_bytes - plain.forward.moved_bytes == 2 * 4 * pixels * 9 * 3 == extra[1]
-    assert extra[0] == 2 * 4 * pixels * 9 * 16
+    plain, transposed = kernels(graph, operator, whole), kernels(graph, operator, whole, CPU)
+    image, kernel, made = 4 * 2 * 64 * 4, 4 * 9 * 4 * 16, 4 * 2 * 64 * 16
+    whole_bytes = image + kernel + made
+    assert (plain.forward.flops, plain.forward.moved_bytes) == (2 * 128 * 9 * 4 * 16, whole_bytes)
+    # Features made: the gradient of the image makes as many as that has.
+    assert plain.forward.shape == (16,)
+    assert {one.operand: one.kernel.shape for one in plain.gradients} == {0: (4,), 1: (16,)}
+    # What is in the kernel's place is packed: written and read once more.
+    assert transposed.forward == replace(plain.forward, moved_bytes=whole_bytes + 2 * kernel)
+    assert [(one.operand, one.kernel.kind, one.kernel.moved_bytes) for one in transposed.gradients] == [
+        (0, "convolution", whole_bytes + 2 * kernel), (0, "stored", kernel),
+        (1, "convolution", whole_bytes + 2 * made), (1, "transpose", image), (1, "transpose", made),
+        (1, "stored", kernel),
+    ]  # fmt: skip
+
+
+def test_every_split_of_a_convolution_has_smaller_transposes() -> None:
+    graph = convolution_graph()
+    operator = found(graph, "conv_general_dilated")
+    sizes = set()
+    for one in algorithms(graph, operator):
+        moved = {
+            gradient.kernel.moved_bytes
+            for gradient in kernels(graph, operator, one, CPU).gradients
+            if gradient.kernel.kind == "transpose"
+        }
+        shards = [spec.shards(SIZES) for spec in (one.operands[0], one.results[0])]
+        assert moved == {4 * 2 * 64 * 4 / shards[0], 4 * 2 * 64 * 16 / shards[1]}
+        sizes |= moved
+    assert len(sizes) > 2
+
+
+def test_gathers_along_inner_dims_are_transposed_on_cpus_alone() -> None:
+    size, mesh = 2.0**20, load_cluster("cpu").logical_mesh((8,), ("x",))
+    whole = SpecRow([Spec(((), ()), broadcast=frozenset({"x"}))])
+    for device, transposes in ((CPU, 1 / CPU.transpose_bandwidth_bytes_per_second), (A100, 0.0)):
+        prices = prices_of(mesh, device)
+        rows, columns = (SpecRow([Spec(dims)]) for dims in ((("x",), ()), ((), ("x",))))
+        first, inner = (
+            prices.conversion_table(source, whole, size, forward_runs=2, differentiated=True)[0, 0]
+            for source in (rows, columns)
+        )
+        # Forward twice, and the scatter of the cotangent.
+        assert inner - first == pytest.approx(3 * size * transposes, abs=1e-15)
+        for source, strided in ((rows, False), (columns, True)):
+            (step,) = convert(source[0], whole[0]) or ()
+            assert step.strided == strided
+            alone = prices.collective("all_gather", size, ("x",), strided=step.strided)
+            table = prices.forward_table(source, whole, size, differentiated=True)[0, 0]
+            assert table == pytest.approx(alone)
 
 
 def test_attention_is_told_from_other_calls_by_what_keys_and_values_share() -> None:

@@ -49,6 +49,36 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A convolution 3 x 3 of float32 images, its derivatives, and the update of both operands by these, on every device
+    at once.
+
+    Args:
+      batch: images.
+      edge: of an image, in pixels.
+      channels: of an image.
+      features: that are made of it.
+      kernels: that the cost model sees in it.
+    """
+
+    batch: int
+    edge: int
+    channels: int
+    features: int
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of image and kernel."""
+        image = (self.batch, self.edge, self.edge, self.channels)
+        return image, (3, 3, self.channels, self.features)
+
+    def seconds(self, device: Device) -> float:
+        """Predicted."""
+        return _sum_seconds(self.kernels, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
     """Kernels that do next to nothing, on every device at once: what starting one costs.
 
@@ -105,7 +135,7 @@ class Collective:
         return self.together * collective_seconds(self.kind, float(self.size_bytes), [axis])
 
 
-Case = Product | Starts | Chain | Collective
+Case = Product | Convolution | Starts | Chain | Collective
 
 
 def _sum_seconds(kernels: tuple[Kernel, ...], device: Device) -> float:
@@ -128,6 +158,9 @@ def case_document(case: Case) -> dict[str, Any]:
     """The case as plain data."""
     if isinstance(case, Product):
         return {"kind": "product", "dtype": case.dtype, "shape": [case.m, case.k, case.n]}
+    if isinstance(case, Convolution):
+        image, kernel = map(list, case.shapes)
+        return {"kind": "convolution", "dtype": "float32", "image": image, "kernel": kernel}
     if isinstance(case, Starts):
         return {"kind": "kernel starts", "kernels": case.kernels}
     if isinstance(case, Chain):

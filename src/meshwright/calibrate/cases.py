@@ -11,14 +11,17 @@ from collections.abc import Iterable
 
 from ..cluster import Axis, Cluster
 from ..cost.collective import KINDS
-from .case import CHAINS, Case, Chain, Collective, Product, Starts
-from .chain_kernels import chain_kernels
+from .case import CHAINS, Case, Chain, Collective, Convolution, Product, Starts
+from .traced_kernels import chain_kernels, convolution_kernels
 
 _EDGES = (64, 256, 512, 1024, 2048, 4096, 8192)
 # Shapes as tensor parallelism (thin) and large batches (tall) make them, scaled up by these.
 _SCALES = (1, 4, 8, 16, 32)
 _THIN = (32, 256, 256)
 _TALL = (1024, 64, 64)
+# Batch, edge, channels and features, as data parallelism has them, and as tensor parallelism.
+_FEW_IMAGES = ((2, 8, 32, 32), (8, 8, 64, 64), (8, 16, 64, 64))
+_FEW_FEATURES = ((32, 8, 32, 8), (64, 8, 64, 8), (64, 16, 64, 8))
 _CHAIN_BYTES = tuple(2**power for power in (17, 20, 23, 26))
 _MESSAGE_BYTES = tuple(2**power for power in (10, 16, 20, 24, 28))
 # Virtual CPU devices share the caches of one machine, and the programs that run on them are small.
@@ -45,6 +48,9 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
         found.append([Product(dtype=dtype, m=edge, k=edge, n=edge) for edge in _EDGES[::step]])
         for m, k, n in (_THIN, _TALL) if dtype == dtypes[0] else ():
             found.append([Product(dtype=dtype, m=s * m, k=s * k, n=s * n) for s in _SCALES[::step]])
+    if cluster.device.transpose_bandwidth_bytes_per_second:
+        for shapes in (_FEW_IMAGES, _FEW_FEATURES):
+            found.append([_convolution(*shape) for shape in shapes[::step]])
     for name in CHAINS:
         found.append([_chain(name, size) for size in _CHAIN_BYTES[: 2 if quick else None]])
     small = cluster.device.platform == "cpu"
@@ -61,6 +67,11 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
 
 def _chain(name: str, size_bytes: int) -> Chain:
     return Chain(name=name, size_bytes=size_bytes, kernels=chain_kernels(name, size_bytes))
+
+
+def _convolution(batch: int, edge: int, channels: int, features: int) -> Convolution:
+    kernels = convolution_kernels(batch, edge, channels, features)
+    return Convolution(batch=batch, edge=edge, channels=channels, features=features, kernels=kernels)
 
 
 def dtypes_of(cluster: Cluster) -> Iterable[str]:

@@ -85,13 +85,19 @@ def _fit_device(device: Device, measured: Sequence[Measurement]) -> Device:
     ]
     lowest = [-math.inf] * len(dtypes) + [-math.inf, 0.0, math.log(_LEAST_SECONDS)]
     highest = [math.inf] * len(dtypes) + [math.inf, 1.0, 0.0]
+    if device.transpose_bandwidth_bytes_per_second:
+        start.append(math.log(device.transpose_bandwidth_bytes_per_second))
+        lowest.append(-math.inf)
+        highest.append(math.inf)
 
     def made(unknowns: np.ndarray) -> Device:
         reached = {dtype: math.exp(x) for dtype, x in zip(dtypes, unknowns, strict=False)}
-        bandwidth, overlap, launch = unknowns[len(dtypes) :]
+        bandwidth, overlap, launch, *transposes = unknowns[len(dtypes) :]
         return replace(
             _with_rates(device, reached), memory_bandwidth_bytes_per_second=math.exp(bandwidth),
             memory_overlap=float(overlap), kernel_launch_seconds=math.exp(launch),
+            # Whether there are any is known; how fast they are is measured.
+            transpose_bandwidth_bytes_per_second=math.exp(transposes[0]) if transposes else 0.0,
         )  # fmt: skip
 
     def price(unknowns: np.ndarray) -> list[float]:

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .case import Case, Chain, Collective, Product, Starts
+from .._jax.convolutions import with_fast_convolutions
+from .case import Case, Chain, Collective, Convolution, Product, Starts
 
 # A chain works on rows of this many elements.
 _ROW = 64
@@ -120,6 +121,8 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
         return (lambda x: (function(x),)), [chain_shape(case.size_bytes)], jnp.float32
     if isinstance(case, Product):
         return (lambda x, w: ((x @ w) @ w.T, w)), [(case.m, case.k), (case.k, case.n)], jnp.dtype(case.dtype)
+    if isinstance(case, Convolution):
+        return with_fast_convolutions(_updated), case.shapes, jnp.float32
     if isinstance(case, Starts):
         return (lambda *arrays: tuple(x @ x for x in arrays)), [(_TINY, _TINY)] * case.kernels, jnp.float32
     function, elements = _collective(case, names[case.axis])
@@ -134,6 +137,16 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
         return *made, rows, square
 
     return between, [*[(elements,)] * together, *_BETWEEN_SHAPES], jnp.float32
+
+
+def convolution(image: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Of images [batch, edge, edge, channels] with a kernel [3, 3, channels, features]."""
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def _updated(image: jax.Array, kernel: jax.Array) -> tuple[jax.Array, ...]:
+    made, pull = jax.vjp(convolution, image, kernel)
+    return tuple(jnp.clip(x - 1e-3 * d, -1.0, 1.0) for x, d in zip((image, kernel), pull(made), strict=True))
 
 
 @cache

@@ -33,8 +33,9 @@ class Device:
     `usable_memory_fraction` (0 to 1]. `memory_bandwidth_bytes_per_second`: of that memory. `efficiency` (0 to 1]: the
     fraction of `peak_flops` that large products of a program reach. `kernel_launch_seconds`: fixed cost of a kernel.
     `memory_overlap` [0 to 1]: the share of a matrix product's memory traffic that hides behind its arithmetic; what
-    does not are a tile's first loads and last stores. `unfolds_convolutions`: whether a convolution writes every window
-    out as a row of a matrix first.
+    does not are a tile's first loads and last stores. `transpose_bandwidth_bytes_per_second`: of changing the order of
+    an array's dims where that is a pass of its own: before and after gradients of convolutions, which have code for one
+    order, and gathers and scatters along other dims than the first; 0 where it is part of other kernels.
 
     Raises ClusterError for a number that is missing, not finite or out of range.
 
@@ -54,7 +55,7 @@ class Device:
     kernel_launch_seconds: float
     usable_memory_fraction: float
     memory_overlap: float = 0.75
-    unfolds_convolutions: bool = False
+    transpose_bandwidth_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         check_text("Device", "kind", self.kind)
@@ -75,7 +76,8 @@ class Device:
         check_number("Device", "kernel_launch_seconds", self.kernel_launch_seconds)
         check_number("Device", "usable_memory_fraction", self.usable_memory_fraction, above=True, at_most=1.0)
         check_number("Device", "memory_overlap", self.memory_overlap, at_most=1.0)
-        check_type("Device", "unfolds_convolutions", self.unfolds_convolutions, bool)
+        transposes = self.transpose_bandwidth_bytes_per_second
+        check_number("Device", "transpose_bandwidth_bytes_per_second", transposes)
         # A sorted private copy: the caller's mapping may change, and text made from it must not depend on its order.
         object.__setattr__(self, "peak_flops", {k: float(v) for k, v in sorted(self.peak_flops.items())})
 
@@ -118,7 +120,10 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         kernel_launch_seconds=max(device.kernel_launch_seconds for device in different),
         usable_memory_fraction=usable / memory,
         memory_overlap=min(device.memory_overlap for device in different),
-        unfolds_convolutions=any(device.unfolds_convolutions for device in different),
+        transpose_bandwidth_bytes_per_second=min(
+            (d.transpose_bandwidth_bytes_per_second for d in different if d.transpose_bandwidth_bytes_per_second),
+            default=0.0,
+        ),
     )
 
 

@@ -40,6 +40,8 @@ class EfficiencyProfile:
       matmul: of peak FLOP/s that a large matrix product reaches.
       narrow: the same for types of one byte, of their own (higher) peak.
       convolution: the same for a convolution.
+      feature_ramp: features of a convolution that cost as much again as its arithmetic: it takes 1 + feature_ramp / F
+        times as long where it makes F.
       attention: the same for fused attention, of the FLOPs that the mask leaves.
       memory: of the memory bandwidth of the device (which presets give as large operations reach it).
       passes: how often a value that is stored passes through memory for each time it is made: once written, once or
@@ -66,6 +68,7 @@ class EfficiencyProfile:
     matmul: float = 0.8
     narrow: float = 0.6
     convolution: float = 0.6
+    feature_ramp: float = 0.0
     attention: float = 0.5
     memory: float = 1.0
     passes: float = 2.0
@@ -108,7 +111,9 @@ _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.35),
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
     "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
-    "cpu": EfficiencyProfile(name="cpu", convolution=1.0, attention=0.5, passes=1.0, sliced=1.0, tiles=False),
+    "cpu": EfficiencyProfile(
+        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, sliced=1.0, tiles=False
+    ),
     "": EfficiencyProfile(name="any"),
 }
 

@@ -5,11 +5,13 @@
   and whole waves. Then operands and result have to pass through memory; what of that does not hide behind arithmetic
   (`Device.memory_overlap`) comes on top. Bytes per FLOP are 1/M + 1/K + 1/N, so this one term is what makes splitting a
   thin dim further a bad plan.
-* *Convolutions*: the same by their FLOPs, without tiles.
+* *Convolutions*: the same by their FLOPs, without tiles; slower with few features where a profile says so, since
+  features lie in the lanes of one instruction.
 * *Fused attention*: FLOPs that a causal mask leaves (half), at a fraction of its own; its backward pass has 2.5 times
   the products (it computes the scores again).
 * *Chains* of elementwise operations, reductions and softmax: what is stored passes through memory as often as the
   profile says; what is fused into its readers costs a share of that.
+* *Transposes* that are passes of their own (`Device.transpose_bandwidth_bytes_per_second`): their bytes at its rate.
 
 All but what is fused into others costs a start (`Device.kernel_launch_seconds`).
 
@@ -27,7 +29,7 @@ from typing import Literal
 from ..cluster import Device
 from .efficiency import EfficiencyProfile
 
-KernelKind = Literal["product", "convolution", "attention", "stored", "fused"]
+KernelKind = Literal["product", "convolution", "attention", "stored", "fused", "transpose"]
 
 # Backward products of fused attention for each forward one: five instead of two.
 ATTENTION_BACKWARD = 2.5
@@ -47,9 +49,9 @@ class Kernel:
     Args:
       kind: its class; of chains "stored" or "fused".
       flops: multiply-adds counted as two.
-      moved_bytes: read and written; of chains written.
-      dtype: of its operands; empty for chains.
-      shape: of a product: batch, M, N and K; empty otherwise.
+      moved_bytes: read and written; of chains and transposes written.
+      dtype: of its operands; empty for chains and transposes.
+      shape: of a product: batch, M, N and K; of a convolution: features it makes; empty otherwise.
     """
 
     kind: KernelKind
@@ -76,18 +78,22 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
         return profile.fused_share * profile.passes * traffic
     if kernel.kind == "stored":
         return profile.passes * traffic + launch
+    if kernel.kind == "transpose":
+        return kernel.moved_bytes / device.transpose_bandwidth_bytes_per_second + launch
     arithmetic = arithmetic_seconds(kernel, device, profile)
     if kernel.kind == "attention":
         return arithmetic + launch
     # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
     if kernel.kind == "product" and profile.tiles and kernel.shape and min(kernel.shape[1:]) > 1:
         arithmetic /= _filled(kernel.shape, device.kind)
+    if kernel.kind == "convolution" and kernel.shape:
+        arithmetic *= 1 + profile.feature_ramp / kernel.shape[0]
     return max(arithmetic, traffic) + (1.0 - device.memory_overlap) * min(arithmetic, traffic) + launch
 
 
 def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -> float:
     """Seconds of a kernel's arithmetic alone, in full tiles: however it is split, its parts take no less together."""
-    if kernel.kind in ("fused", "stored"):
+    if kernel.kind in ("fused", "stored", "transpose"):
         return 0.0
     peak = device.peak_flops.get(kernel.dtype, device.peak_flops["float32"])
     if kernel.kind == "attention":

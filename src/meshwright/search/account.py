@@ -53,11 +53,11 @@ def _count(
     for step in conversion:
         size = array.bytes * step.buffer_fraction(problem.sizes)
         if step.forward is not None:
-            total.add(
-                step.forward, size, problem.prices.collective(step.forward, size, step.axes), forward_runs * count
-            )
+            seconds = problem.prices.collective(step.forward, size, step.axes, strided=step.strided)
+            total.add(step.forward, size, seconds, forward_runs * count)
         if step.backward is not None and array.differentiated:
-            total.add(step.backward, size, problem.prices.collective(step.backward, size, step.axes), count)
+            seconds = problem.prices.collective(step.backward, size, step.axes, strided=step.strided)
+            total.add(step.backward, size, seconds, count)
 
 
 def conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
@@ -145,7 +145,8 @@ def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account
                 if step.forward == "all_reduce" and problem.gradient_exchange == "central":
                     central[step.axes, value.dtype] = central.get((step.axes, value.dtype), 0.0) + size
                 elif step.forward is not None and prod(value.shape) > 1:
-                    total.add(step.forward, size, problem.prices.collective(step.forward, size, step.axes), 1)
+                    seconds = problem.prices.collective(step.forward, size, step.axes, strided=step.strided)
+                    total.add(step.forward, size, seconds, 1)
     # What goes to the server goes in one buffer.
     for (axes, _), size in sorted(central.items()):
         seconds = problem.prices.collective("permute", size, axes)

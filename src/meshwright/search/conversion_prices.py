@@ -1,10 +1,10 @@
 """Seconds of converting every spec of a value to every other, as tables: the edges of the search's problem.
 
 A search asks for a million pairs of specs, most of them over and over. What collectives a conversion is made of depends
-on nothing but the two specs, and there on the dims that one of the two splits, in their order: a few hundred kinds of
-conversion stand for all pairs, on every mesh whose axes have the same names (`_Catalogue`). Among values of about one
-size the price of a collective is a line in the bytes of the value. So for a mesh and a size only the few dozen
-collectives are priced; the rest is looked up and added by NumPy.
+on nothing but the two specs, and there on the first dim and those that one of the two splits, in their order: a few
+hundred kinds of conversion stand for all pairs, on every mesh whose axes have the same names (`_Catalogue`). Among
+values of about one size the price of a collective is a line in the bytes of the value. So for a mesh and a size only
+the few dozen collectives are priced; the rest is looked up and added by NumPy.
 
 Sizes are told apart by powers of two: a collective is priced by the algorithm that is the fastest in the middle.
 """
@@ -22,8 +22,8 @@ from ..cost.collective import KINDS, collective_lines
 from ..sharding import Spec, convert
 from .spec_row import SpecRow
 
-# A collective of a conversion: its kind, its axes, and the axes that split its buffer.
-_Move = tuple[str, tuple[str, ...], tuple[str, ...]]
+# A collective of a conversion: its kind, its axes, the axes that split its buffer, and whether it is strided.
+_Move = tuple[str, tuple[str, ...], tuple[str, ...], bool]
 
 # Numbers of moves: none at all, and what stands for a conversion that does not exist.
 _NOTHING, _NEVER = 0, 1
@@ -34,9 +34,11 @@ class ConversionPrices:
 
     Args:
       mesh: the logical mesh.
+      strided_seconds_per_byte: of the buffer of a collective that is strided (`sharding.conversion.Step`), beside it.
     """
 
-    def __init__(self, mesh: LogicalMesh) -> None:
+    def __init__(self, mesh: LogicalMesh, strided_seconds_per_byte: float) -> None:
+        self._strided = strided_seconds_per_byte
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._sizes = {axis.name: axis.size for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
@@ -84,14 +86,14 @@ class ConversionPrices:
         """Fixed seconds and seconds per byte of the whole value of all moves in the catalogue, `[2, move]`."""
         known = self._moves.get(size)
         rows = [[0.0, 0.0], [np.inf, 0.0]] if known is None else known.T.tolist()
-        for kind, axes, split in _CATALOGUE.moves[len(rows) :]:
+        for kind, axes, split, strided in _CATALOGUE.moves[len(rows) :]:
             fraction = 1.0
             for axis in split:
                 # Other meshes have axes of other names; nobody asks this one for what they convert.
                 fraction /= self._sizes.get(axis, 1)
             ours = all(axis in self._axes for axis in axes)
             fixed, rate = self._line(kind, axes, fraction * 2.0**size) if ours else (np.nan, np.nan)
-            rows.append([fixed, rate * fraction])
+            rows.append([fixed, (rate + strided * self._strided) * fraction])
         self._moves[size] = np.array(rows).T
         return self._moves[size]
 
@@ -110,9 +112,9 @@ class ConversionPrices:
 
 # Microbatches and rematerialisation change a program, not what a conversion costs on a mesh.
 @lru_cache(maxsize=64)
-def conversion_prices(mesh: LogicalMesh) -> ConversionPrices:
+def conversion_prices(mesh: LogicalMesh, strided_seconds_per_byte: float) -> ConversionPrices:
     """The one `ConversionPrices` of a mesh."""
-    return ConversionPrices(mesh)
+    return ConversionPrices(mesh, strided_seconds_per_byte)
 
 
 class _Catalogue:
@@ -124,7 +126,7 @@ class _Catalogue:
         self._by_rank: dict[int, _Pairs] = {}
         self._made_of: list[tuple[list[int], list[int]]] = []
         # The first two are no collectives: see `_NOTHING` and `_NEVER`.
-        self.moves: list[_Move] = [("nothing", (), ()), ("never", (), ())]
+        self.moves: list[_Move] = [("nothing", (), (), False), ("never", (), (), False)]
 
     def __len__(self) -> int:
         return len(self._made_of)
@@ -152,11 +154,12 @@ class _Catalogue:
         return found
 
     def _number(self, source: Spec, target: Spec) -> int:
-        dims = tuple((a, b) for a, b in zip(source.dims, target.dims, strict=True) if a or b)
+        pairs = enumerate(zip(source.dims, target.dims, strict=True))
+        dims = tuple((a, b) for position, (a, b) in pairs if position == 0 or a or b)
         key = (dims, source.partial, source.broadcast, target.partial, target.broadcast)
         if key not in self._numbers:
             self._numbers[key] = len(self._made_of)
-            # Dims that neither splits have nothing to do with it.
+            # Dims that neither splits have nothing to do with it; what is along the first is not strided.
             steps = convert(
                 Spec(tuple(a for a, _ in dims), source.partial, source.broadcast),
                 Spec(tuple(b for _, b in dims), target.partial, target.broadcast),
@@ -164,8 +167,8 @@ class _Catalogue:
             if steps is None:
                 self._made_of.append(([_NEVER], [_NEVER]))
             else:
-                forward = [(step.forward, step.axes, step.still_split) for step in steps if step.forward]
-                backward = [(step.backward, step.axes, step.still_split) for step in steps if step.backward]
+                forward = [(s.forward, s.axes, s.still_split, s.strided) for s in steps if s.forward]
+                backward = [(s.backward, s.axes, s.still_split, s.strided) for s in steps if s.backward]
                 self._made_of.append(([*map(self._move, forward)], [*map(self._move, backward)]))
         return self._numbers[key]
 

@@ -2,8 +2,10 @@
 
 The one list that searched and stated plans are priced by (`cost.kernels`). A product's derivative is products of the
 same FLOPs in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's
-[K, M] x [M, N]. A convolution has no tiles here, but a device that writes windows out (`Device.unfolds_convolutions`)
-writes others for the gradient of its image. Everything else that is differentiated runs once more.
+[K, M] x [M, N]. A convolution has no tiles here, but a device may have code for one order of dims alone
+(`Device.transpose_bandwidth_bytes_per_second`): the gradient of the image is a convolution with the kernel turned, that
+of the kernel one of the image by the cotangent, both transposed, whose result is turned back. Everything else that is
+differentiated runs once more.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def operator_kernels(
     if operator.name == "dot_general":
         return _product(graph, operator, algorithm, sizes, moving)
     if operator.name == "conv_general_dilated":
-        return _convolution(graph, operator, algorithm, sizes, moving, unfolds=device.unfolds_convolutions)
+        return _convolution(graph, operator, algorithm, sizes, moving, device)
     if operator.matmul:
         attention = _is_attention(operator)
         flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
@@ -141,24 +143,29 @@ def _convolution(
     algorithm: Algorithm,
     sizes: Mapping[str, int],
     moving: list[int],
-    *,
-    unfolds: bool,
+    device: Device,
 ) -> OperatorKernels:
     flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-    result = next((graph.values[v] for v in operator.results if v is not None), None)
-    windows = image_windows = 0.0
-    if unfolds and result is not None:
-        image, kernel, made = _factors(operator)
-        extent = _Extent(operator, algorithm, sizes)
-        # A product of FLOPs 2 M K N has a matrix of windows of M K elements; twice: it is written and read.
-        windows = result.itemsize * flops / extent((kernel & made) - image)
-        image_windows = result.itemsize * flops / extent((kernel & image) - made)
-    forward = Kernel("convolution", flops, moved + windows, dtype)
-    backward = replace(forward, moved_bytes=moved + image_windows)
-    return OperatorKernels(
-        forward=forward,
-        gradients=tuple(Gradient(operand=i, kernel=forward if i else backward, runs=1.0) for i in moving),
-    )
+    image, kernel, made = _factors(operator)
+    extent = _Extent(operator, algorithm, sizes)
+    forward = Kernel("convolution", flops, moved, dtype, (extent(kernel & made),))
+    of_image = replace(forward, shape=(extent(kernel & image),))
+    if not device.transpose_bandwidth_bytes_per_second:
+        gradients = [Gradient(operand=i, kernel=(of_image, forward)[i], runs=1.0) for i in moving]
+        return OperatorKernels(forward=forward, gradients=tuple(gradients))
+    tensors = zip((*operator.operands, *operator.results), (*algorithm.operands, *algorithm.results), strict=True)
+    image_bytes, kernel_bytes, made_bytes = (_bytes(graph, (v,), (spec,), sizes) for v, spec in tensors)
+    # What takes the kernel's place is packed: written once more, and read.
+    packed, by_cotangent = moved + 2 * kernel_bytes, moved + 2 * made_bytes
+    # Of a kernel neighbouring dims change places, which takes no longer than any copy.
+    turned = Kernel("stored", 0.0, kernel_bytes)
+    both = (Kernel("transpose", 0.0, size) for size in (image_bytes, made_bytes))
+    runs = {
+        0: (replace(of_image, moved_bytes=packed), turned),
+        1: (replace(forward, moved_bytes=by_cotangent), *both, turned),
+    }
+    gradients = [Gradient(operand=i, kernel=one, runs=1.0) for i in moving for one in runs[i]]
+    return OperatorKernels(forward=replace(forward, moved_bytes=packed), gradients=tuple(gradients))
 
 
 def _factors(operator: Operator) -> tuple[set[int], set[int], set[int]]:

@@ -84,7 +84,8 @@ def parameter_prices(
             kind, count = step.forward, 1
             if kind == "all_reduce" and central:
                 kind, count = "permute", central_messages(step.axes, sizes)
-            seconds = count * prices.collective(kind, value_bytes * step.buffer_fraction(sizes), step.axes)
+            size = value_bytes * step.buffer_fraction(sizes)
+            seconds = count * prices.collective(kind, size, step.axes, strided=step.strided)
             if step.forward == "all_reduce":
                 # Plain sums of all gradients run as one collective: its fixed cost is shared.
                 fixed = count * prices.collective(kind, 1.0, step.axes)
@@ -92,12 +93,13 @@ def parameter_prices(
                 shared[number] += prices.collective("all_reduce", 1.0, step.axes) / max(parameters, 1)
             synchronise[number] += seconds
     # Each microbatch reads the sum of gradients and its own, and writes the sum; the update reads and writes optimizer
-    # state and parameter once and reads the gradient.
+    # state and parameter once and reads the gradient. What is written and read once is a value's two passes.
+    moved = elementwise_seconds(1.0, device) * prices.profile.passes / 2
     return ParameterPrices(
         choices=tuple(choices),
         synchronise_seconds=synchronise,
         fixed_seconds=shared,
-        update_seconds=elementwise_seconds(1.0, device) * (2 * optimizer_bytes + 3 * value_bytes) / stored,
-        accumulate_seconds=elementwise_seconds(1.0, device) * 3 * value_bytes / used,
+        update_seconds=moved * (2 * optimizer_bytes + 3 * value_bytes) / stored,
+        accumulate_seconds=moved * 3 * value_bytes / used,
         held_bytes=2 * value_bytes / used + optimizer_bytes / stored,
     )

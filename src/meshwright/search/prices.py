@@ -83,6 +83,8 @@ class Prices:
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
+        bandwidth = device.transpose_bandwidth_bytes_per_second
+        self._strided_seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
         self._forward_tables: dict[tuple[object, ...], np.ndarray] = {}
         self._shards: dict[SpecRow, np.ndarray] = {}
@@ -92,14 +94,21 @@ class Prices:
         # them apart.
         self.operators: dict[Hashable, dict[int, OperatorPrices]] = {}
         self.parameters: dict[object, ParameterPrices] = {}
-        self._conversions = conversion_prices(mesh)
+        self._conversions = conversion_prices(mesh, self._strided_seconds_per_byte)
 
-    def collective(self, kind: str, size_bytes: float, axes: Sequence[str]) -> float:
-        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`)."""
+    def collective(self, kind: str, size_bytes: float, axes: Sequence[str], *, strided: bool = False) -> float:
+        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`).
+
+        Args:
+          kind: see there, and `size_bytes` too.
+          size_bytes: of its buffer.
+          axes: of the mesh.
+          strided: see `sharding.conversion.Step`.
+        """
         key = (kind, tuple(axes), size_bytes)
         if key not in self._collectives:
             self._collectives[key] = collective_seconds(kind, size_bytes, [self._axes[a] for a in axes])
-        return self._collectives[key]
+        return self._collectives[key] + strided * size_bytes * self._strided_seconds_per_byte
 
     def conversion_table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, forward_runs: int, differentiated: bool,

@@ -70,6 +70,12 @@ class Step:
                 return "reduce_scatter"
         return None
 
+    @property
+    def strided(self) -> bool:
+        """Whether it gathers or scatters along another dim than the first: what goes to one device lies in pieces."""
+        dim = self.from_dim if self.kind == "all_gather" else self.to_dim
+        return self.kind in ("slice", "reduce_scatter", "all_gather") and dim != 0
+
     def buffer_fraction(self, sizes: Mapping[str, int]) -> float:
         """Fraction of the whole value in the buffer the collective is priced by, the same forward and backward."""
         fraction = 1.0
