@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from one_device import assert_as_on_one_device
 from pipelines import whole
 
 import meshwright as mw
@@ -61,6 +62,21 @@ def test_a_step(options: dict[str, Any], tmp_path: Path) -> None:
     for mine, theirs in ((state, expected), (other, expected)):
         for a, b in zip(jax.tree.leaves(whole(mine)), jax.tree.leaves(whole(theirs)), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max() + 1e-6)
+
+
+def test_a_range_may_hold_nothing_to_choose() -> None:
+    """Numbers that depend on no input begin the program, as a layer of its own."""
+
+    def step(p: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = jnp.tanh(x @ p["w"])
+            return jax.lax.scan(lambda c, i: (c + jnp.mean(jnp.tanh(h + i)) + p["b"], None), 0.0, jnp.arange(3.0))[0]
+
+        value, gradients = mw.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    state = {"w": jax.random.normal(jax.random.key(0), (16, 16)), "b": jnp.array(0.5)}
+    assert_as_on_one_device(step, state, jnp.ones((32, 16)), stages=2, microbatches=4)
 
 
 def infer(weights: list[Any], x: Any) -> Any:

@@ -55,7 +55,7 @@ class Passes:
           picked: its choice of each node.
           objective: its seconds in a step.
         """
-        choices = np.array(picked)
+        choices = np.array(picked, dtype=int)
         microbatches = self._problem.microbatches
         nodes, once = self._parameters
         synchronise, update, accumulate = once.sum(choices[nodes]).tolist()

@@ -287,7 +287,7 @@ class StageProblem(IntraOpProblem):
         return self.chosen(best[1], share, proven=share >= 1 - gap)
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
-        constant, workspace, kept = self._flat_bytes.sum(np.array(choices)).tolist()
+        constant, workspace, kept = self._flat_bytes.sum(np.array(choices, dtype=int)).tolist()
         return constant + workspace + in_flight * kept
 
     def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
@@ -330,7 +330,7 @@ class StageProblem(IntraOpProblem):
         """What a solution of this problem takes."""
         picked = chosen.solution.choices
         passes = self._passes.seconds(picked, chosen.solution.objective)
-        constant, workspace, kept = self._flat_bytes.sum(np.array(picked)).tolist()
+        constant, workspace, kept = self._flat_bytes.sum(np.array(picked, dtype=int)).tolist()
         return StageSeconds(
             forward_seconds=passes.forward,
             backward_seconds=passes.backward,
