@@ -224,6 +224,20 @@ def test_no_microbatch_waits_for_the_sum_of_its_loss(name: str) -> None:
     assert _sums_of_numbers(target.step, arguments, preset="data_parallel()") == 0
 
 
+def test_of_a_quotient_of_sums_the_lower_one_is_summed_in_every_microbatch() -> None:
+    def step(p, b):
+        def loss(p):
+            weights = jnp.abs(b[1])
+            return jnp.sum((b[0] @ p["out"]) ** 2 * weights) / jnp.sum(weights)
+
+        value, gradients = mw.value_and_grad(loss)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), value
+
+    assert _sums_of_numbers(step, (PARAMETERS, (X, Y)), preset="data_parallel()", reduction="mean") == 1
+    assert_as_on_one_device(step, PARAMETERS, (X, Y), preset="data_parallel()")
+    assert_as_on_one_device(step, PARAMETERS, (X, Y), **TENSOR)
+
+
 def test_a_number_is_summed_in_every_microbatch_that_needs_the_whole_of_it() -> None:
     def step(p, b):
         value, gradients = mw.value_and_grad(lambda p: jnp.sqrt(error(b[0] @ p["out"], b[1])))(p)

@@ -135,6 +135,7 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
             "peak_flops": dict(device.peak_flops), "efficiency": device.efficiency,
             "memory_bandwidth_bytes_per_second": device.memory_bandwidth_bytes_per_second,
             "memory_overlap": device.memory_overlap, "kernel_launch_seconds": device.kernel_launch_seconds,
+            "transpose_bandwidth_bytes_per_second": device.transpose_bandwidth_bytes_per_second,
         },
         "link": {
             "bandwidth_bytes_per_second": host.link.bandwidth_bytes_per_second,

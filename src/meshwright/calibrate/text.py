@@ -22,6 +22,8 @@ def calibration_text(calibration: Calibration) -> str:
         ("traffic hidden by products", f"{100 * device.memory_overlap:.0f} %"),
         ("starting a kernel", format_seconds(device.kernel_launch_seconds)),
     ]
+    if device.transpose_bandwidth_bytes_per_second:
+        constants.append(("transposes", format_bytes_rate(device.transpose_bandwidth_bytes_per_second)))
     sums = link.sum_bandwidth_bytes_per_second
     if any("group" in case_document(one.case) for one in calibration.fitted.measured):
         constants += [

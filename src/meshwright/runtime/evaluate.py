@@ -221,9 +221,11 @@ class ShardedProgram:
 
     def _summands(self, operator: Operator, values: Sequence[LocalValue], axes: frozenset[str]) -> list[Any]:
         """What a device reads of numbers to make its summand, over these axes, of another one."""
-        shards = [value.read(Spec((), partial=value.spec.partial)) for value in values]
-        if operator.name not in ("add", "sub"):
-            return shards
+        if operator.name in ("mul", "div"):
+            kept = 0 if values[0].spec.partial and not self._is_differentiated(operator.operands[1]) else 1
+            specs = [Spec((), partial=axes if at == kept else frozenset()) for at in range(2)]
+            return [value.read(spec) for value, spec in zip(values, specs, strict=True)]
+        shards = (value.read(Spec((), partial=value.spec.partial)) for value in values)
         others = (prod(self._sizes[axis] for axis in axes - value.spec.partial) for value in values)
         return [shared_out(shard, count) for shard, count in zip(shards, others, strict=True)]
 

@@ -52,7 +52,8 @@ class ParameterInfo:
 
 
 class Move(NamedTuple):
-    """A conversion that each microbatch makes so many times, between what two nodes choose.
+    """A conversion that each microbatch makes so many times, between what two nodes choose; less than once where it is
+    made at the end of a step.
 
     Args:
       source: node whose choices say what there is.
@@ -66,7 +67,7 @@ class Move(NamedTuple):
     source: int
     target: int
     value: int
-    times: int
+    times: float
     sources: SpecRow
     targets: SpecRow
 
@@ -361,7 +362,7 @@ class IntraOpProblem:
                     runs = 2 if read.of_parameters and self.gathers_again else read.runs
                     often = 1 / self.microbatches if read.waits and self.sums_numbers_last else times
                     self._connect(source, node, self._conversions(index, specs, targets, runs, often))
-                    self.moves.append(Move(source, node, index, times, specs, targets))
+                    self.moves.append(Move(source, node, index, often, specs, targets))
                 if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
                 elif read.holds == "gathered":
@@ -384,10 +385,10 @@ class IntraOpProblem:
                 self.moves.append(Move(node, target, index, 1, specs, wanted))
                 continue
             whole = SpecRow(Spec(spec.dims) for spec in specs)
-            self.moves.append(Move(node, node, index, 1, specs, whole))
+            last = self.sums_numbers_last and not self.graph.values[index].shape
+            often = 1 / self.microbatches if last else 1
+            self.moves.append(Move(node, node, index, often, specs, whole))
             if whole is not specs:
-                last = self.sums_numbers_last and not self.graph.values[index].shape
-                often = 1 / self.microbatches if last else 1
                 self._connect(node, node, self._conversions(index, specs, whole, 1, often))
 
     # Solving

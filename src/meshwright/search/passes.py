@@ -82,7 +82,7 @@ class Passes:
                 shards = problem.prices.shards(SpecRow(problem.choices[node]))
                 rows[node] += write * problem.graph.values[value].bytes / shards
         # Many conversions are alike: their table is held once.
-        tables: dict[tuple[int, int], np.ndarray] = {}
+        tables: dict[tuple[int, float], np.ndarray] = {}
         for move in problem.moves:
             value = problem.graph.values[move.value]
             once = problem.prices.forward_table(

@@ -55,10 +55,11 @@ def partial_axes(name: str, operands: Sequence[Spec], differentiated: Sequence[b
         return _NOWHERE.union(*(spec.partial for spec in operands))
     if name not in ("mul", "div"):
         return _NOWHERE
+    # The other factor is made whole, and may have no cotangent: that would be summands.
     first, second = operands[0].partial, operands[1].partial
-    if not second and not differentiated[1]:
+    if first and not differentiated[1]:
         return first
-    return second if name == "mul" and not first and not differentiated[0] else _NOWHERE
+    return second if name == "mul" and not differentiated[0] else _NOWHERE
 
 
 @once_for_each_graph
