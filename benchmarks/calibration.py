@@ -41,8 +41,8 @@ from meshwright.runtime.executable import executable
 
 PLANS = 6
 
-# Times the small models' own batch: enough that a step is more than calling it, which takes about a millisecond.
-SCALES = {"mlp": 64}
+# Times the small models' own batch: enough that a step is more than calling it.
+SCALES = {"mlp": 32}
 SCALE = 4
 
 # Ways to plan, the first six of which that apply and differ are taken.

@@ -129,11 +129,11 @@ def test_fsdp_outside_tensor_parallelism() -> None:
     found = kinds(planning)
     parameters = planning.plan.stages[0].parameters
     assert all("data" in p.gathered for p in parameters)
-    # What is gathered whole in every tensor group has its gradient summed there: biases may be, and matrices whose
-    # rows are split, which can be gathered along their columns alone otherwise.
-    rows_or_biases = ("['in_bias']", "['out']")
+    # What is gathered whole in every tensor group has its gradient summed there. Of each layer that may be one bias and
+    # one matrix, whose rows Megatron splits: split so, it could be gathered along its columns alone.
+    may_be = ("['feed_forward']['in_bias']", "['feed_forward']['out']")
     whole = [p for p in parameters if p.use.broadcast]
-    assert all(p.name.endswith(rows_or_biases) for p in whole)
+    assert all(p.name.endswith(may_be) for p in whole)
     wanted = {"all_reduce": 4 * 2 - 1 + len(whole), "all_gather": len(parameters), "reduce_scatter": len(parameters)}
     assert found == wanted
     activation = 4 * target.example_batch["x"].size // 4

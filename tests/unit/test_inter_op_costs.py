@@ -13,6 +13,7 @@ import pytest
 from meshwright import zoo
 from meshwright._jax.jaxpr import eliminate_dead_code, inline, open_jaxpr
 from meshwright.cluster import Cluster, Device, Host, Link, load_cluster
+from meshwright.cost.collective import collective_seconds
 from meshwright.errors import PlanError
 from meshwright.program.build import build_graph
 from meshwright.program.cut import Cutter
@@ -127,10 +128,17 @@ def test_a_whole_program_is_one_stage() -> None:
     class Whole(IntraOpProblem):
         sums_numbers_last = False  # as ranks of a pipeline, which hand on what each microbatch makes
 
-    whole = Whole(
-        staged.graph, mesh, cluster.device, parameters=parameter_infos(program), microbatches=4, pins=Pins(), carried=0,
-        split_dims=staged.split_dims,
-    ).solve(UNLIMITED)  # fmt: skip
+    whole, summed_last = (
+        kind(
+            staged.graph, mesh, cluster.device, parameters=parameter_infos(program), microbatches=4, pins=Pins(),
+            carried=0, split_dims=staged.split_dims,
+        ).solve(UNLIMITED)
+        for kind in (Whole, IntraOpProblem)
+    )  # fmt: skip
+    # Of the loss three sums of a number less.
+    axes = [mesh.axis(name) for name in mesh.axis_names]
+    saved = whole.solution.objective - summed_last.solution.objective
+    assert 0 < saved <= 3 * collective_seconds("all_reduce", 4.0, axes) * (1 + 1e-9)
     costs = costs_of("gpt-tiny", meshes=[(("x", "y"), (2, 4))])
     options = costs.solve(0, len(staged.layers), Submesh(0, 8), 1)
     best = min(4 * option.seconds + option.once_seconds for option in options)
