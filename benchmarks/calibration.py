@@ -4,10 +4,12 @@
 
 On eight virtual CPU devices: calibrates (or reads a calibration made before), then plans each small reference model in
 six ways that differ in what they compute and move, and times all six in turn in one process. Per model: predicted and
-measured seconds of each plan and their rank correlation (Spearman). Measured is the fastest step of all, which other
-work on the machine disturbs least; beside it stands the median over rounds of the fastest step of each. Plans whose
-measured intervals overlap (`calibrate.sample`, over rounds) are ties that no prediction can rank; they are counted, and
-so are pairs that the clock tells apart and the prediction has in the other order.
+measured seconds of each plan and their rank correlation (Spearman). Over all models it is given twice: of seconds, and
+of seconds over the mean of the model's own six, which knows nothing of which model is larger. Measured is the median
+over rounds of the fastest step of each: in a round the fastest is what other work on the machine disturbs least, and
+one lucky step of all rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties that
+no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
+other order.
 
 Plans are predicted before any of them is run; nothing is fitted to a step. Each model has a process of its own: steps
 of a process that has run other models before take up to 1.3 times as long.
@@ -128,8 +130,8 @@ def row(family: str, cluster: Cluster, arguments: Any) -> dict[str, Any]:
     for (way, planning), fastest, sample in zip(found, seconds, samples, strict=True):
         stage = planning.plan.stages[0]
         entries.append({
-            "plan": way, "predicted_seconds": planning.step_seconds, "measured_seconds": min(fastest),
-            "median_seconds": sample.seconds, "low_seconds": sample.low, "high_seconds": sample.high,
+            "plan": way, "predicted_seconds": planning.step_seconds, "measured_seconds": sample.seconds,
+            "low_seconds": sample.low, "high_seconds": sample.high, "fastest_seconds": min(fastest),
             "predicted_compute_seconds": stage.compute_seconds,
             "predicted_communication_seconds": stage.communication_seconds,
             "collectives": {c.kind: {"count": c.count, "bytes": c.bytes} for c in stage.communication},
@@ -141,7 +143,7 @@ def row(family: str, cluster: Cluster, arguments: Any) -> dict[str, Any]:
         "model": target.name, "plans": entries, "rank_correlation": _correlation(entries),
         "ties": len(pairs) - len(apart),
         "misordered": sum(
-            (a["median_seconds"] < b["median_seconds"]) != (a["predicted_seconds"] < b["predicted_seconds"])
+            (a["measured_seconds"] < b["measured_seconds"]) != (a["predicted_seconds"] < b["predicted_seconds"])
             for a, b in apart
         ),
         "median_predicted_over_measured": statistics.median(ratios),
@@ -168,8 +170,23 @@ def _correlation(entries: Sequence[dict[str, Any]]) -> float:
     return float(found.statistic)
 
 
+def _within_models(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All plans, their seconds over the geometric mean of those of their model."""
+    found: list[dict[str, Any]] = [{} for one in rows for _ in one["plans"]]
+    for kind in ("predicted_seconds", "measured_seconds"):
+        shares = [
+            plan[kind] / statistics.geometric_mean(p[kind] for p in one["plans"])
+            for one in rows
+            for plan in one["plans"]
+        ]
+        for entry, share in zip(found, shares, strict=True):
+            entry[kind] = share
+    return found
+
+
 def show(result: dict[str, Any]) -> None:
     print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
+    print(f"the same of times over the mean of each model's {result['rank_correlation_within_models']:.2f}")
     for one in result["results"]:
         pairs = f"{one['ties']} of 15 pairs tied, {one['misordered']} misordered"
         print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {pairs}")
@@ -209,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result["cluster"], result["calibration_median_errors"] = cluster.to_toml(), worth
     plans = [plan for one in rows for plan in one["plans"]]
     result["rank_correlation_of_all"] = _correlation(plans)
+    result["rank_correlation_within_models"] = _correlation(_within_models(rows))
     result["lowest_rank_correlation"] = min(one["rank_correlation"] for one in rows)
     print(json.dumps(result)) if given.json else show(result)
 

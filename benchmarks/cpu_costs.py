@@ -5,7 +5,9 @@
 On eight virtual devices: a gather, a scatter and a sum of 1 KiB, one at a time and eight at once (those of parameters
 wait for nobody; `calibrate.cases`); and four layers of 256 x 256 weights on 64 rows, scanned and unrolled, forward and
 with gradients (a loop copies what it slices; `cost.efficiency`); and convolutions as a program has them beside the same
-in a form that XLA has fast code for (`_jax.convolutions`). Prints one JSON object, in seconds: medians of nine.
+in a form that XLA has fast code for (`_jax.convolutions`); and adding gradients up beside updating by Adam, on as many
+arrays as leave the caches, in bytes read and written each second (`EfficiencyProfile.adding`). Prints one JSON object,
+in seconds where it says nothing else: medians of nine.
 """
 
 from __future__ import annotations
@@ -130,6 +132,45 @@ def convolution(name: str, *, fast: bool) -> float:
     return _median(lambda: many() - few()) / UNROLLED
 
 
+# Parameters of so many bytes each.
+PARAMETERS, PARAMETER_ROWS = 16, 1024
+
+
+def passed(*, adam: bool) -> float:
+    """Bytes/s of every device at once: of sums of gradients, or of updates with their state."""
+
+    def added(total: jax.Array, gradient: jax.Array) -> tuple[jax.Array, ...]:
+        return total + gradient, gradient
+
+    def updated(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v, g
+
+    function, read, written = (updated, 4, 3) if adam else (added, 2, 1)
+
+    def again(_: Any, arrays: Any) -> Any:
+        return [function(*one) for one in arrays]
+
+    def run(times: jax.Array, arrays: Any) -> Any:
+        return jax.lax.fori_loop(0, times, again, arrays)
+
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("x")
+    program = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split, check_vma=False)
+    )
+    arrays = [tuple(jnp.full((8 * PARAMETER_ROWS, 64), 0.01) for _ in range(read)) for _ in range(PARAMETERS)]
+
+    def seconds(times: int) -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(program(np.int32(times), arrays))
+        return time.perf_counter() - begun
+
+    seconds(1)  # compiles
+    taken = _median(lambda: seconds(TIMES) - seconds(0)) / TIMES
+    return 4 * 64 * PARAMETER_ROWS * PARAMETERS * (read + written) / taken
+
+
 def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(RUNS))
 
@@ -144,6 +185,7 @@ def main() -> None:
             name: {"as it is": convolution(name, fast=False), "fast": convolution(name, fast=True)}
             for name in CONVOLUTIONS
         },
+        "passed_bytes_per_second": {"sums of gradients": passed(adam=False), "updates by Adam": passed(adam=True)},
         "weights_bytes": 4 * LAYERS * WIDTH * WIDTH,
         "layers_seconds": {
             f"{'forward and backward' if gradients else 'forward'}, {'scanned' if scanned else 'unrolled'}":

@@ -62,13 +62,17 @@ def test_one_axis_closed_forms():
     assert collective_seconds("permute", 100.0, x) == 5 + 1.0 + 100 / 10
 
 
-def test_devices_that_share_memory_sum_in_one_pass():
-    """Everybody waits for everybody, and passes over the buffer once, at the rate of sums or of copies."""
+def test_devices_that_share_memory_meet_once_and_pass_once():
+    """Everybody waits for everybody and passes over the buffer once, at the rate of sums, copies or exchanges."""
     (x,) = cluster_of(1, 4, sums=25.0).logical_mesh((4,)).axes
-    assert collective_seconds("all_reduce", 100.0, [x]) == 5 + 6 * 1.0 + 100 / 25
-    assert collective_seconds("reduce_scatter", 100.0, [x]) == 5 + 3 * 1.0 + 100 / 25
-    assert collective_seconds("all_gather", 100.0, [x]) == 5 + 3 * 1.0 + 100 / 100
-    assert collective_algorithm("all_reduce", 100.0, [x]) == "memory"
+    meeting = 5 + 3 * 1.0
+    exchanged = 100 * x.levels[0].link.exchange_efficiency
+    assert collective_seconds("all_reduce", 100.0, [x]) == meeting + 100 / 25
+    assert collective_seconds("reduce_scatter", 100.0, [x]) == meeting + 100 / 25
+    assert collective_seconds("all_gather", 100.0, [x]) == meeting + 100 / 100
+    assert collective_seconds("all_to_all", 100.0, [x]) == meeting + 3 / 4 * 100 / exchanged
+    assert collective_seconds("permute", 100.0, [x]) == meeting + 100 / 25
+    assert {collective_algorithm(kind, 100.0, [x]) for kind in KINDS} == {"memory"}
     two = cluster_of(1, 4, sums=25.0).logical_mesh((2, 2)).axes
     assert collective_seconds("all_reduce", 100.0, two) == collective_seconds("all_reduce", 100.0, [x])
     (apart,) = cluster_of(2, 4, sums=25.0).logical_mesh((8,)).axes  # between hosts nothing is shared

@@ -19,7 +19,8 @@ CHAINS = ("add", "gelu", "softmax", "normalise")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product [m, k] x [k, n] and its return [m, n] x [n, k] on every device at once.
+    """A matrix product [m, k] x [k, n] and its return [m, n] x [n, k] on every device at once; `together` pairs of
+    operands, one after the other.
 
     >>> Product(dtype="float32", m=2, k=3, n=4).flops
     48.0
@@ -29,6 +30,7 @@ class Product:
     m: int
     k: int
     n: int
+    together: int = 1
 
     @property
     def flops(self) -> float:
@@ -37,7 +39,7 @@ class Product:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """There and back."""
+        """There and back, of one pair."""
         m, k, n = float(self.m), float(self.k), float(self.n)
         moved = item_bytes(self.dtype) * (m * k + k * n + m * n)
         shapes = (1.0, m, n, k), (1.0, m, k, n)
@@ -45,7 +47,7 @@ class Product:
 
     def seconds(self, device: Device) -> float:
         """Predicted."""
-        return _sum_seconds(self.kernels, device)
+        return self.together * _sum_seconds(self.kernels, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +103,17 @@ class Chain:
       name: one of `CHAINS`.
       size_bytes: of its operand on one device.
       kernels: that the cost model sees in it.
+      together: on how many operands, one after the other.
     """
 
     name: str
     size_bytes: int
     kernels: tuple[Kernel, ...]
+    together: int = 1
 
     def seconds(self, device: Device) -> float:
         """Predicted."""
-        return _sum_seconds(self.kernels, device)
+        return self.together * _sum_seconds(self.kernels, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +161,17 @@ def item_bytes(dtype: str) -> int:
 def case_document(case: Case) -> dict[str, Any]:
     """The case as plain data."""
     if isinstance(case, Product):
-        return {"kind": "product", "dtype": case.dtype, "shape": [case.m, case.k, case.n]}
+        shape = [case.m, case.k, case.n]
+        return {"kind": "product", "dtype": case.dtype, "shape": shape, "together": case.together}
     if isinstance(case, Convolution):
         image, kernel = map(list, case.shapes)
         return {"kind": "convolution", "dtype": "float32", "image": image, "kernel": kernel}
     if isinstance(case, Starts):
         return {"kind": "kernel starts", "kernels": case.kernels}
     if isinstance(case, Chain):
-        return {"kind": case.name, "dtype": "float32", "size_bytes": case.size_bytes}
+        return {
+            "kind": case.name, "dtype": "float32", "size_bytes": case.size_bytes, "together": case.together,
+        }  # fmt: skip
     return {
         "kind": case.kind, "size_bytes": case.size_bytes, "group": case.shape[case.axis], "mesh": list(case.shape),
         "together": case.together,

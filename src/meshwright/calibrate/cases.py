@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..cluster import Axis, Cluster
 from ..cost.collective import KINDS
-from .case import CHAINS, Case, Chain, Collective, Convolution, Product, Starts
+from .case import CHAINS, Case, Chain, Collective, Convolution, Product, Starts, item_bytes
 from .traced_kernels import chain_kernels, convolution_kernels
 
 _EDGES = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -23,12 +23,18 @@ _TALL = (1024, 64, 64)
 _FEW_IMAGES = ((2, 8, 32, 32), (8, 8, 64, 64), (8, 16, 64, 64))
 _FEW_FEATURES = ((32, 8, 32, 8), (64, 8, 64, 8), (64, 16, 64, 8))
 _CHAIN_BYTES = tuple(2**power for power in (17, 20, 23, 26))
+_CPU_CHAIN_BYTES = tuple(2**power for power in (16, 18, 20, 22))
+# A program comes back to an array after it has touched many others, a loop over one finds it in the cache: on CPUs a
+# case works on as many arrays as take this much on each device (at most so many: each is compiled).
+_COLD_BYTES = 2**23
+_MOST_TOGETHER = 64
 _MESSAGE_BYTES = tuple(2**power for power in (10, 16, 20, 24, 28))
-# Virtual CPU devices share the caches of one machine, and the programs that run on them are small.
-_CPU_MESSAGE_BYTES = tuple(2**power for power in (10, 14, 17, 20, 22))
+# Virtual CPU devices share the caches of one machine, and the programs that run on them are small. Larger messages of
+# eight devices leave the caches, where a byte takes several times as long: no one rate describes both.
+_CPU_MESSAGE_BYTES = tuple(2**power for power in (10, 14, 17, 20))
 # Gathered are parameters, and their gradients are scattered: there are many, and none waits for another. Sums of
 # activations wait for what they sum, and those of gradients are one. On virtual CPU devices alone: elsewhere compilers
-# may make one of several, and a device runs one at a time.
+# may make one of several, and a device runs one at a time. Together they are no more than the largest message.
 _TOGETHER = {"all_gather": 8, "reduce_scatter": 8}
 # A quick calibration has few sizes: of messages what a start costs and what bytes do.
 _QUICK_MESSAGE_BYTES = (2**10, 2**20, 2**26)
@@ -42,31 +48,48 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
       quick: fewer dtypes, groups and sizes.
     """
     dtypes = list(dtypes_of(cluster))
+    small = cluster.device.platform == "cpu"
     step = 2 if quick else 1
     found: list[list[Case]] = [[Starts(kernels=8)]]
     for dtype in dtypes[:2] if quick else dtypes:
         found.append([Product(dtype=dtype, m=edge, k=edge, n=edge) for edge in _EDGES[::step]])
         for m, k, n in (_THIN, _TALL) if dtype == dtypes[0] else ():
-            found.append([Product(dtype=dtype, m=s * m, k=s * k, n=s * n) for s in _SCALES[::step]])
+            found.append([_thin(dtype, s * m, s * k, s * n, small=small) for s in _SCALES[::step]])
     if cluster.device.transpose_bandwidth_bytes_per_second:
         for shapes in (_FEW_IMAGES, _FEW_FEATURES):
             found.append([_convolution(*shape) for shape in shapes[::step]])
+    sizes = (_CPU_CHAIN_BYTES if small else _CHAIN_BYTES)[: 2 if quick else None]
     for name in CHAINS:
-        found.append([_chain(name, size) for size in _CHAIN_BYTES[: 2 if quick else None]])
-    small = cluster.device.platform == "cpu"
+        found.append([_chain(name, size, small=small) for size in sizes])
     messages = _QUICK_MESSAGE_BYTES[: 2 if small else 3] if quick else _CPU_MESSAGE_BYTES if small else _MESSAGE_BYTES
     for number, (shape, axis, _) in enumerate(groups_of(cluster)):
         # What a step of a collective takes is seen in groups of two sizes.
         for kind in KINDS if not quick or number == 0 else KINDS[:1] if number == 1 else ():
-            together = _TOGETHER.get(kind, 1) if small else 1
+            most = _TOGETHER.get(kind, 1) if small else 1
             found.append(
-                [Collective(kind=kind, size_bytes=size, shape=shape, axis=axis, together=together) for size in messages]
+                [
+                    Collective(
+                        kind=kind, size_bytes=size, shape=shape, axis=axis, together=min(most, messages[-1] // size)
+                    )
+                    for size in messages
+                ]
             )
     return found
 
 
-def _chain(name: str, size_bytes: int) -> Chain:
-    return Chain(name=name, size_bytes=size_bytes, kernels=chain_kernels(name, size_bytes))
+def _thin(dtype: str, m: int, k: int, n: int, *, small: bool) -> Product:
+    together = _cold(item_bytes(dtype) * (m * k + k * n)) if small else 1
+    return Product(dtype=dtype, m=m, k=k, n=n, together=together)
+
+
+def _chain(name: str, size_bytes: int, *, small: bool) -> Chain:
+    together = _cold(size_bytes) if small else 1
+    return Chain(name=name, size_bytes=size_bytes, kernels=chain_kernels(name, size_bytes), together=together)
+
+
+def _cold(size_bytes: int) -> int:
+    """How many cases of so many bytes leave the caches."""
+    return max(1, min(_COLD_BYTES // size_bytes, _MOST_TOGETHER))
 
 
 def _convolution(batch: int, edge: int, channels: int, features: int) -> Convolution:

@@ -1,8 +1,9 @@
 """Measuring cases on the devices at hand, within a time limit.
 
 All cases are compiled first, and one run of each tells how many repetitions make a run long enough to time. Then all
-are timed in turn, round after round, so that what else the machine does falls on all alike, until the time is over. The
-median of the calls without the case (that repeat nothing, or what is between collectives) is taken off.
+are timed in turn, round after round, so that what else the machine does falls on all alike, until the time is over.
+That only ever takes time, so of each case the faster half of the runs counts. The median of the calls without the case
+(that repeat nothing, or what is between collectives), of their faster half too, is taken off.
 
 Cost: the time limit; more only where two cases of each series and three rounds take longer.
 """
@@ -97,10 +98,14 @@ def measure(
             many[position].append(program.seconds(times))
     found = []
     for (case, _, times), calls, runs in zip(ready, none, many, strict=True):
-        call = median(calls)
-        found.append(Measurement(case=case, sample=sample_of([(run - call) / times for run in runs])))
+        call = median(_faster_half(calls))
+        found.append(Measurement(case=case, sample=sample_of([(run - call) / times for run in _faster_half(runs)])))
     # What the calls' own differences swallow was too short to be seen.
     return [one for one in found if one.sample.seconds > 0]
+
+
+def _faster_half(seconds: Sequence[float]) -> list[float]:
+    return sorted(seconds)[: (len(seconds) + 1) // 2]
 
 
 def _smallest_first(cases: Sequence[Sequence[Case]]) -> Iterable[tuple[int, int, Case]]:

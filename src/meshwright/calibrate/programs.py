@@ -32,8 +32,9 @@ _ROW = 64
 # Edge of the matrices of a kernel that does next to nothing; products are not fused into one another.
 _TINY = 8
 
-# The product [m, k] x [k, k] between two collectives.
-_BETWEEN_SHAPES = ((64, 256), (256, 256))
+# The product [m, k] x [k, k] between two collectives: as long as kernels of small models are, and no longer, since its
+# time is taken off.
+_BETWEEN_SHAPES = ((16, 256), (256, 256))
 
 # What one repetition makes of arrays, their shapes on one device, their dtype.
 _Work = tuple[Callable[..., tuple[jax.Array, ...]], Sequence[tuple[int, ...]], Any]
@@ -118,9 +119,11 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
 def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
     if isinstance(case, Chain):
         function = chain_function(case.name)
-        return (lambda x: (function(x),)), [chain_shape(case.size_bytes)], jnp.float32
+        shapes = [chain_shape(case.size_bytes)] * case.together
+        return (lambda *arrays: tuple(map(function, arrays))), shapes, jnp.float32
     if isinstance(case, Product):
-        return (lambda x, w: ((x @ w) @ w.T, w)), [(case.m, case.k), (case.k, case.n)], jnp.dtype(case.dtype)
+        shapes = [*[(case.m, case.k)] * case.together, *[(case.k, case.n)] * case.together]
+        return _there_and_back, shapes, jnp.dtype(case.dtype)
     if isinstance(case, Convolution):
         return with_fast_convolutions(_updated), case.shapes, jnp.float32
     if isinstance(case, Starts):
@@ -137,6 +140,12 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
         return *made, rows, square
 
     return between, [*[(elements,)] * together, *_BETWEEN_SHAPES], jnp.float32
+
+
+def _there_and_back(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    half = len(operands) // 2
+    lefts, rights = operands[:half], operands[half:]
+    return (*((x @ w) @ w.T for x, w in zip(lefts, rights, strict=True)), *rights)
 
 
 def convolution(image: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -10,9 +10,9 @@ tree       all-reduce only: a chain in each host, two complementary binary trees
            receives and sends twice, for one half), S / b between two units, which have no inner node.
 switch     all-reduce only, where a switch sums and copies (NVLink SHARP): each device sends its S and receives its
            1/k of the sum, and the other way round for the copies: (1 + 1/k) S each way. Four steps; trees over hosts.
-memory     gathers and sums where all devices share memory, in place of a ring: everybody waits for everybody (n-1
-           steps, twice for an all-reduce) and then passes over the whole buffer once, S / b: summing what all have
-           written there, or copying it, each at its own rate, however many there are.
+memory     all kinds where all devices share memory: everybody waits for everybody, n-1 steps whatever the kind, and
+           then passes over the buffer once: summing what all have written there (a permute: what one has), copying
+           it, or exchanging its parts, each at a rate of its own.
 torus      gathers and sums over all dims at once inside, then rings over slices on what is left.
 direct     exchange: every device to every other one. Steps inside a host are taken one after the other, messages
            to other hosts are under way eight at a time (as NCCL and MPI libraries do).
@@ -101,14 +101,14 @@ class _Group:
         self.is_torus = self.inner is not None and self.inner.torus_exchange_seconds is not None
 
     def ways(self, kind: str) -> Iterable[tuple[Line, ...]]:
-        if kind == "permute":
+        if self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second:
+            yield self._memory(kind, self.inner)
+        elif kind == "permute":
             yield self._permute()
         elif kind == "all_to_all":
             yield self._direct()
         elif self.is_torus:
             yield self._torus(2 if kind == "all_reduce" else 1)
-        elif self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second:
-            yield self._memory(kind, self.inner)
         else:
             yield self._ring(2 if kind == "all_reduce" else 1)
             if kind == "all_reduce":
@@ -138,9 +138,13 @@ class _Group:
         return self._chunked("switch", latency, max([inside, *map(_tree_share, self.outer)]))
 
     def _memory(self, kind: str, inner: Level) -> tuple[Line, ...]:
-        rate = inner.bandwidth_bytes_per_second if kind == "all_gather" else inner.link.sum_bandwidth_bytes_per_second
-        meetings = 2 if kind == "all_reduce" else 1
-        return self._chunked("memory", meetings * (inner.size - 1) * inner.link.latency_seconds, 1 / rate)
+        if kind == "all_to_all":
+            transfer = self._exchange()
+        elif kind == "all_gather":
+            transfer = 1 / inner.bandwidth_bytes_per_second
+        else:  # a permute writes all that it reads, as a sum of one does
+            transfer = 1 / inner.link.sum_bandwidth_bytes_per_second
+        return self._chunked("memory", (inner.size - 1) * inner.link.latency_seconds, transfer)
 
     def _tree_steps(self) -> float:
         return sum(ceil(log2(level.size)) * level.link.latency_seconds for level in self.outer)

@@ -100,6 +100,6 @@ def parameter_prices(
         synchronise_seconds=synchronise,
         fixed_seconds=shared,
         update_seconds=moved * (2 * optimizer_bytes + 3 * value_bytes) / stored,
-        accumulate_seconds=moved * 3 * value_bytes / used,
+        accumulate_seconds=prices.profile.adding * moved * 3 * value_bytes / used,
         held_bytes=2 * value_bytes / used + optimizer_bytes / stored,
     )
