@@ -2,12 +2,13 @@
 
     python benchmarks/cpu_costs.py
 
-On eight virtual devices: a gather, a scatter and a sum of 1 KiB, one at a time and eight at once (those of parameters
-wait for nobody; `calibrate.cases`); and four layers of 256 x 256 weights on 64 rows, scanned and unrolled, forward and
-with gradients (a loop copies what it slices; `cost.efficiency`); and convolutions as a program has them beside the same
-in a form that XLA has fast code for (`_jax.convolutions`); and adding gradients up beside updating by Adam, on as many
-arrays as leave the caches, in bytes read and written each second (`EfficiencyProfile.adding`). Prints one JSON object,
-in seconds where it says nothing else: medians of nine.
+On eight virtual devices: collectives of 1 KiB of all kinds over two, four and eight (they meet alike;
+`cost.collective_ways`), and a gather, a scatter and a sum over eight, one at a time and eight at once (those of
+parameters wait for nobody; `calibrate.cases`); four layers of 256 x 256 weights on 64 rows, scanned and unrolled,
+forward and with gradients (a loop copies what it slices; `cost.efficiency`); convolutions as a program has them beside
+the same in a form that XLA has fast code for (`_jax.convolutions`); and adding gradients up beside updating by Adam, on
+as many arrays as leave the caches, in bytes read and written each second (`EfficiencyProfile.adding`). Prints one JSON
+object, in seconds where it says nothing else: medians of nine.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from meshwright._jax.convolutions import with_fast_convolutions
 from meshwright.calibrate.case import Collective
 from meshwright.calibrate.programs import Repeated
+from meshwright.cost.collective import KINDS
 
 TIMES, RUNS = 20, 9
 LAYERS, WIDTH, ROWS = 4, 256, 64
 UNROLLED = 8
 
 
-def collective(kind: str, together: int) -> float:
+def collective(kind: str, together: int = 1, *, group: int = 8) -> float:
     """Of one of so many at once."""
-    program = Repeated(Collective(kind=kind, size_bytes=1024, shape=(8,), axis=0, together=together), jax.devices())
+    case = Collective(kind=kind, size_bytes=1024, shape=(8 // group, group), axis=1, together=together)
+    program = Repeated(case, jax.devices())
     program.seconds(1)  # compiles
     return _median(lambda: program.seconds(TIMES) - program.without(TIMES)) / TIMES / together
 
@@ -180,6 +183,7 @@ def main() -> None:
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     print(json.dumps({
         "machine": {"cpus": os.cpu_count(), "jax": jax.__version__},
+        "meeting_seconds": {kind: {f"over {n}": collective(kind, group=n) for n in (2, 4, 8)} for kind in KINDS},
         "collective_seconds": {kind: {f"{n} at once": collective(kind, n) for n in (1, 8)} for kind in kinds},
         "convolution_seconds": {
             name: {"as it is": convolution(name, fast=False), "fast": convolution(name, fast=True)}

@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright import cli
 from meshwright.calibrate import calibration as calibration_module
 from meshwright.calibrate.calibration import calibrate, calibration_document, check_out
-from meshwright.calibrate.case import Case, Collective
+from meshwright.calibrate.case import Case, Chain, Collective, Product
 from meshwright.calibrate.cases import cases_of, groups_of
 from meshwright.calibrate.fit import Fitted, fit
 from meshwright.calibrate.measure import Measurement, measure
@@ -159,6 +159,36 @@ def test_measuring_takes_the_calls_off_and_leaves_out_what_takes_too_long() -> N
     assert {series[0] for series in cases} <= {one.case for one in found}
     longest = max(seconds_on(Clockwork.cluster, one.case) for one in found)
     assert longest < 0.2 < max(seconds_on(Clockwork.cluster, case) for case in Clockwork.made)
+
+
+class Disturbed(Clockwork):
+    """The same, where every third run takes three times as long: something else runs."""
+
+    def __init__(self, case: Case, devices: Sequence[Any]) -> None:
+        super().__init__(case, devices)
+        self._runs = 0
+
+    def seconds(self, times: int) -> float:
+        self._runs += 1
+        return super().seconds(times) * (1 if self._runs % 3 else 3)
+
+
+def test_what_disturbs_some_runs_does_not_count() -> None:
+    Clockwork.made = []
+    for one in measure(cases_of(Clockwork.cluster, quick=True), [], time_limit_seconds=2, repeated=Disturbed):
+        assert one.sample.high == pytest.approx(seconds_on(Clockwork.cluster, one.case), rel=1e-6)
+
+
+def test_on_cpus_arrays_leave_the_caches() -> None:
+    """Eight devices of 4 MiB each are what a processor's last cache holds; devices of their own run one at a time."""
+    for name, least, most in (("cpu", 2**22, 64), ("dgx-a100-80", 0, 1)):
+        for case in (case for series in cases_of(load_cluster(name), quick=False) for case in series):
+            if isinstance(case, Chain):
+                assert case.together * case.size_bytes >= least
+            if isinstance(case, Chain | Product | Collective):
+                assert case.together <= most
+            if isinstance(case, Collective) and case.together > 1:
+                assert case.together * case.size_bytes <= 2**20
 
 
 def test_the_time_limit_leaves_the_smallest_of_each_series() -> None:
