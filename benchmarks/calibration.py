@@ -5,10 +5,10 @@
 On eight virtual CPU devices: calibrates (or reads a calibration made before), then plans each small reference model in
 six ways that differ in what they compute and move, and times all six in turn in one process. Per model: predicted and
 measured seconds of each plan and their rank correlation (Spearman). Over all models it is given twice: of seconds, and
-of seconds over the mean of the model's own six, which knows nothing of which model is larger. Measured is the median
-over rounds of the fastest step of each: in a round the fastest is what other work on the machine disturbs least, and
-one lucky step of all rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties that
-no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
+of seconds over the geometric mean of the model's own six, which knows nothing of which model is larger. Measured is the
+median over rounds of the fastest step of each: in a round the fastest is what other work on the machine disturbs least,
+and one lucky step of all rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties
+that no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
 other order.
 
 Plans are predicted before any of them is run; nothing is fitted to a step. Each model has a process of its own: steps
@@ -172,21 +172,17 @@ def _correlation(entries: Sequence[dict[str, Any]]) -> float:
 
 def _within_models(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All plans, their seconds over the geometric mean of those of their model."""
-    found: list[dict[str, Any]] = [{} for one in rows for _ in one["plans"]]
-    for kind in ("predicted_seconds", "measured_seconds"):
-        shares = [
-            plan[kind] / statistics.geometric_mean(p[kind] for p in one["plans"])
-            for one in rows
-            for plan in one["plans"]
-        ]
-        for entry, share in zip(found, shares, strict=True):
-            entry[kind] = share
+    found = []
+    for one in rows:
+        kinds = ("predicted_seconds", "measured_seconds")
+        means = {kind: statistics.geometric_mean(plan[kind] for plan in one["plans"]) for kind in kinds}
+        found += [{kind: plan[kind] / means[kind] for kind in kinds} for plan in one["plans"]]
     return found
 
 
 def show(result: dict[str, Any]) -> None:
     print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
-    print(f"the same of times over the mean of each model's {result['rank_correlation_within_models']:.2f}")
+    print(f"of times over the mean of each model's {result['rank_correlation_within_models']:.2f}")
     for one in result["results"]:
         pairs = f"{one['ties']} of 15 pairs tied, {one['misordered']} misordered"
         print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {pairs}")

@@ -18,9 +18,8 @@ from meshwright.cost.kernels import ATTENTION_BACKWARD
 from meshwright.program.graph import Graph, Operator
 from meshwright.program.residuals import is_stored
 from meshwright.program.traces import Traces
-from meshwright.search.choices import operator_choices, parameter_choices
+from meshwright.search.choices import operator_choices
 from meshwright.search.operator_kernels import OperatorKernels, operator_kernels
-from meshwright.search.parameter_prices import parameter_prices
 from meshwright.search.prices import prices_of
 from meshwright.search.spec_row import SpecRow
 from meshwright.sharding import Algorithm, Spec, convert
@@ -228,15 +227,3 @@ def test_what_a_scan_slices_is_copied_on_cpus_alone() -> None:
             assert (forward, backward) == (pytest.approx(passes * once), pytest.approx(3 * passes * once))
             assert (inside, mirrored) == (0.0, 0.0)
             assert prices.operator_passes(graph, link, algorithm, ()) == (forward, 0.0)
-
-
-def test_adding_gradients_up_beside_updating() -> None:
-    """Without optimizer state both read two arrays and write one; on CPUs an update computes with them longer."""
-    for name, share in (("cpu", 0.4), ("dgx-a100-80", 1.0)):
-        cluster = load_cluster(name)
-        prices = prices_of(cluster.logical_mesh((8,), ("x",)), cluster.device)
-        choices = parameter_choices((64, 64), prices.sizes)
-        one = parameter_prices(prices, choices, 4.0 * 64 * 64, 0.0, parameters=1, central=False)
-        used = [choice.use.shards(prices.sizes) for choice in choices]
-        stored = [choice.storage.shards(prices.sizes) for choice in choices]
-        assert one.accumulate_seconds * used == pytest.approx(share * one.update_seconds * stored)

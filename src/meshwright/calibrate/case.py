@@ -19,8 +19,8 @@ CHAINS = ("add", "gelu", "softmax", "normalise")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product [m, k] x [k, n] and its return [m, n] x [n, k] on every device at once; `together` pairs of
-    operands, one after the other.
+    """A matrix product [m, k] x [k, n] and its return [m, n] x [n, k] on every device at once; of `together` pairs of
+    operands, none waiting for another.
 
     >>> Product(dtype="float32", m=2, k=3, n=4).flops
     48.0
@@ -103,7 +103,7 @@ class Chain:
       name: one of `CHAINS`.
       size_bytes: of its operand on one device.
       kernels: that the cost model sees in it.
-      together: on how many operands, one after the other.
+      together: on how many operands, none waiting for another.
     """
 
     name: str

@@ -24,8 +24,8 @@ _FEW_IMAGES = ((2, 8, 32, 32), (8, 8, 64, 64), (8, 16, 64, 64))
 _FEW_FEATURES = ((32, 8, 32, 8), (64, 8, 64, 8), (64, 16, 64, 8))
 _CHAIN_BYTES = tuple(2**power for power in (17, 20, 23, 26))
 _CPU_CHAIN_BYTES = tuple(2**power for power in (16, 18, 20, 22))
-# A program comes back to an array after it has touched many others, a loop over one finds it in the cache: on CPUs a
-# case works on as many arrays as take this much on each device (at most so many: each is compiled).
+# A program comes back to an array after it has touched many others, a loop over one finds it in the cache: on CPUs
+# chains and products work on as many arrays as take about this much on each device (at most so many: each is compiled).
 _COLD_BYTES = 2**23
 _MOST_TOGETHER = 64
 _MESSAGE_BYTES = tuple(2**power for power in (10, 16, 20, 24, 28))
@@ -48,19 +48,19 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
       quick: fewer dtypes, groups and sizes.
     """
     dtypes = list(dtypes_of(cluster))
-    small = cluster.device.platform == "cpu"
+    cold = small = cluster.device.platform == "cpu"
     step = 2 if quick else 1
     found: list[list[Case]] = [[Starts(kernels=8)]]
     for dtype in dtypes[:2] if quick else dtypes:
-        found.append([Product(dtype=dtype, m=edge, k=edge, n=edge) for edge in _EDGES[::step]])
+        found.append([_product(dtype, edge, edge, edge, cold=cold) for edge in _EDGES[::step]])
         for m, k, n in (_THIN, _TALL) if dtype == dtypes[0] else ():
-            found.append([_thin(dtype, s * m, s * k, s * n, small=small) for s in _SCALES[::step]])
+            found.append([_product(dtype, s * m, s * k, s * n, cold=cold) for s in _SCALES[::step]])
     if cluster.device.transpose_bandwidth_bytes_per_second:
         for shapes in (_FEW_IMAGES, _FEW_FEATURES):
             found.append([_convolution(*shape) for shape in shapes[::step]])
     sizes = (_CPU_CHAIN_BYTES if small else _CHAIN_BYTES)[: 2 if quick else None]
     for name in CHAINS:
-        found.append([_chain(name, size, small=small) for size in sizes])
+        found.append([_chain(name, size, cold=cold) for size in sizes])
     messages = _QUICK_MESSAGE_BYTES[: 2 if small else 3] if quick else _CPU_MESSAGE_BYTES if small else _MESSAGE_BYTES
     for number, (shape, axis, _) in enumerate(groups_of(cluster)):
         # What a step of a collective takes is seen in groups of two sizes.
@@ -77,19 +77,19 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
     return found
 
 
-def _thin(dtype: str, m: int, k: int, n: int, *, small: bool) -> Product:
-    together = _cold(item_bytes(dtype) * (m * k + k * n)) if small else 1
+def _product(dtype: str, m: int, k: int, n: int, *, cold: bool) -> Product:
+    together = _many(item_bytes(dtype) * (m * k + k * n)) if cold else 1
     return Product(dtype=dtype, m=m, k=k, n=n, together=together)
 
 
-def _chain(name: str, size_bytes: int, *, small: bool) -> Chain:
-    together = _cold(size_bytes) if small else 1
+def _chain(name: str, size_bytes: int, *, cold: bool) -> Chain:
+    together = _many(size_bytes) if cold else 1
     return Chain(name=name, size_bytes=size_bytes, kernels=chain_kernels(name, size_bytes), together=together)
 
 
-def _cold(size_bytes: int) -> int:
-    """How many cases of so many bytes leave the caches."""
-    return max(1, min(_COLD_BYTES // size_bytes, _MOST_TOGETHER))
+def _many(size_bytes: int) -> int:
+    """How many arrays of so many bytes leave the caches."""
+    return min(-(-_COLD_BYTES // size_bytes), _MOST_TOGETHER)
 
 
 def _convolution(batch: int, edge: int, channels: int, features: int) -> Convolution:

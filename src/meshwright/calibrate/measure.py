@@ -2,8 +2,8 @@
 
 All cases are compiled first, and one run of each tells how many repetitions make a run long enough to time. Then all
 are timed in turn, round after round, so that what else the machine does falls on all alike, until the time is over.
-That only ever takes time, so of each case the faster half of the runs counts. The median of the calls without the case
-(that repeat nothing, or what is between collectives), of their faster half too, is taken off.
+What else it does only ever takes longer, so a case's time is the lower quartile of its runs. That of the calls without
+the case (that repeat nothing, or what is between collectives) is taken off.
 
 Cost: the time limit; more only where two cases of each series and three rounds take longer.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from fractions import Fraction
 from typing import Any
 
 from .case import Case
@@ -25,6 +25,7 @@ _RUN_SECONDS = 0.02
 _MOST_REPETITIONS = 4096
 # A case of which one repetition takes longer is left out, with all larger ones of its kind.
 _LONGEST_SECONDS = 0.2
+_UNDISTURBED = Fraction(1, 4)  # of the runs
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 31
 # Of the time limit, for compiling.
@@ -98,14 +99,11 @@ def measure(
             many[position].append(program.seconds(times))
     found = []
     for (case, _, times), calls, runs in zip(ready, none, many, strict=True):
-        call = median(_faster_half(calls))
-        found.append(Measurement(case=case, sample=sample_of([(run - call) / times for run in _faster_half(runs)])))
+        call = sample_of(calls, _UNDISTURBED).seconds
+        sample = sample_of([(run - call) / times for run in runs], _UNDISTURBED)
+        found.append(Measurement(case=case, sample=sample))
     # What the calls' own differences swallow was too short to be seen.
     return [one for one in found if one.sample.seconds > 0]
-
-
-def _faster_half(seconds: Sequence[float]) -> list[float]:
-    return sorted(seconds)[: (len(seconds) + 1) // 2]
 
 
 def _smallest_first(cases: Sequence[Sequence[Case]]) -> Iterable[tuple[int, int, Case]]:

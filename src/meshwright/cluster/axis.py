@@ -24,6 +24,8 @@ class Level:
     axis talk; on a torus, of all links that the group has at a device. `steps`: how far the farthest data has to go.
     `torus_exchange_seconds`: of an exchange on a torus, for each byte of the local buffer; None without a torus.
     `own_links`: whether other axes use other links at this level (wires, torus), so that bandwidths of axes add up.
+    `beside`: units that all groups together have in one unit of the next level, where these share memory; by default
+    those of this group.
 
     >>> link = Link(bandwidth_bytes_per_second=1e9, latency_seconds=1e-6)
     >>> Level(kind="device", size=4, link=link, bandwidth_bytes_per_second=1e9).steps
@@ -37,6 +39,7 @@ class Level:
     steps: int = 0
     torus_exchange_seconds: float | None = None
     own_links: bool = False
+    beside: int = 0
 
     def __post_init__(self) -> None:
         check_text("Level", "kind", self.kind)
@@ -45,6 +48,8 @@ class Level:
         check_number("Level", "bandwidth_bytes_per_second", self.bandwidth_bytes_per_second, above=True)
         if not self.steps:
             object.__setattr__(self, "steps", self.size - 1)
+        if not self.beside:
+            object.__setattr__(self, "beside", self.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ class Link:
     message travels in chunks, as large as is best but so that one takes at most this many step latencies; 0: in one
     piece, latency and transfer add up. `reduction_bandwidth_bytes_per_second`: in and out of each device when a switch
     sums and copies by itself; 0 where none does. `sum_bandwidth_bytes_per_second`: where devices share memory, that at
-    which each sums what all have written there; 0 where they share none.
+    which each sums what all have written there, or copies what one has; 0 where they share none.
 
     Raises ClusterError for a number that is not finite or out of range.
 

@@ -241,10 +241,12 @@ class _Places:
             )
         link = slowest_link([way.link for way in ways])
         slowest = min(ways, key=lambda way: way.bandwidth_bytes_per_second)
+        # Told apart only where it counts, so that like axes of different submeshes are one.
+        beside = int(np.bincount(self.host_of).max()) if link.sum_bandwidth_bytes_per_second else most
         level = Level(
             kind="device", size=most, link=link, bandwidth_bytes_per_second=slowest.bandwidth_bytes_per_second,
             steps=max(way.steps for way in ways), torus_exchange_seconds=slowest.torus_exchange_seconds,
-            own_links=slowest.own_links,
+            own_links=slowest.own_links, beside=beside,
         )  # fmt: skip
         if level.torus_exchange_seconds is not None:
             return level, level.torus_exchange_seconds * most / size

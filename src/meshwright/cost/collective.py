@@ -84,7 +84,8 @@ def collective_lines(kind: str, axes: Sequence[Axis]) -> tuple[np.ndarray, np.nd
 
 
 def collective_algorithm(kind: str, size_bytes: float, axes: Sequence[Axis]) -> str:
-    """The name of the algorithm that is the fastest: "ring", "tree", "switch", "torus", "direct" or "by axis".
+    """The name of the algorithm that is the fastest: "ring", "tree", "switch", "memory", "torus", "direct" or "by
+    axis".
 
     Empty over axes of size 1. Raises ValueError as `collective_seconds`.
     """

@@ -10,9 +10,9 @@ tree       all-reduce only: a chain in each host, two complementary binary trees
            receives and sends twice, for one half), S / b between two units, which have no inner node.
 switch     all-reduce only, where a switch sums and copies (NVLink SHARP): each device sends its S and receives its
            1/k of the sum, and the other way round for the copies: (1 + 1/k) S each way. Four steps; trees over hosts.
-memory     all kinds where all devices share memory: everybody waits for everybody, n-1 steps whatever the kind, and
-           then passes over the buffer once: summing what all have written there (a permute: what one has), copying
-           it, or exchanging its parts, each at a rate of its own.
+memory     all kinds where all devices share memory: everybody waits for everybody, n-1 steps whatever the kind (for a
+           permute everybody in the program), and then passes over the buffer once: summing what all have written
+           there (a permute: what one has), copying it, or exchanging its parts, each at a rate of its own.
 torus      gathers and sums over all dims at once inside, then rings over slices on what is left.
 direct     exchange: every device to every other one. Steps inside a host are taken one after the other, messages
            to other hosts are under way eight at a time (as NCCL and MPI libraries do).
@@ -40,6 +40,9 @@ from ..cluster.hardware import slowest_link
 _MESSAGES_UNDER_WAY = 8
 # A device asks the switch for its part of the sum, then sends it to be copied; each is a message and its answer.
 _SWITCH_STEPS = 4
+# Where devices share memory a sum takes as long as its scatter (measured). Cutting a part out of it, which is a copy,
+# is not priced: by this much the scatter, which leaves the same, is the cheaper one.
+_WHOLE = 1.001
 # Chunk sizes tried, halving from the largest.
 _HALVINGS = 8
 
@@ -80,7 +83,8 @@ def lines_of(kind: str, axes: Sequence[Axis]) -> tuple[Line, ...]:
     """The lower envelope of all ways to do a collective over `axes`, all larger than 1."""
     group = _Group(axes)
     ways = [line for way in group.ways(kind) for line in way]
-    if len(axes) > 1 and kind != "permute":
+    # Where one meeting and one pass do it for any group, nobody meets for each axis.
+    if len(axes) > 1 and kind != "permute" and not group.shares_memory:
         ways += _by_axis(kind, axes)
     return lower_envelope(ways)
 
@@ -98,10 +102,11 @@ class _Group:
         self.slowest = min(self.levels, key=lambda level: level.bandwidth_bytes_per_second)
         self.inner = self.levels[0] if self.levels[0].kind == "device" else None
         self.outer = self.levels[1:] if self.inner else self.levels
+        self.shares_memory = bool(self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second)
         self.is_torus = self.inner is not None and self.inner.torus_exchange_seconds is not None
 
     def ways(self, kind: str) -> Iterable[tuple[Line, ...]]:
-        if self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second:
+        if self.shares_memory and self.inner:
             yield self._memory(kind, self.inner)
         elif kind == "permute":
             yield self._permute()
@@ -144,7 +149,10 @@ class _Group:
             transfer = 1 / inner.bandwidth_bytes_per_second
         else:  # a permute writes all that it reads, as a sum of one does
             transfer = 1 / inner.link.sum_bandwidth_bytes_per_second
-        return self._chunked("memory", (inner.size - 1) * inner.link.latency_seconds, transfer)
+            transfer *= _WHOLE if kind == "all_reduce" else 1.0
+        # A permute says who sends to whom, and so has no groups: all devices of the program meet.
+        meeting = inner.beside if kind == "permute" else inner.size
+        return self._chunked("memory", (meeting - 1) * inner.link.latency_seconds, transfer)
 
     def _tree_steps(self) -> float:
         return sum(ceil(log2(level.size)) * level.link.latency_seconds for level in self.outer)
@@ -227,6 +235,7 @@ def _merged(kind: str, axes: Sequence[Axis]) -> Level | None:
         bandwidth_bytes_per_second=sum(bandwidths) if apart else min(bandwidths),
         steps=sum(level.steps for level in levels) if exchange else size - 1,
         torus_exchange_seconds=max(exchange, default=None), own_links=apart,
+        beside=max(level.beside for level in levels),
     )  # fmt: skip
 
 
@@ -235,7 +244,7 @@ def _with_bandwidth(level: Level, bandwidth: float) -> Level:
         return level
     return Level(
         kind=level.kind, size=level.size, link=level.link, bandwidth_bytes_per_second=bandwidth, steps=level.steps,
-        torus_exchange_seconds=level.torus_exchange_seconds, own_links=level.own_links,
+        torus_exchange_seconds=level.torus_exchange_seconds, own_links=level.own_links, beside=level.beside,
     )  # fmt: skip
 
 

@@ -47,7 +47,6 @@ class EfficiencyProfile:
       passes: how often a value that is stored passes through memory for each time it is made: once written, once or
         more read. Compilers that fuse less have more.
       fused_share: of that traffic, what is left of operations that are fused into their readers.
-      adding: what adding gradients up takes of what as many bytes take in an update, which computes more with them.
       sliced: how often what the body of a loop takes out of a stack (a layer's weights) passes through memory for that,
         forward; three times as often backward, where it is taken again and its gradient is added to that of the stack.
       tiles: whether products pay for tiles that their result does not fill, and for a last wave of tiles that leaves
@@ -74,7 +73,6 @@ class EfficiencyProfile:
     memory: float = 1.0
     passes: float = 2.0
     fused_share: float = 0.1
-    adding: float = 1.0
     sliced: float = 0.0
     tiles: bool = True
     network: float = 1.0
@@ -106,8 +104,7 @@ class EfficiencyProfile:
 # peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
 # what the mask leaves out too, nothing comes in tiles, and bandwidths are measured by bytes written. XLA copies there
 # what a loop slices (`benchmarks/cpu_costs.py`: scanned in place of unrolled, 1 MiB of weights takes 0.1 to 0.3 ms more
-# forward, 1.3 to 1.5 ms forward and backward; a pass is 0.37 ms), and adding gradients up moves bytes about 2.5 times
-# as fast as an update by Adam does (there too: 7.0 to 7.4 GB/s beside 2.0 to 3.9).
+# forward, 1.3 to 1.5 ms forward and backward; a pass is 0.37 ms).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),
@@ -115,7 +112,7 @@ _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
     "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
     "cpu": EfficiencyProfile(
-        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, adding=0.4, sliced=1.0, tiles=False
+        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, sliced=1.0, tiles=False
     ),
     "": EfficiencyProfile(name="any"),
 }

@@ -86,8 +86,8 @@ def parameter_prices(
                 kind, count = "permute", central_messages(step.axes, sizes)
             size = value_bytes * step.buffer_fraction(sizes)
             seconds = count * prices.collective(kind, size, step.axes, strided=step.strided)
-            if step.forward == "all_reduce":
-                # Plain sums of all gradients run as one collective: its fixed cost is shared.
+            if step.forward == "all_reduce" and len(gradient) == 1:
+                # Plain sums of all gradients run as one collective (`run_together`): its fixed cost is shared.
                 fixed = count * prices.collective(kind, 1.0, step.axes)
                 seconds -= fixed * (1 - 1 / max(parameters, 1))
                 shared[number] += prices.collective("all_reduce", 1.0, step.axes) / max(parameters, 1)
@@ -100,6 +100,6 @@ def parameter_prices(
         synchronise_seconds=synchronise,
         fixed_seconds=shared,
         update_seconds=moved * (2 * optimizer_bytes + 3 * value_bytes) / stored,
-        accumulate_seconds=prices.profile.adding * moved * 3 * value_bytes / used,
+        accumulate_seconds=moved * 3 * value_bytes / used,
         held_bytes=2 * value_bytes / used + optimizer_bytes / stored,
     )
