@@ -5,7 +5,7 @@
 On eight virtual CPU devices: calibrates (or reads a calibration made before), then plans each small reference model in
 six ways that differ in what they compute and move, and times all six in turn in one process. Per model: predicted and
 measured seconds of each plan and their rank correlation (Spearman). Over all models it is given twice: of seconds, and
-of seconds over the geometric mean of the model's own six, which knows nothing of which model is larger. Measured is the
+within models, of seconds over the geometric mean of the model's own six. Measured is the
 median over rounds of the fastest step of each: in a round the fastest is what other work on the machine disturbs least,
 and one lucky step of all rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties
 that no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
@@ -182,7 +182,7 @@ def _within_models(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(result: dict[str, Any]) -> None:
     print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
-    print(f"of times over the mean of each model's {result['rank_correlation_within_models']:.2f}")
+    print(f"rank correlation within models {result['rank_correlation_within_models']:.2f}")
     for one in result["results"]:
         pairs = f"{one['ties']} of 15 pairs tied, {one['misordered']} misordered"
         print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {pairs}")

@@ -18,8 +18,9 @@ from meshwright.cost.kernels import ATTENTION_BACKWARD
 from meshwright.program.graph import Graph, Operator
 from meshwright.program.residuals import is_stored
 from meshwright.program.traces import Traces
-from meshwright.search.choices import operator_choices
+from meshwright.search.choices import operator_choices, parameter_choices
 from meshwright.search.operator_kernels import OperatorKernels, operator_kernels
+from meshwright.search.parameter_prices import parameter_prices
 from meshwright.search.prices import prices_of
 from meshwright.search.spec_row import SpecRow
 from meshwright.sharding import Algorithm, Spec, convert
@@ -227,3 +228,24 @@ def test_what_a_scan_slices_is_copied_on_cpus_alone() -> None:
             assert (forward, backward) == (pytest.approx(passes * once), pytest.approx(3 * passes * once))
             assert (inside, mirrored) == (0.0, 0.0)
             assert prices.operator_passes(graph, link, algorithm, ()) == (forward, 0.0)
+
+
+def test_only_plain_sums_of_gradients_share_a_start() -> None:
+    """`run_together` joins gradients that are summed and nothing else: of four, each pays a fourth of the start."""
+    cluster = load_cluster("dgx-a100-80")
+    prices = prices_of(cluster.logical_mesh((2, 4), ("x", "y")), cluster.device)
+    choices = parameter_choices((64, 64), prices.sizes)
+    alone, shared = (
+        parameter_prices(prices, choices, 4.0 * 64 * 64, 0.0, parameters=count, central=False) for count in (1, 4)
+    )
+    cut = 0
+    for number, choice in enumerate(choices):
+        gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
+        assert gradient is not None
+        kinds = [step.kind for step in gradient]
+        cut += "all_reduce" in kinds and len(kinds) > 1
+        start = prices.collective("all_reduce", 1.0, gradient[0].axes) if kinds == ["all_reduce"] else 0.0
+        saved = alone.synchronise_seconds[number] - shared.synchronise_seconds[number]
+        assert saved == pytest.approx(0.75 * start)
+        assert shared.fixed_seconds[number] == pytest.approx(0.25 * start)
+    assert cut

@@ -48,32 +48,31 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
       quick: fewer dtypes, groups and sizes.
     """
     dtypes = list(dtypes_of(cluster))
-    cold = small = cluster.device.platform == "cpu"
+    virtual = cluster.device.platform == "cpu"
     step = 2 if quick else 1
     found: list[list[Case]] = [[Starts(kernels=8)]]
     for dtype in dtypes[:2] if quick else dtypes:
-        found.append([_product(dtype, edge, edge, edge, cold=cold) for edge in _EDGES[::step]])
+        found.append([_product(dtype, edge, edge, edge, cold=virtual) for edge in _EDGES[::step]])
         for m, k, n in (_THIN, _TALL) if dtype == dtypes[0] else ():
-            found.append([_product(dtype, s * m, s * k, s * n, cold=cold) for s in _SCALES[::step]])
+            found.append([_product(dtype, s * m, s * k, s * n, cold=virtual) for s in _SCALES[::step]])
     if cluster.device.transpose_bandwidth_bytes_per_second:
         for shapes in (_FEW_IMAGES, _FEW_FEATURES):
             found.append([_convolution(*shape) for shape in shapes[::step]])
-    sizes = (_CPU_CHAIN_BYTES if small else _CHAIN_BYTES)[: 2 if quick else None]
+    sizes = (_CPU_CHAIN_BYTES if virtual else _CHAIN_BYTES)[: 2 if quick else None]
     for name in CHAINS:
-        found.append([_chain(name, size, cold=cold) for size in sizes])
-    messages = _QUICK_MESSAGE_BYTES[: 2 if small else 3] if quick else _CPU_MESSAGE_BYTES if small else _MESSAGE_BYTES
+        found.append([_chain(name, size, cold=virtual) for size in sizes])
+    messages = _CPU_MESSAGE_BYTES if virtual else _MESSAGE_BYTES
+    if quick:
+        messages = _QUICK_MESSAGE_BYTES[: 2 if virtual else None]
     for number, (shape, axis, _) in enumerate(groups_of(cluster)):
         # What a step of a collective takes is seen in groups of two sizes.
         for kind in KINDS if not quick or number == 0 else KINDS[:1] if number == 1 else ():
-            most = _TOGETHER.get(kind, 1) if small else 1
-            found.append(
-                [
-                    Collective(
-                        kind=kind, size_bytes=size, shape=shape, axis=axis, together=min(most, messages[-1] // size)
-                    )
-                    for size in messages
-                ]
-            )
+            most = _TOGETHER.get(kind, 1) if virtual else 1
+            counts = [min(most, messages[-1] // size) for size in messages]
+            found.append([
+                Collective(kind=kind, size_bytes=size, shape=shape, axis=axis, together=count)
+                for size, count in zip(messages, counts, strict=True)
+            ])  # fmt: skip
     return found
 
 

@@ -2,7 +2,8 @@
 
 The interval comes from the order of the values alone (the binomial distribution of how many lie below the quantile), so
 nothing is assumed of their distribution, and a few runs that something else disturbed do not move it. With few values
-(under six for a median) no pair of them is that sure; the interval then ends with the first or the last of them.
+(under six for a median, thirteen for a quartile) no pair of them is that sure; the interval then ends with the first or
+the last of them.
 """
 
 from __future__ import annotations

@@ -46,6 +46,6 @@ def calibration_text(calibration: Calibration) -> str:
             "",
             format_table(("fitted", "value"), constants, left=1),
             "",
-            format_table(("cases", "how many", "known to (95 %)", "median error of the fit"), rows, left=1),
+            format_table(("cases", "how many", "known to", "median error of the fit"), rows, left=1),
         ]
     )

@@ -84,7 +84,7 @@ def lines_of(kind: str, axes: Sequence[Axis]) -> tuple[Line, ...]:
     group = _Group(axes)
     ways = [line for way in group.ways(kind) for line in way]
     # Where one meeting and one pass do it for any group, nobody meets for each axis.
-    if len(axes) > 1 and kind != "permute" and not group.shares_memory:
+    if len(axes) > 1 and kind != "permute" and not group.memory:
         ways += _by_axis(kind, axes)
     return lower_envelope(ways)
 
@@ -102,12 +102,13 @@ class _Group:
         self.slowest = min(self.levels, key=lambda level: level.bandwidth_bytes_per_second)
         self.inner = self.levels[0] if self.levels[0].kind == "device" else None
         self.outer = self.levels[1:] if self.inner else self.levels
-        self.shares_memory = bool(self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second)
+        shared = self.inner and not self.outer and self.inner.link.sum_bandwidth_bytes_per_second
+        self.memory = self.inner if shared else None
         self.is_torus = self.inner is not None and self.inner.torus_exchange_seconds is not None
 
     def ways(self, kind: str) -> Iterable[tuple[Line, ...]]:
-        if self.shares_memory and self.inner:
-            yield self._memory(kind, self.inner)
+        if self.memory:
+            yield self._memory(kind, self.memory)
         elif kind == "permute":
             yield self._permute()
         elif kind == "all_to_all":
