@@ -14,7 +14,6 @@ worth for rows it has not seen, `published_fit.py` says.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published_cells import Inexpressible, Row, RowsError, amount, check_cells, needed_number, read_rows
 from published_fit import fitted_profiles
 from published_profiles import (
     ZERO_PAPER,
@@ -38,15 +38,7 @@ from published_profiles import (
     usable_bytes,
     write_profiles,
 )
-from published_rows import (
-    Inexpressible,
-    Row,
-    StatedRow,
-    measured_memory,
-    measured_step_seconds,
-    sharding_of,
-    stated_row,
-)
+from published_rows import StatedRow, measured_memory, measured_step_seconds, sharding_of, stated_row
 from scipy.stats import spearmanr
 
 from meshwright.errors import PlanError
@@ -104,7 +96,10 @@ class Solver:
         if known in self.plans:
             return self.plans[known]
         if key not in self.traces:
-            target = stated.family.build(config, remat=marked)
+            try:
+                target = stated.family.build(config, remat=marked)
+            except (ValueError, TypeError) as error:  # a shape that the zoo's model cannot have
+                raise Inexpressible(f"{stated.family_name}: {error}") from error
             self.traces[key] = Traces(target.step), (target.example_state, target.example_batch)
         traces, args = self.traces[key]
         self.plans[known] = solve_stated(plan, traces, args, stated.cluster)
@@ -149,7 +144,8 @@ _PART = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A row's prediction beside its measurement; `error` is relative, of seconds where measured, else of bytes."""
+    """A row's prediction beside its measurement; `error` is relative, of seconds where measured, else of bytes.
+    `memory_error` is of bytes (percent of a table of memory where its unit says so), wherever they were measured."""
 
     row_id: str
     source: str
@@ -160,6 +156,7 @@ class Result:
     error: float | None
     fits: bool | None
     ran: bool | None
+    memory_error: float | None = None
     reason: str = ""
 
 
@@ -186,6 +183,7 @@ def evaluate(solved: Solved, profiles: Profiles) -> Result:
         row_id=row["row_id"], source=row["source"], predicted_step_seconds=seconds, measured_step_seconds=measured,
         predicted_memory_bytes=memory, measured_memory_bytes=wanted, error=error, ran=ran,
         fits=best.peak_bytes <= limit,
+        memory_error=memory / wanted - 1 if memory is not None and wanted else None,
     )  # fmt: skip
 
 
@@ -211,13 +209,14 @@ def evaluate_rows(rows: Sequence[Row], profiles: Profiles, *, processes: int = 1
     states = [_model_states(row) for row in rows]
     left = [row for row, known in zip(rows, states, strict=True) if known is None]
     solved = iter(zip(left, solve_rows(left, processes=processes), strict=True))
-    found = []
-    for known in states:
-        if known is None:
-            row, one = next(solved)
-            known = _reason(row, str(one)) if isinstance(one, Inexpressible) else evaluate(one, profiles)
-        found.append(known)
-    return found
+    return [_result(*next(solved), profiles) if known is None else known for known in states]
+
+
+def _result(row: Row, one: Solved | Inexpressible, profiles: Profiles) -> Result:
+    try:
+        return _reason(row, str(one)) if isinstance(one, Inexpressible) else evaluate(one, profiles)
+    except PlanError as error:
+        return _reason(row, str(error))
 
 
 def _reason(row: Row, text: str) -> Result:
@@ -231,42 +230,60 @@ def _model_states(row: Row) -> Result | None:
     """Rows of model states alone, of any model: no program, only the layout of its state."""
     if "model states" not in (row.get("quantity") or ""):
         return None
-    elements, devices = float(row["params_b"]) * 1e9, int(row["dp"])
-    zero, _ = sharding_of(row, 0, devices)
+    try:
+        check_cells(row)
+        elements, devices, wanted = amount(row, "params_b") * 1e9, needed_number(row, "dp"), measured_memory(row)
+        zero, _ = sharding_of(row, 0, devices)
+        if not elements or wanted is None:
+            raise Inexpressible("the number of parameters, or what they took, is not stated")
+    except Inexpressible as error:
+        return _reason(row, str(error))
     whole = 1 / devices
     held = ZERO_PAPER.state_bytes(used=elements * (whole if zero == 3 else 1), stored=elements * whole, zero=zero)
-    wanted = measured_memory(row)
+    error = held / wanted - 1
     return Result(
         row_id=row["row_id"], source=row["source"], predicted_step_seconds=None, measured_step_seconds=None,
-        predicted_memory_bytes=held, measured_memory_bytes=wanted, error=held / wanted - 1, fits=None, ran=None,
+        predicted_memory_bytes=held, measured_memory_bytes=wanted, error=error, memory_error=error, fits=None, ran=None,
     )  # fmt: skip
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """Median, mean and 90th percentile of absolute relative errors, rank correlation, and who fits."""
-    pairs = [
-        (r.predicted_step_seconds, r.measured_step_seconds)
-        if r.measured_step_seconds
-        else (r.predicted_memory_bytes, r.measured_memory_bytes)
+    """Median, mean and 90th percentile of absolute relative errors, rank correlation, and who fits: of step times, with
+    those of memory under `memory`; of memory where no step was measured."""
+    steps = [
+        (r.predicted_step_seconds, r.measured_step_seconds, r.error)
         for r in results
-        if r.error is not None
+        if r.error is not None and r.measured_step_seconds
     ]
-    errors = np.abs([r.error for r in results if r.error is not None])
+    memory = [
+        (r.predicted_memory_bytes, r.measured_memory_bytes, r.memory_error)
+        for r in results
+        if r.memory_error is not None
+    ]
     told = [(r.fits, r.ran) for r in results if r.ran is not None and r.fits is not None]
-    found: dict[str, Any] = {"rows": len(results), "predicted": len(errors)}
-    if len(errors):
-        found |= {
-            "median_absolute_error": float(np.median(errors)), "mean_absolute_error": float(np.mean(errors)),
-            "error_90th_percentile": float(np.quantile(errors, 0.9)),
-        }  # fmt: skip
-    if len(pairs) > 2:
-        found["spearman"] = float(spearmanr([a for a, _ in pairs], [b for _, b in pairs])[0])
+    found: dict[str, Any] = {"rows": len(results), **_statistics(steps or memory)}
+    if steps and memory:
+        found["memory"] = _statistics(memory)
     found["feasibility"] = {
         f"{'fits' if fits else 'does not fit'}, {'ran' if ran else 'out of memory'}": told.count((fits, ran))
         for fits in (True, False)
         for ran in (True, False)
     }
     return found
+
+
+def _statistics(found: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Of what was predicted and measured, and the relative error: nothing of nothing, no rank of equals."""
+    errors = np.abs([error for *_, error in found])
+    if not len(errors):
+        return {"predicted": 0}
+    ranked = [[row[place] for row in found] for place in (0, 1)]
+    ranks = len(found) > 2 and all(len(set(numbers)) > 1 for numbers in ranked)
+    return {
+        "predicted": len(errors), "median_absolute_error": float(np.median(errors)),
+        "mean_absolute_error": float(np.mean(errors)), "error_90th_percentile": float(np.quantile(errors, 0.9)),
+        "spearman": float(spearmanr(*ranked)[0]) if ranks else None,
+    }  # fmt: skip
 
 
 def report(results: Sequence[Result]) -> dict[str, Any]:
@@ -286,14 +303,20 @@ def show(found: Mapping[str, Any]) -> None:
     """Tables for people."""
     print(f"{'source':40} {'rows':>5} {'median':>7} {'mean':>7} {'90 %':>7} {'rank':>6}  fits/ran")
     for source, of in (*found["sources"].items(), ("overall", found["overall"])):
-        numbers = [of.get(k) for k in ("median_absolute_error", "mean_absolute_error", "error_90th_percentile")]
-        text = " ".join("      -" if n is None else f"{100 * n:6.1f}%" for n in numbers)
-        rank = "     -" if of.get("spearman") is None else f"{of['spearman']:6.3f}"
         wrong = of["feasibility"]["fits, out of memory"] + of["feasibility"]["does not fit, ran"]
         right = sum(of["feasibility"].values()) - wrong
-        print(f"{source:40} {of['predicted']:5d} {text} {rank}  {right} right, {wrong} wrong")
+        print(f"{source:40} {_in_words(of)}  {right} right, {wrong} wrong")
+        if "memory" in of:
+            print(f"{'  memory':40} {_in_words(of['memory'])}")
     for row_id, reason in found["inexpressible"].items():
         print(f"{row_id} not expressible: {reason}")
+
+
+def _in_words(of: Mapping[str, Any]) -> str:
+    numbers = [of.get(k) for k in ("median_absolute_error", "mean_absolute_error", "error_90th_percentile")]
+    text = " ".join("      -" if n is None else f"{100 * n:6.1f}%" for n in numbers)
+    rank = "     -" if of.get("spearman") is None else f"{of['spearman']:6.3f}"
+    return f"{of['predicted']:5d} {text} {rank}"
 
 
 def main() -> None:
@@ -305,11 +328,15 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit the profiles to these rows and write them")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="that share the work")
     given = parser.parse_args()
-    with given.rows.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        rows = read_rows(given.rows)
+    except RowsError as error:
+        parser.error(str(error))
     if given.only:
         wanted = given.only.split(",")
         rows = [row for row in rows if any(w == row["row_id"] or w in row["source"] for w in wanted)]
+        if not rows:
+            parser.error(f"--only {given.only}: no row has such an id or source")
     begun = time.perf_counter()
     if given.fit:
         found = solve_rows(rows, processes=given.processes)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from published_rows import Row, StatedRow
+from published_cells import Row
+from published_rows import StatedRow
 
 from meshwright.cost.efficiency import EfficiencyProfile, profile_of as profile_of_device
 from meshwright.stated import MemoryLayout
@@ -106,7 +107,7 @@ def layout_of(row: Row, stated: StatedRow) -> MemoryLayout:
     if stated.family is wide_resnet:
         # float32 parameters and momentum; what convolutions work in.
         return replace(layout, weights=4, gradients=4, optimizer=4, reserve_bytes=2 * _GIB)
-    if stated.generation.name == "llm-foundry" and "PURE" in row["precision"]:
+    if stated.generation.name == "llm-foundry" and "PURE" in (row.get("precision") or ""):
         # Parameters, gradients and optimizer state all in two bytes.
         return replace(layout, weights=2, gradients=2, optimizer=4)
     if stated.generation.name.startswith("torchtitan") and plan.pipeline > 1:

@@ -8,21 +8,16 @@ reason (`Inexpressible`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
+
+from published_cells import UNITS, Inexpressible, Row, amount, check_cells, needed_number, number
 
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import PlanError
 from meshwright.stated import StatedPlan
 from meshwright.zoo import gpt, llama, moe, wide_resnet
-
-Row = Mapping[str, str]
-
-
-class Inexpressible(Exception):
-    """A row that no model, plan or cluster of ours describes; says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +134,6 @@ class StatedRow:
 
 # Hardware
 
-_GIB = 2.0**30
-
 _PRESETS = {
     "V100-SXM2-16GB": "p3.16xlarge",
     "V100-SXM3-32GB": "dgx-2",
@@ -181,13 +174,23 @@ def cluster_of(row: Row) -> Cluster:
     kind = row["accelerator"]
     like = next((preset for pattern, preset in _KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
     preset = _PRESETS.get(kind) or like
-    if preset is None:
+    cards = re.search(r"PCIe", kind, re.IGNORECASE)
+    if preset is None or (cards and re.search(r"[HB]\d00", kind)):
+        # H100's cards for PCIe are another chip than those with NVLink.
         raise Inexpressible(f"accelerator {kind!r} is not known")
     try:
         cluster = load_cluster(f"{preset}{row['n_devices']}" if preset.endswith(":") else preset)
     except PlanError as error:
         raise Inexpressible(f"accelerator {kind!r}: {error}") from error
     host = cluster.hosts[0]
+    if cards:
+        host = replace(host, link=load_cluster("rtx4090-4").hosts[0].link, wires=())
+    many = number(row, "devices_per_node") or host.devices
+    # Of TPUs and of racks in one NVLink domain a row counts the devices of a board.
+    if many != host.devices and "TPU" not in kind and "GB200" not in kind:
+        if many > host.devices:
+            raise Inexpressible(f"{many} devices a host: those of {preset} have {host.devices}")
+        host = replace(host, devices=many, nics=max(1, host.nics * many // host.devices))
     told = _nics(row)
     if told is not None and not kind.startswith("TPU"):
         nic = replace(host.nic, bandwidth_bytes_per_second=0.96 * told[1])
@@ -198,15 +201,10 @@ def cluster_of(row: Row) -> Cluster:
 # Plans
 
 
-def _number(row: Row, name: str) -> int | None:
-    text = row.get(name) or ""
-    return int(float(text)) if text else None
-
-
 def _experts(row: Row) -> int | None:
     """How many, told by a column or the model's name; None of a dense model."""
     named = re.search(r"MoE .*\bE(\d+)", row["model"])
-    return _number(row, "n_experts") or (int(named[1]) if named else None)
+    return number(row, "n_experts") or (int(named[1]) if named else None)
 
 
 def sharding_of(row: Row, default: int, data: int) -> tuple[int, int]:
@@ -218,10 +216,12 @@ def sharding_of(row: Row, default: int, data: int) -> tuple[int, int]:
         # Parameters are split inside a host.
         return 3, max(1, data // 8)
     if text.startswith("hsdp"):
-        inside = int(re.search(r"fsdp (\d+)", text)[1])
-        return 3, max(1, data // inside)
+        inside = re.search(r"fsdp ([1-9]\d*)", text)
+        if inside is None:
+            raise Inexpressible(f"sharding {row['shard']!r} does not say inside of how many devices")
+        return 3, max(1, data // int(inside[1]))
     if "zero1" in text or "(pos)" in text:
-        within = re.search(r"within (\d+)", text)
+        within = re.search(r"within ([1-9]\d*)", text)
         return 1, max(1, data // int(within[1])) if within else 1
     if "zero2" in text or "weight-update" in text:
         return 2, 1
@@ -259,21 +259,22 @@ def stated_row(row: Row) -> StatedRow:
     Raises:
       Inexpressible: saying why it cannot.
     """
+    check_cells(row)
     generation = generation_of(row)
     model = row["model"]
     if not row.get("accelerator"):
         raise Inexpressible("no accelerator is stated")
     if "U-Net" in model or "AmoebaNet" in model or model.startswith("ResNet"):
         raise Inexpressible(f"{model}: batch size and depth are not stated")
-    batch, devices = _number(row, "gbs"), _number(row, "n_devices")
+    batch, devices = number(row, "gbs"), number(row, "n_devices")
     if "ResNet" in model and not model.startswith("Wide"):
         raise Inexpressible(f"{model} is not in the zoo")
     if batch is None:
         raise Inexpressible("the global batch is not stated")
     if devices is None:
         raise Inexpressible("the number of devices is not stated")
-    tensor, pipeline, context = (_number(row, name) or 1 for name in ("tp", "pp", "cp"))
-    data = _number(row, "dp")
+    tensor, pipeline, context = (number(row, name) or 1 for name in ("tp", "pp", "cp"))
+    data = number(row, "dp")
     if data is None:
         if row.get("tp"):
             data = devices // (tensor * pipeline * context)
@@ -281,7 +282,7 @@ def stated_row(row: Row) -> StatedRow:
             raise Inexpressible("parameters split by a heuristic, the rest by another planner's search: no stated plan")
         else:
             data = devices
-    expert = _number(row, "ep") or 1
+    expert = number(row, "ep") or 1
     if tensor * pipeline * context * data != devices or data % expert:
         raise Inexpressible(f"tp x pp x cp x dp = {tensor * pipeline * context * data} is not {devices} devices")
     data //= expert
@@ -293,11 +294,14 @@ def stated_row(row: Row) -> StatedRow:
         zero = 2
     recompute, share = _recompute(row, generation)
     sequence_parallel = row["sp"] == "1" if row.get("sp") else generation.sequence_parallel and tensor > 1
-    family, config = _model(row, generation, batch)
+    try:
+        family, config = _model(row, generation, batch)
+    except ValueError as error:  # a shape that the zoo's model cannot have
+        raise Inexpressible(f"{model}: {error}") from error
     searched = family is wide_resnet and "auto" in (row.get("shard") or "")
-    layers = _number(row, "n_layers") or 1
-    micro = _number(row, "mbs")
-    accumulate = _number(row, "grad_accum")
+    layers = number(row, "n_layers") or 1
+    micro = number(row, "mbs")
+    accumulate = number(row, "grad_accum")
     if micro is None and accumulate is not None:
         micros = [max(1, batch // (accumulate * data))]
     elif micro is not None:
@@ -306,7 +310,7 @@ def stated_row(row: Row) -> StatedRow:
         micros = [max(1, batch // data)]
     else:
         micros = [m for m in (1, 2, 4, 8, 16) if batch % (m * data) == 0]
-    chunks = [_number(row, "vpp") or 1]
+    chunks = [number(row, "vpp") or 1]
     if not row.get("vpp") and generation.interleaves and pipeline > 1:
         chunks = sorted({v for v in (1, 2, 4, layers // pipeline) if layers // pipeline % v == 0})
     found = []
@@ -333,41 +337,48 @@ def stated_row(row: Row) -> StatedRow:
         row_id=row["row_id"], source=row["source"], generation=generation,
         family_name=family.__name__.rpartition(".")[2], config=config,
         candidates=tuple(found), batch=batch, cluster=cluster_of(row), device_kind=row["accelerator"],
-        narrow_products="fp8" in row["precision"].lower(), one_layer=row.get("status") == "per-layer",
+        narrow_products="fp8" in (row.get("precision") or "").lower(), one_layer=row.get("status") == "per-layer",
     )  # fmt: skip
 
 
 def _model(row: Row, generation: Generation, batch: int) -> tuple[Any, Any]:
     """A family of the zoo and a shape."""
-    precision = row["precision"].lower()
+    precision = (row.get("precision") or "").lower()
     dtype = "float32" if "fp32" in precision else "float16" if "fp16" in precision else "bfloat16"
     name = row["model"]
     wide = re.match(r"Wide-ResNet-(\d+) c(\d+) w(\d+)", name)
     if wide:
-        blocks = {"50": wide_resnet.FIFTY, "101": wide_resnet.HUNDRED_AND_ONE}[wide[1]]
+        blocks = {"50": wide_resnet.FIFTY, "101": wide_resnet.HUNDRED_AND_ONE}.get(wide[1])
+        if blocks is None:
+            raise Inexpressible(f"{name} is not in the zoo: of Wide-ResNets 50 and 101 are")
         return wide_resnet, wide_resnet.WideResNetConfig(
             name=name, blocks=blocks, channels=int(wide[2]), width_factor=int(wide[3]), dtype=dtype, global_batch=batch
         )
     if not row.get("d_model"):
         raise Inexpressible(f"{name}: its width is not stated")
-    layers, hidden, heads = (_number(row, k) for k in ("n_layers", "d_model", "n_heads"))
-    vocabulary = _number(row, "vocab") or 51200
-    sequence = _number(row, "seq_len")
-    wide_inner = _number(row, "d_ff") or 4 * hidden
+    layers, hidden, heads, sequence = (needed_number(row, k) for k in ("n_layers", "d_model", "n_heads", "seq_len"))
+    if hidden % heads:
+        raise Inexpressible(f"{name}: {heads} heads do not share a width of {hidden} evenly")
+    vocabulary = number(row, "vocab") or 51200
+    wide_inner = number(row, "d_ff") or 4 * hidden
     experts = _experts(row)
     if experts:
+        if number(row, "top_k") not in (None, 2):
+            raise Inexpressible(f"{name}: the zoo's experts are two for each token, not {row['top_k']}")
+        if row.get("mlp_gated") == "1" or number(row, "n_kv_heads") not in (None, heads):
+            raise Inexpressible(f"{name}: the zoo's model with experts has no gates and no shared keys and values")
         return moe, moe.MoEConfig(
             name=name, hidden=hidden, layers=layers, heads=heads, experts=experts, dtype=dtype,
             vocabulary=vocabulary, sequence=sequence, global_batch=batch, intermediate=wide_inner,
         )  # fmt: skip
     gated = row.get("mlp_gated") == "1" or (not row.get("mlp_gated") and wide_inner != 4 * hidden)
     # Embedding and head are split over tensor devices; frameworks pad the vocabulary to do so.
-    multiple = 128 * (_number(row, "tp") or 1)
+    multiple = 128 * (number(row, "tp") or 1)
     vocabulary = -(-vocabulary // multiple) * multiple
     if gated:
-        kv = _number(row, "n_kv_heads") or heads
+        kv = number(row, "n_kv_heads") or heads
         head = hidden // heads
-        params = float(row.get("params_b") or 0) * 1e9
+        params = amount(row, "params_b") * 1e9
         if params:
 
             def count(dim: int) -> float:
@@ -392,34 +403,29 @@ def _model(row: Row, generation: Generation, batch: int) -> tuple[Any, Any]:
 
 def measured_step_seconds(row: Row) -> float | None:
     """Seconds of a step, from whichever rate a row gives; None if it gives none."""
-
-    def number(name: str) -> float:
-        text = row.get(name) or ""
-        return float(text) if text else 0.0
-
-    if number("step_time_s"):
-        return number("step_time_s")
-    batch, sequence, devices = number("gbs"), number("seq_len"), number("n_devices")
-    if number("tokens_per_s_per_dev") and batch:
-        return batch * sequence / (number("tokens_per_s_per_dev") * devices)
-    if number("tokens_per_s") and batch:
-        return batch * sequence / number("tokens_per_s")
-    if number("samples_per_s") and batch:
-        return batch / number("samples_per_s")
-    if number("tflops_per_dev") and batch and row.get("d_model"):
-        return batch * _flops_per_sample(row) / (number("tflops_per_dev") * 1e12 * devices)
+    if amount(row, "step_time_s"):
+        return amount(row, "step_time_s")
+    batch, sequence, devices = (amount(row, name) for name in ("gbs", "seq_len", "n_devices"))
+    if amount(row, "tokens_per_s_per_dev") and batch * sequence * devices:
+        return batch * sequence / (amount(row, "tokens_per_s_per_dev") * devices)
+    if amount(row, "tokens_per_s") and batch * sequence:
+        return batch * sequence / amount(row, "tokens_per_s")
+    if amount(row, "samples_per_s") and batch:
+        return batch / amount(row, "samples_per_s")
+    if amount(row, "tflops_per_dev") and batch * sequence * devices and row.get("d_model"):
+        return batch * _flops_per_sample(row) / (amount(row, "tflops_per_dev") * 1e12 * devices)
     return None
 
 
 def _flops_per_sample(row: Row) -> float:
     """As the sources count: of a GPT as Narayanan et al. 2021 (96 s l h^2 (...) with the rematerialised forward pass,
     72 without), of a gated model products and attention without a mask."""
-    layers, h, s, v = (_number(row, k) or 0 for k in ("n_layers", "d_model", "seq_len", "vocab"))
-    f, heads = _number(row, "d_ff"), _number(row, "n_heads")
-    passes = 4 if row["tflops_kind"].startswith("hardware") else 3
+    layers, h, s, v = (number(row, k) or 0 for k in ("n_layers", "d_model", "seq_len", "vocab"))
+    f, heads = number(row, "d_ff") or 4 * h, number(row, "n_heads")
+    passes = 4 if (row.get("tflops_kind") or "").startswith("hardware") else 3
     if row.get("mlp_gated") == "1":
-        head = 128 if row["framework"].startswith("MaxText") else h // heads
-        kv = _number(row, "n_kv_heads") or heads
+        head = 128 if (row.get("framework") or "").startswith("MaxText") else h // heads
+        kv = number(row, "n_kv_heads") or heads
         per_layer = 2 * h * head * (2 * heads + 2 * kv) + 6 * h * f + 4 * s * head * heads
         return s * (passes * layers * per_layer + 3 * 2 * h * v)
     return s * (passes * layers * (24 * h * h * (1 + s / (6 * h))) + 3 * 2 * h * v)
@@ -428,6 +434,5 @@ def _flops_per_sample(row: Row) -> float:
 def measured_memory(row: Row) -> float | None:
     """Bytes (percent where the unit says so) that a row measured; None if it measured none."""
     if row.get("value"):
-        units = {"GiB": _GIB, "GB": 1e9, "percent": 1.0}
-        return float(row["value"]) * units[row["unit"]]
-    return float(row["peak_mem_gb"]) * _GIB if row.get("peak_mem_gb") else None
+        return amount(row, "value") * UNITS[row["unit"]]
+    return amount(row, "peak_mem_gb") * UNITS["GiB"] or None

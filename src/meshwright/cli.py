@@ -133,6 +133,8 @@ def plan(
         f"\nPlanned in {format_seconds(planning.seconds)}: tracing {format_seconds(planning.trace_seconds)}, "
         f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")
     )
+    if planning.seconds > time_limit:
+        print(f"The time limit of {format_seconds(time_limit)} was over: this is the best plan that was found by then")
 
 
 @app.command()

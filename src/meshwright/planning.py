@@ -11,7 +11,7 @@ from typing import Any
 
 from .calibrate.origin import check_origin
 from .calibrate.refine import check_refine, measured_best
-from .cluster import Cluster, load_cluster
+from .cluster import Cluster, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
@@ -19,6 +19,7 @@ from .plan_request import Planning as Planning, PlanRequest, check_batch_axis, c
 from .presets import Preset, check_free, parse_preset
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
+from .search.alternative import Alternative, merged
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
@@ -26,6 +27,10 @@ from .stage_planning import check_stages, is_large, plan_stages
 
 # Several stages have to be faster by this much: one is simpler to run.
 _WORTH_STAGES = 0.02
+
+# Of the time on a cluster of several kinds of device: what stages may take, so that some is left for replicas, and what
+# plans for the hosts of one kind alone are given at least, together.
+_STAGES_SHARE, _ALONE_SHARE = 0.75, 0.1
 
 
 @seldom_collected()
@@ -72,6 +77,7 @@ def plan_for(
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
         stages, submeshes and schedule, some also remat, which then cannot be given.
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
+        Tracing and writing the plan out come on top.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
       tell: called with a few words at each part of the work.
@@ -121,7 +127,9 @@ def plan_for(
         batch_axis=batch_axis, reduction=reduction, schedule=schedule, submeshes=submeshes, preset=preset,
         started=start, time_limit_seconds=time_limit_seconds, tell=tell,
     )  # fmt: skip
-    found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
+    found = _in_stages(asked, 1) if stages == 1 else _stages_or_replicas(asked, stages)
+    if preset is None and submeshes is None and not meshes:
+        found = _beside_one_kind(asked, stages, found)
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
@@ -140,11 +148,12 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
         return plan_replicas(asked, stages)
     refused: PlanError | None = None
     found: Planning | None = None
+    wanted = asked.schedule is None and may_have_replicas(asked, stages)
+    first = replace(asked, time_limit_seconds=_STAGES_SHARE * asked.time_limit_seconds) if wanted else asked
     try:
-        found = plan_stages(asked, stages) if stages else _any_stages(asked)
+        found = _in_stages(first, stages)
     except PlanError as error:
         refused = error
-    wanted = asked.schedule is None and may_have_replicas(asked, stages)
     if wanted and found is not None and asked.left_seconds < 0:
         return replace(found, considered=(*found.considered, "replicas: not searched, out of time"))
     if wanted:
@@ -166,6 +175,39 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
         return found
     assert refused is not None  # there is a plan or a reason
     raise refused
+
+
+def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) -> Planning:
+    """A plan for hosts of several kinds, with those for the hosts of each kind alone among its alternatives, and a note
+    where one of them is faster: a few slow devices can cost more than they do."""
+    alone = one_kind_alone(asked.cluster)
+    seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(alone), 1)
+    for cluster in alone:
+        asked.tell(f"planning for {cluster.name} alone")
+        schedule = asked.schedule if asked.schedule != REPLICAS else None
+        request = replace(
+            asked, cluster=cluster, schedule=schedule, started=time.perf_counter(), time_limit_seconds=seconds
+        )
+        try:
+            other = _in_stages(request, stages)
+        except PlanError:
+            continue  # they cannot hold it
+        told = Alternative(what=f"{cluster.name} alone, {other.as_alternative.what}", step_seconds=other.step_seconds)
+        line = f"{cluster.name} alone: {other.step_seconds:.6g} s"
+        found = replace(found, alternatives=merged(found.alternatives, [told]), considered=(*found.considered, line))
+        if other.step_seconds < found.step_seconds:
+            note = (
+                f"{cluster.name} alone would take {other.step_seconds:.4g} s a step: better leave out the other hosts"
+            )
+            found = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
+    return found
+
+
+def _in_stages(asked: PlanRequest, stages: int | None) -> Planning:
+    """The fastest plan of so many stages, or of any number."""
+    if stages == 1:
+        return plan_one_stage(asked)
+    return plan_stages(asked, stages) if stages else _any_stages(asked)
 
 
 def _any_stages(asked: PlanRequest) -> Planning:

@@ -20,8 +20,8 @@ from .search.pins import Pins
 from .search.stage_result import NothingFaster
 
 # Presets may be looked at for this share of the time, or for so many seconds of it: where there is little, one of them
-# is a better beginning than what a search finds without.
-_SHARE, _LEAST_SECONDS = 1 / 2, 6.0
+# is a better beginning than what a search finds without. However little there is, a few are looked at.
+_SHARE, _LEAST_SECONDS, _BEYOND_LIMIT_SECONDS = 1 / 2, 6.0, 2.0
 
 
 class BestUnderPresets:
@@ -80,7 +80,8 @@ class BestUnderPresets:
         self.priced, self._is_plan = found.priced if found is not None else None, True
         if found is None:
             return None
-        note = f"found under the preset {found.priced.preset}: the search found nothing faster"
+        when = "" if self._asked.left_seconds > 0 else " before the time was over"
+        note = f"found under the preset {found.priced.preset}: the search found nothing faster{when}"
         plan = replace(found.plan, notes=(*found.plan.notes, note))
         return Planning(
             program=found.priced.program.source, plan=plan, cluster=self._asked.cluster,
@@ -119,7 +120,8 @@ def best_under_presets(
     program = prices.any_program(counts)
     if not program.marked or main_scan(program) is None:
         return None
-    seconds = max(_SHARE * asked.time_limit_seconds, min(asked.time_limit_seconds, _LEAST_SECONDS))
+    limit = asked.time_limit_seconds
+    seconds = max(_SHARE * limit, min(limit, _LEAST_SECONDS), _BEYOND_LIMIT_SECONDS)
     best = BestUnderPresets(asked, prices, counts, seconds, better)
     return best if best.priced is not None else None
 

@@ -176,3 +176,27 @@ def test_a_preset_has_equal_stages_on_unequal_devices() -> None:
     assert even.plan.stages[0].forward_seconds > even.plan.stages[1].forward_seconds
     ours = plan_for(chain, ARGS, cluster=cluster, microbatches=8, stages=2)
     assert ours.step_seconds <= even.step_seconds * (1 + 1e-9)
+
+
+def test_devices_that_are_better_left_out_are_told() -> None:
+    """One device a hundred times as slow beside two: any share of it takes longer than the two take for all."""
+    slow = replace(SLOW, kind="slowest", peak_flops={"float32": 0.1e12}, memory_bandwidth_bytes_per_second=1e10)
+    fast = cluster_of(host(FAST, 2))
+    options = {"stages": None, "time_limit_seconds": 20.0}
+    without = plan_for(chain, ARGS, cluster=fast, **options)
+    found = plan_for(chain, ARGS, cluster=cluster_of(host(FAST, 2), host(slow)), **options)
+    assert found.step_seconds > without.step_seconds
+    told = next(one for one in found.alternatives if one.what.startswith("2 x fast alone, "))
+    assert told.step_seconds == pytest.approx(without.step_seconds)
+    assert any(note.startswith("2 x fast alone would take") for note in found.plan.notes)
+    text = explain_plan(found.plan, alternatives=found.alternatives)
+    assert "2 x fast alone" in text
+    assert "too little to be trusted" not in text
+
+
+def test_devices_that_help_are_not_told_to_be_left_out() -> None:
+    found = plan_for(chain, ARGS, cluster=cluster_of(host(FAST), host(SLOW)), stages=None, time_limit_seconds=20.0)
+    alone = [line for line in found.considered if " x fast alone: " in line or " x slow alone: " in line]
+    assert len(alone) == 2
+    assert all(float(line.split()[-2]) > found.step_seconds for line in alone)
+    assert not any("left out" in note or "leave out" in note for note in found.plan.notes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from published import evaluate_rows, report, summary
+from published_cells import AMOUNTS, COUNTS, FLAGS, Inexpressible, Row, RowsError, read_rows
 from published_profiles import read_profiles
-from published_rows import Inexpressible, Row, measured_memory, measured_step_seconds, sharding_of, stated_row
+from published_rows import measured_memory, measured_step_seconds, sharding_of, stated_row
 
 from meshwright.cluster import load_cluster
 
@@ -149,3 +152,76 @@ def test_logical_meshes_are_ranked_as_they_were_measured() -> None:
         assert sorted(ran, key=lambda one: one.predicted_step_seconds) == sorted(
             ran, key=lambda one: one.measured_step_seconds
         )
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *AMOUNTS, *FLAGS, "accelerator", "precision", "shard", "recompute"])
+def test_no_cell_ends_the_others(name: str) -> None:
+    """Whatever a cell holds, its row is predicted or refused with a reason."""
+    for text in ("", "n/a", "0", "-1", "2.5", "nan", "inf", "3"):
+        with suppress(Inexpressible):
+            made = stated_row({**ROW, name: text})
+            assert made.candidates
+            assert measured_step_seconds({**ROW, name: text}) is None or measured_step_seconds({**ROW, name: text}) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"n_heads": "n/a"}, "n_heads is 'n/a', no whole number"),
+        ({"mbs": "0"}, "mbs is '0', no whole number"),
+        ({"step_time_s": "inf"}, "step_time_s is 'inf', no number"),
+        ({"n_layers": ""}, "n_layers is not stated"),
+        ({"n_heads": "15"}, "15 heads do not share"),
+        ({"n_experts": "8", "top_k": "1"}, "two for each token, not 1"),
+        ({"n_experts": "8", "top_k": "2", "mlp_gated": "1"}, "no gates"),
+        ({"accelerator": "H100-PCIe-80GB"}, "is not known"),
+        ({"devices_per_node": "16"}, "16 devices a host"),
+        ({"model": "Wide-ResNet-34 c160 w2"}, "not in the zoo"),
+        ({"shard": "hsdp in parts"}, "does not say inside of how many"),
+    ],
+)
+def test_what_a_row_says_is_not_passed_over(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(Inexpressible, match=reason):
+        stated_row({**ROW, **changes})
+
+
+def test_models_that_the_zoo_cannot_build_are_refused_one_by_one() -> None:
+    odd = {**ROW, "n_experts": "8", "n_layers": "7", "pp": "1", "dp": "8", "row_id": "X3"}
+    refused, told = evaluate_rows([odd, ROW], read_profiles())
+    assert refused.reason.startswith("moe: ")
+    assert told.error is not None
+
+
+def test_hosts_have_the_devices_that_a_row_says() -> None:
+    fewer = stated_row({**ROW, "devices_per_node": "4", "interconnect": ""}).cluster.hosts[0]
+    assert (fewer.devices, fewer.nics) == (4, 4)
+    cards = stated_row({**ROW, "accelerator": "A100-PCIe-80GB"}).cluster.hosts[0]
+    assert cards.link == load_cluster("rtx4090-4").hosts[0].link
+
+
+def test_steps_and_memory_have_statistics_of_their_own() -> None:
+    (both,) = evaluate_rows([{**ROW, "peak_mem_gb": "10"}], read_profiles())
+    memory = replace(both, measured_step_seconds=None, error=both.memory_error)
+    found = summary([both, memory])
+    assert found["predicted"] == 1
+    assert found["memory"]["predicted"] == 2
+    assert found["median_absolute_error"] == pytest.approx(abs(both.error))
+    assert found["memory"]["median_absolute_error"] == pytest.approx(abs(both.memory_error))
+    assert summary([memory])["median_absolute_error"] == pytest.approx(abs(both.memory_error))
+    assert summary([both] * 3)["spearman"] is None  # of equals there is no rank; JSON has no NaN
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "needed row_id, source, model too"), ("row_id,source\nX,here\n", "needed model too"),
+        ("row_id,source,model\n", "needed a row"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_tables_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(text)
+    with pytest.raises(RowsError, match=reason):
+        read_rows(file)
+    with pytest.raises(RowsError, match="No such file"):
+        read_rows(tmp_path / "none.csv")

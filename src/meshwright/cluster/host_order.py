@@ -53,6 +53,27 @@ def host_orders(cluster: Cluster) -> tuple[HostOrder, ...]:
     return tuple(_in_order(cluster, hosts) for hosts in found)
 
 
+def one_kind_alone(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Of a cluster with devices of several kinds the hosts of each kind as a cluster of their own, named for their
+    devices; none of any other, or where hosts of several kinds share leaf switches.
+
+    >>> from meshwright.cluster import load_cluster
+    >>> [alone.name for alone in one_kind_alone(load_cluster("dgx-a100-80:2+dgx-h100:1"))]
+    ['16 x NVIDIA A100-SXM4-80GB', '8 x NVIDIA H100 80GB HBM3']
+    """
+    groups: dict[Device, list[int]] = {}
+    for number, host in enumerate(cluster.hosts):
+        groups.setdefault(host.device, []).append(number)
+    if len(groups) < 2 or not _keeps_leaves(cluster, list(groups.values())):
+        return ()
+    found = []
+    for device, group in groups.items():
+        hosts = tuple(cluster.hosts[number] for number in group)
+        name = f"{sum(host.devices for host in hosts)} x {device.kind}"
+        found.append(dataclasses.replace(cluster, name=name, hosts=hosts))
+    return tuple(found)
+
+
 def _keeps_leaves(cluster: Cluster, groups: Sequence[Sequence[int]]) -> bool:
     """Whether every leaf switch has hosts of one group, so that groups can change places."""
     leaf = cluster.fabric_hosts_per_leaf

@@ -11,6 +11,7 @@ stages are priced in a number, by the whole stages in that number, which all int
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
@@ -39,7 +40,7 @@ class Incumbent:
       counts: numbers of microbatches to choose from.
       remat: "none", "layer", or None for the better of each stage.
       margin: a device has to hold so many times what is predicted.
-      late: whether the time is over: then the best that is known is taken.
+      late: whether the time is over: then the best that is known is taken, or the first that is found to fit.
       tell: called with a few words at each part of the work.
       better: called with the seconds of each preset that is the best by its price so far.
     """
@@ -64,13 +65,10 @@ class Incumbent:
         self._presets += [preset for preset in settings if preset not in self._presets]
         self._floors: dict[tuple[Preset, int], Floor] = {}
         self._queue: list[tuple[float, int, int, int]] = []
-        for number, preset in enumerate(self._presets):
-            if late():
-                break
-            if remat is None or preset.remat in (None, remat):
-                told = self._told(preset, counts)
-                self._queue += [(least, _TOLD, -count, number) for count, least in told.items()]
-        heapq.heapify(self._queue)
+        self._counts = counts
+        self._untold = deque(range(len(self._presets)))
+        while self._untold and not (late() and self._queue):
+            self._tell_next()
         self._priced: dict[tuple[int, int], PricedPreset] = {}
         self._planned: dict[tuple[int, int], PlannedPreset] = {}
         self._too_few: dict[int, int] = {}
@@ -88,7 +86,10 @@ class Incumbent:
     def _first(self, known: int) -> tuple[int, int] | None:
         """The number of microbatches and of the preset of which so much is known, and no less of any that may be
         faster."""
-        while self._queue:
+        while self._queue or (self._untold and not self._priced):
+            if not self._queue:
+                self._tell_next()
+                continue
             seconds, certain, minus, number = self._queue[0]
             if certain <= known:
                 return -minus, number
@@ -117,7 +118,7 @@ class Incumbent:
             assert found.plan.predicted is not None  # presets are priced
             self._planned[count, number] = found
             self._push(found.plan.predicted.step_seconds, _PLANNED, count, number)
-        elif self._late():
+        elif self._late() and self._priced:
             return
         elif certain == _TOLD and preset.chunks > 1:
             least = self._floor(preset, count).step_seconds(count, self._prices.limits(preset))
@@ -135,6 +136,13 @@ class Incumbent:
 
     def _push(self, seconds: float, certain: int, count: int, number: int) -> None:
         heapq.heappush(self._queue, (seconds, certain, -count, number))
+
+    def _tell_next(self) -> None:
+        """Find out what the next preset takes at least."""
+        number = self._untold.popleft()
+        if self._remat is None or self._presets[number].remat in (None, self._remat):
+            for count, least in self._told(self._presets[number], self._counts).items():
+                self._push(least, _TOLD, count, number)
 
     def _told(self, preset: Preset, counts: Sequence[int]) -> dict[int, float]:
         """Seconds that a preset takes at least, by the numbers of microbatches in which it may fit."""

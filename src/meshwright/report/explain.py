@@ -27,6 +27,9 @@ from .table import (
 )
 from .why import BINDS, memory_share, why, why_table
 
+# What is faster by less than this share may have been passed over for what is simpler.
+_LITTLE = 0.95
+
 
 def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Sequence[Alternative] = ()) -> str:
     """The plan as text, without a final newline.
@@ -73,7 +76,7 @@ def _alternatives(alternatives: Sequence[Alternative], step_seconds: float) -> l
         for one in alternatives
     ]
     lines = format_table(("instead", "step", "than this plan"), rows, left=1).split("\n")
-    if any(one.step_seconds < step_seconds * (1 - 1e-3) for one in alternatives):
+    if any(_LITTLE * step_seconds < one.step_seconds < step_seconds * (1 - 1e-3) for one in alternatives):
         lines.append(
             "what seems faster is less simple (a split backward, a further axis) and by too little to be trusted"
         )
