@@ -98,6 +98,9 @@ def plan(
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')
     ] = None,
+    refine: Annotated[
+        str | None, typer.Option(metavar="measure", help="Run the best few here, keep the fastest.")
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the search.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: _Json = False,
@@ -114,7 +117,7 @@ def plan(
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
-            stages=parse_stages(stages), schedule=schedule, preset=preset,
+            stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine,
             submeshes=None if submeshes is None else parse_submeshes(submeshes),
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip
@@ -133,7 +136,7 @@ def plan(
         f"\nPlanned in {format_seconds(planning.seconds)}: tracing {format_seconds(planning.trace_seconds)}, "
         f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")
     )
-    if planning.seconds > time_limit:
+    if planning.seconds > time_limit and refine is None:
         print(f"The time limit of {format_seconds(time_limit)} was over: this is the best plan that was found by then")
 
 

@@ -201,6 +201,8 @@ def test_plan_as_text(capsys: pytest.CaptureFixture[str], module: Path) -> None:
         (["plan", "mlp-tiny", "--cluster", "cpu", "--submeshes", "2,2"], "the 8 of cluster"),
         (["plan", "mlp-tiny", "--cluster", "cpu", "--submeshes", "2,x"], "--submeshes 2,2,4"),
         (["plan", "mlp-tiny", "--cluster", "cpu", "--time-limit", "inf"], "the time limit"),
+        (["plan", "mlp-tiny", "--cluster", "cpu", "--refine", "guess"], "refine"),
+        (["plan", "mlp-tiny", "--cluster", "p4d.24xlarge:1", "--refine", "measure"], "to measure plans"),
         (["plan", "mlp-tiny", "--cluster", "cpu", "--out", "/nonexistent/plan.json"], "saving a plan"),
         (["verify", "mlp-tiny", "--devices", "4096"], "4096 devices"),
     ],
