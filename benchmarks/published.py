@@ -98,7 +98,7 @@ class Solver:
         if key not in self.traces:
             try:
                 target = stated.family.build(config, remat=marked)
-            except (ValueError, TypeError) as error:  # a shape that the zoo's model cannot have
+            except ValueError as error:  # a shape that the zoo's model cannot have
                 raise Inexpressible(f"{stated.family_name}: {error}") from error
             self.traces[key] = Traces(target.step), (target.example_state, target.example_batch)
         traces, args = self.traces[key]
@@ -130,8 +130,8 @@ def _solve(rows: Sequence[Row]) -> list[Solved | Inexpressible]:
     for row in rows:
         try:
             found.append(_SOLVER.solve(row))
-        except Inexpressible as error:
-            found.append(error)
+        except (Inexpressible, PlanError) as error:
+            found.append(error if isinstance(error, Inexpressible) else Inexpressible(str(error)))
     return found
 
 

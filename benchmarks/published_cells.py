@@ -39,10 +39,10 @@ def read_rows(path: Path) -> list[Row]:
       RowsError: if there is no such file, a column is missing that says whose a row is, or there are no rows.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = [{k: (v or "").strip() for k, v in row.items() if k is not None} for row in reader]
-            columns = list(reader.fieldnames or [])
+            rows = [{k.strip(): (v or "").strip() for k, v in row.items() if k is not None} for row in reader]
+            columns = [name.strip() for name in reader.fieldnames or []]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RowsError(f"refused {path}: {error}; try: a CSV file with a line of column names") from error
     missing = [name for name in NEEDED if name not in columns]

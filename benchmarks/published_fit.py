@@ -10,7 +10,6 @@ slowed do not decide; each number is pulled weakly to the default of the device,
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 from collections import defaultdict
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published_cells import RowsError, read_rows
 from published_profiles import layout_of, prior_of, profile_of, read_profiles
 from published_rows import measured_step_seconds
 from scipy.optimize import least_squares
@@ -160,8 +160,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    with given.rows.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        rows = read_rows(given.rows)
+    except RowsError as error:
+        parser.error(str(error))
     solved = [one for one in solve_rows(rows, processes=given.processes) if isinstance(one, Solved)]
     found = {
         "half of each source fitted, the other half predicted": held_out_errors(half_left_out(solved)),

@@ -14,8 +14,7 @@ from typing import Any
 
 from published_cells import UNITS, Inexpressible, Row, amount, check_cells, needed_number, number
 
-from meshwright.cluster import Cluster, load_cluster
-from meshwright.errors import PlanError
+from meshwright.cluster import Cluster, ClusterError, load_cluster
 from meshwright.stated import StatedPlan
 from meshwright.zoo import gpt, llama, moe, wide_resnet
 
@@ -158,14 +157,14 @@ _KINDS = (
 def _nics(row: Row) -> tuple[int, float] | None:
     """NICs of a host and the rate of one in bytes/s, where the row's text tells."""
     text = row.get("interconnect") or ""
-    many = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb/s", text)
+    many = re.search(r"([1-9]\d*)\s*x\s*([1-9]\d*)\s*Gb/s", text)
     if many:
         return int(many[1]), float(many[2]) / 8 * 1e9
-    whole = re.search(r"(\d+)\s*Gb/s per node", text)
+    whole = re.search(r"([1-9]\d*)\s*Gb/s per node", text)
     if whole:
         count = max(1, int(whole[1]) // (400 if "H100" in row["accelerator"] else 200))
         return count, float(whole[1]) / count / 8 * 1e9
-    hdr = re.search(r"(\d+)x HDR", text)
+    hdr = re.search(r"([1-9]\d*)x HDR", text)
     return (int(hdr[1]), 25e9) if hdr else None
 
 
@@ -175,12 +174,12 @@ def cluster_of(row: Row) -> Cluster:
     like = next((preset for pattern, preset in _KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
     preset = _PRESETS.get(kind) or like
     cards = re.search(r"PCIe", kind, re.IGNORECASE)
-    if preset is None or (cards and re.search(r"[HB]\d00", kind)):
+    if preset is None or (cards and re.search(r"[HB]\d00", kind, re.IGNORECASE)):
         # H100's cards for PCIe are another chip than those with NVLink.
         raise Inexpressible(f"accelerator {kind!r} is not known")
     try:
-        cluster = load_cluster(f"{preset}{row['n_devices']}" if preset.endswith(":") else preset)
-    except PlanError as error:
+        cluster = load_cluster(f"{preset}{number(row, 'n_devices')}" if preset.endswith(":") else preset)
+    except ClusterError as error:
         raise Inexpressible(f"accelerator {kind!r}: {error}") from error
     host = cluster.hosts[0]
     if cards:
@@ -346,7 +345,7 @@ def _model(row: Row, generation: Generation, batch: int) -> tuple[Any, Any]:
     precision = (row.get("precision") or "").lower()
     dtype = "float32" if "fp32" in precision else "float16" if "fp16" in precision else "bfloat16"
     name = row["model"]
-    wide = re.match(r"Wide-ResNet-(\d+) c(\d+) w(\d+)", name)
+    wide = re.match(r"Wide-ResNet-(\d+) c([1-9]\d*) w([1-9]\d*)", name)
     if wide:
         blocks = {"50": wide_resnet.FIFTY, "101": wide_resnet.HUNDRED_AND_ONE}.get(wide[1])
         if blocks is None:

@@ -136,8 +136,9 @@ def plan(
         f"\nPlanned in {format_seconds(planning.seconds)}: tracing {format_seconds(planning.trace_seconds)}, "
         f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")
     )
-    if planning.seconds > time_limit and refine is None:
-        print(f"The time limit of {format_seconds(time_limit)} was over: this is the best plan that was found by then")
+    predicted = planning.plan.predicted
+    if planning.seconds > time_limit and refine is None and predicted is not None and predicted.optimality_gap > 0:
+        print(f"The time limit of {format_seconds(time_limit)} was over: more time may find a faster plan")
 
 
 @app.command()

@@ -19,7 +19,7 @@ from .plan_request import Planning as Planning, PlanRequest, check_batch_axis, c
 from .presets import Preset, check_free, parse_preset
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
-from .search.alternative import Alternative, merged
+from .search.alternative import TOO_LITTLE, Alternative, merged
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
@@ -77,7 +77,7 @@ def plan_for(
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
         stages, submeshes and schedule, some also remat, which then cannot be given.
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
-        Tracing and writing the plan out come on top.
+        Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
       tell: called with a few words at each part of the work.
@@ -180,26 +180,33 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
 def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) -> Planning:
     """A plan for hosts of several kinds, with those for the hosts of each kind alone among its alternatives, and a note
     where one of them is faster: a few slow devices can cost more than they do."""
-    alone = one_kind_alone(asked.cluster)
-    seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(alone), 1)
-    for cluster in alone:
+    clusters = one_kind_alone(asked.cluster)
+    seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(clusters), 1)
+    if found.plan.shares:  # then as many stages were asked for as there are kinds, or none
+        stages = None
+    alone: list[tuple[float, str]] = []
+    for cluster in clusters:
         asked.tell(f"planning for {cluster.name} alone")
-        schedule = asked.schedule if asked.schedule != REPLICAS else None
         request = replace(
-            asked, cluster=cluster, schedule=schedule, started=time.perf_counter(), time_limit_seconds=seconds
-        )
+            asked, cluster=cluster, schedule=asked.schedule if asked.schedule != REPLICAS else None,
+            started=time.perf_counter(), time_limit_seconds=seconds,
+        )  # fmt: skip
         try:
             other = _in_stages(request, stages)
-        except PlanError:
-            continue  # they cannot hold it
+        except PlanError as error:
+            found = replace(found, considered=(*found.considered, f"{cluster.name} alone: {error}"))
+            continue
         told = Alternative(what=f"{cluster.name} alone, {other.as_alternative.what}", step_seconds=other.step_seconds)
-        line = f"{cluster.name} alone: {other.step_seconds:.6g} s"
-        found = replace(found, alternatives=merged(found.alternatives, [told]), considered=(*found.considered, line))
-        if other.step_seconds < found.step_seconds:
-            note = (
-                f"{cluster.name} alone would take {other.step_seconds:.4g} s a step: better leave out the other hosts"
-            )
-            found = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
+        found = replace(
+            found, alternatives=merged(found.alternatives, [told]),
+            considered=(*found.considered, f"{cluster.name} alone: {other.step_seconds:.6g} s"),
+            solve_seconds=found.solve_seconds + other.solve_seconds,
+        )  # fmt: skip
+        alone.append((other.step_seconds, cluster.name))
+    step_seconds, name = min(alone, default=(inf, ""))
+    if step_seconds < (1 - TOO_LITTLE) * found.step_seconds:
+        note = f"{name} alone would take {step_seconds:.4g} s a step: better leave out the other hosts"
+        found = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
     return found
 
 

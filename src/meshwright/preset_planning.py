@@ -23,6 +23,9 @@ from .search.stage_result import NothingFaster
 # is a better beginning than what a search finds without. However little there is, a few are looked at.
 _SHARE, _LEAST_SECONDS, _BEYOND_LIMIT_SECONDS = 1 / 2, 6.0, 2.0
 
+# Where none is priced by then it may be that none fits: after so many times as long they are given up.
+_GIVEN_UP = 3.0
+
 
 class BestUnderPresets:
     """The best plan under any preset: at once what a step of it takes, and the plan where nothing else is as fast.
@@ -49,6 +52,7 @@ class BestUnderPresets:
         with self._spending():
             self._incumbent = Incumbent(
                 prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
+                given_up=lambda: time.perf_counter() > self._until + (_GIVEN_UP - 1) * seconds,
                 tell=asked.tell, better=better,
             )  # fmt: skip
             self.priced = self._incumbent.priced()
@@ -75,12 +79,12 @@ class BestUnderPresets:
     def planning(self) -> Planning | None:
         """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
         does."""
+        when = "" if self._asked.left_seconds > 0 else " before the time was over"
         with self._spending():
             found = self._incumbent.planned()
         self.priced, self._is_plan = found.priced if found is not None else None, True
         if found is None:
             return None
-        when = "" if self._asked.left_seconds > 0 else " before the time was over"
         note = f"found under the preset {found.priced.preset}: the search found nothing faster{when}"
         plan = replace(found.plan, notes=(*found.plan.notes, note))
         return Planning(

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright import value_and_grad
-from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster
+from meshwright import planning as planning_module, value_and_grad
+from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster, one_kind_alone
+from meshwright.errors import MemoryExceeded
 from meshwright.plan.io import plan_from_dict, plan_to_dict
 from meshwright.planning import plan_for
 from meshwright.presets import gpipe
@@ -200,3 +201,33 @@ def test_devices_that_help_are_not_told_to_be_left_out() -> None:
     assert len(alone) == 2
     assert all(float(line.split()[-2]) > found.step_seconds for line in alone)
     assert not any("left out" in note or "leave out" in note for note in found.plan.notes)
+
+
+def test_of_two_kinds_that_are_faster_alone_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a kind that cannot hold the step says so."""
+    cluster = cluster_of(host(FAST), host(SLOW), host(replace(SLOW, kind="small", memory_bytes=1e6)))
+    known = plan_for(chain, ARGS, cluster=cluster_of(host(FAST)))
+    seconds = {"1 x fast": 2e-3, "1 x slow": 1e-3, "mixed": 3e-3}
+
+    def found(asked: Any, stages: int | None) -> Any:
+        if asked.cluster.name == "1 x small":
+            raise MemoryExceeded(refused="it", got="1", needed="2", where="here", try_="more")
+        predicted = replace(known.plan.predicted, step_seconds=seconds[asked.cluster.name])
+        return replace(known, plan=replace(known.plan, predicted=predicted, notes=()))
+
+    monkeypatch.setattr(planning_module, "_in_stages", found)
+    monkeypatch.setattr(planning_module, "may_have_replicas", lambda asked, stages: False)
+    plan = plan_for(chain, ARGS, cluster=cluster, stages=None)
+    assert [note for note in plan.plan.notes if "alone" in note] == [
+        "1 x slow alone would take 0.001 s a step: better leave out the other hosts"
+    ]
+    assert "1 x small alone: refused it: got 1; needed 2; where: here; try more" in plan.considered
+    seconds["mixed"] = 1.03e-3  # too little to be trusted
+    assert not any("alone" in note for note in plan_for(chain, ARGS, cluster=cluster, stages=None).plan.notes)
+
+
+def test_kinds_under_one_leaf_switch_have_no_cluster_of_their_own() -> None:
+    mixed = cluster_of(host(FAST), host(SLOW))
+    assert [(alone.name, alone.num_devices) for alone in one_kind_alone(mixed)] == [("1 x fast", 1), ("1 x slow", 1)]
+    assert one_kind_alone(replace(mixed, fabric_hosts_per_leaf=2)) == ()
+    assert one_kind_alone(cluster_of(host(FAST), host(FAST))) == ()

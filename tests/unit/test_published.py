@@ -154,14 +154,29 @@ def test_logical_meshes_are_ranked_as_they_were_measured() -> None:
         )
 
 
-@pytest.mark.parametrize("name", [*COUNTS, *AMOUNTS, *FLAGS, "accelerator", "precision", "shard", "recompute"])
+TEXTS = (
+    "model",
+    "accelerator",
+    "interconnect",
+    "precision",
+    "shard",
+    "recompute",
+    "framework",
+    "source_date",
+    "tflops_kind",
+)
+
+
+@pytest.mark.parametrize("name", [*COUNTS, *AMOUNTS, *FLAGS, *TEXTS])
 def test_no_cell_ends_the_others(name: str) -> None:
     """Whatever a cell holds, its row is predicted or refused with a reason."""
-    for text in ("", "n/a", "0", "-1", "2.5", "nan", "inf", "3"):
-        with suppress(Inexpressible):
-            made = stated_row({**ROW, name: text})
-            assert made.candidates
-            assert measured_step_seconds({**ROW, name: text}) is None or measured_step_seconds({**ROW, name: text}) > 0
+    for base in (ROW, {**ROW, "accelerator": "TPUv4", "step_time_s": "", "tflops_per_dev": "100"}):
+        for text in ("", "n/a", "0", "-1", "2.5", "nan", "inf", "3", "7.0", "0x 100 Gb/s", "Wide-ResNet-50 c0 w2"):
+            row = {**base, name: text}
+            with suppress(Inexpressible):
+                assert stated_row(row).candidates
+                measured = measured_step_seconds(row)
+                assert measured is None or measured > 0
 
 
 @pytest.mark.parametrize(
@@ -175,6 +190,8 @@ def test_no_cell_ends_the_others(name: str) -> None:
         ({"n_experts": "8", "top_k": "1"}, "two for each token, not 1"),
         ({"n_experts": "8", "top_k": "2", "mlp_gated": "1"}, "no gates"),
         ({"accelerator": "H100-PCIe-80GB"}, "is not known"),
+        ({"accelerator": "h100-pcie"}, "is not known"),
+        ({"accelerator": "TPUv4", "n_devices": "7", "tp": "1", "pp": "1", "dp": "7", "gbs": "14"}, "TPUv4"),
         ({"devices_per_node": "16"}, "16 devices a host"),
         ({"model": "Wide-ResNet-34 c160 w2"}, "not in the zoo"),
         ({"shard": "hsdp in parts"}, "does not say inside of how many"),

@@ -39,9 +39,7 @@ def host_orders(cluster: Cluster) -> tuple[HostOrder, ...]:
     [0, 8]
     """
     given = tuple(range(len(cluster.hosts)))
-    groups: dict[Device, list[int]] = {}
-    for number, host in enumerate(cluster.hosts):
-        groups.setdefault(host.device, []).append(number)
+    groups = _by_device(cluster)
     found = {given: None}
     if len(groups) > 1 and _keeps_leaves(cluster, list(groups.values())):
         kinds = list(groups)
@@ -61,9 +59,7 @@ def one_kind_alone(cluster: Cluster) -> tuple[Cluster, ...]:
     >>> [alone.name for alone in one_kind_alone(load_cluster("dgx-a100-80:2+dgx-h100:1"))]
     ['16 x NVIDIA A100-SXM4-80GB', '8 x NVIDIA H100 80GB HBM3']
     """
-    groups: dict[Device, list[int]] = {}
-    for number, host in enumerate(cluster.hosts):
-        groups.setdefault(host.device, []).append(number)
+    groups = _by_device(cluster)
     if len(groups) < 2 or not _keeps_leaves(cluster, list(groups.values())):
         return ()
     found = []
@@ -72,6 +68,14 @@ def one_kind_alone(cluster: Cluster) -> tuple[Cluster, ...]:
         name = f"{sum(host.devices for host in hosts)} x {device.kind}"
         found.append(dataclasses.replace(cluster, name=name, hosts=hosts))
     return tuple(found)
+
+
+def _by_device(cluster: Cluster) -> dict[Device, list[int]]:
+    """Positions of the hosts with each kind of device, in the order in which kinds are first met."""
+    groups: dict[Device, list[int]] = {}
+    for number, host in enumerate(cluster.hosts):
+        groups.setdefault(host.device, []).append(number)
+    return groups
 
 
 def _keeps_leaves(cluster: Cluster, groups: Sequence[Sequence[int]]) -> bool:

@@ -40,7 +40,8 @@ class Incumbent:
       counts: numbers of microbatches to choose from.
       remat: "none", "layer", or None for the better of each stage.
       margin: a device has to hold so many times what is predicted.
-      late: whether the time is over: then the best that is known is taken, or the first that is found to fit.
+      late: whether the time is over: then the best that is known is taken, or the first that is priced.
+      given_up: whether so much more time is over that there may be none.
       tell: called with a few words at each part of the work.
       better: called with the seconds of each preset that is the best by its price so far.
     """
@@ -53,11 +54,13 @@ class Incumbent:
         remat: str | None,
         margin: float,
         late: Callable[[], bool],
+        given_up: Callable[[], bool] = lambda: False,
         tell: Callable[[str], None] = lambda text: None,
         better: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         tell("the best preset")
         self._prices, self._remat, self._margin, self._late, self._tell = prices, remat, margin, late, tell
+        self._given_up = given_up
         self._better = better
         # PipeDream's gradients are of older weights.
         self._presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
@@ -67,7 +70,7 @@ class Incumbent:
         self._queue: list[tuple[float, int, int, int]] = []
         self._counts = counts
         self._untold = deque(range(len(self._presets)))
-        while self._untold and not (late() and self._queue):
+        while self._untold and not (late() and (self._queue or given_up())):
             self._tell_next()
         self._priced: dict[tuple[int, int], PricedPreset] = {}
         self._planned: dict[tuple[int, int], PlannedPreset] = {}
@@ -86,7 +89,9 @@ class Incumbent:
     def _first(self, known: int) -> tuple[int, int] | None:
         """The number of microbatches and of the preset of which so much is known, and no less of any that may be
         faster."""
-        while self._queue or (self._untold and not self._priced):
+        while (self._queue or self._untold) if not self._priced else self._queue:
+            if not self._priced and self._late() and self._given_up():
+                return None
             if not self._queue:
                 self._tell_next()
                 continue

@@ -12,7 +12,7 @@ from math import isfinite, prod
 from ..plan import ParameterPlan, Plan, Stage
 from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
 from ..schedule import WORTH_SPLITTING
-from ..search.alternative import Alternative
+from ..search.alternative import TOO_LITTLE, Alternative
 from ..sharding import Spec
 from .stages import stage_table, transfer_table
 from .strategy import AxisRole, axis_roles, side
@@ -26,9 +26,6 @@ from .table import (
     format_table,
 )
 from .why import BINDS, memory_share, why, why_table
-
-# What is faster by less than this share may have been passed over for what is simpler.
-_LITTLE = 0.95
 
 
 def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Sequence[Alternative] = ()) -> str:
@@ -76,7 +73,7 @@ def _alternatives(alternatives: Sequence[Alternative], step_seconds: float) -> l
         for one in alternatives
     ]
     lines = format_table(("instead", "step", "than this plan"), rows, left=1).split("\n")
-    if any(_LITTLE * step_seconds < one.step_seconds < step_seconds * (1 - 1e-3) for one in alternatives):
+    if any((1 - TOO_LITTLE) * step_seconds < one.step_seconds < step_seconds * (1 - 1e-3) for one in alternatives):
         lines.append(
             "what seems faster is less simple (a split backward, a further axis) and by too little to be trusted"
         )

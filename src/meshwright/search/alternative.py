@@ -8,6 +8,9 @@ from itertools import groupby
 
 from ..plan.words import mesh_words
 
+# What is faster by less than this share may have been passed over for what is simpler.
+TOO_LITTLE = 0.05
+
 # So many are told.
 _MOST = 6
 
