@@ -5,9 +5,9 @@
 On eight virtual CPU devices: calibrates (or reads a calibration made before), then plans each small reference model in
 six ways that differ in what they compute and move, and times all six in turn in one process. Per model: predicted and
 measured seconds of each plan and their rank correlation (Spearman). Over all models it is given twice: of seconds, and
-within models, of seconds over the geometric mean of the model's own six. Measured is the
-median over rounds of the fastest step of each: in a round the fastest is what other work on the machine disturbs least,
-and one lucky step of all rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties
+within models, of seconds over the geometric mean of the model's own six. Measured is the median over rounds of the
+fastest step of each: in a round the fastest is what other work on the machine disturbs least, and one lucky step of all
+rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties
 that no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
 other order.
 

@@ -186,12 +186,13 @@ def cluster_of(row: Row) -> Cluster:
         host = replace(host, link=load_cluster("rtx4090-4").hosts[0].link, wires=())
     many = number(row, "devices_per_node") or host.devices
     # Of TPUs and of racks in one NVLink domain a row counts the devices of a board.
-    if many != host.devices and "TPU" not in kind and "GB200" not in kind:
+    tpus = host.device.platform == "tpu"
+    if many != host.devices and not tpus and preset != "gb200-nvl72":
         if many > host.devices:
             raise Inexpressible(f"{many} devices a host: those of {preset} have {host.devices}")
         host = replace(host, devices=many, nics=max(1, host.nics * many // host.devices))
     told = _nics(row)
-    if told is not None and not kind.startswith("TPU"):
+    if told is not None and not tpus:
         nic = replace(host.nic, bandwidth_bytes_per_second=0.96 * told[1])
         host = replace(host, nics=told[0], nic=nic)
     return replace(cluster, hosts=(host,))

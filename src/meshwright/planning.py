@@ -127,7 +127,7 @@ def plan_for(
         batch_axis=batch_axis, reduction=reduction, schedule=schedule, submeshes=submeshes, preset=preset,
         started=start, time_limit_seconds=time_limit_seconds, tell=tell,
     )  # fmt: skip
-    found = _in_stages(asked, 1) if stages == 1 else _stages_or_replicas(asked, stages)
+    found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     if preset is None and submeshes is None and not meshes:
         found = _beside_one_kind(asked, stages, found)
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))

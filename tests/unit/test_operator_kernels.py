@@ -213,14 +213,14 @@ def test_all_ways_to_run_an_operator_are_priced_as_each_of_them(name: str) -> No
 
 
 def test_what_a_scan_slices_is_copied_on_cpus_alone() -> None:
-    """Four layers of [8, 8] weights: a pass over each forward; taken again, added and written backward."""
+    """Four layers of [8, 8] weights: three quarters of a pass over each forward; three times that backward."""
 
     def loss(params: Any, x: Any) -> jax.Array:
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
 
     graph = graph_of(loss, array(4, 8, 8), array(16, 8))
     link = found(graph, "scan_slice")
-    for device, passes in ((CPU, 0.5), (A100, 0.0)):
+    for device, passes in ((CPU, 0.75), (A100, 0.0)):
         prices = prices_of(load_cluster("cpu").logical_mesh((2, 4), ("x", "y")), device)
         for algorithm in (one.algorithm for one in operator_choices(graph, link, prices.sizes, of_parameters=True)):
             ((forward, backward, inside, mirrored),) = prices.operator_parts(graph, link, [algorithm])

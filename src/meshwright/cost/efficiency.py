@@ -103,8 +103,8 @@ class EfficiencyProfile:
 # What is known of a kind of device beside its description. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's
 # peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
 # what the mask leaves out too, nothing comes in tiles, and bandwidths are measured by bytes written. XLA copies there
-# what a loop slices (`benchmarks/cpu_costs.py`: scanned in place of unrolled, 1 MiB of weights takes 0.1 to 0.3 ms more
-# forward, 1.3 to 1.5 ms forward and backward; a pass is 0.66 ms as calibrations find it).
+# what a loop slices (`benchmarks/cpu_costs.py`: scanned in place of unrolled, 1 MiB of weights takes 1.5 to 2.6 ms more
+# forward and backward, 1.9 in the middle, where a pass is 0.6 ms: four of 0.75 passes).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),
@@ -112,7 +112,7 @@ _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
     "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
     "cpu": EfficiencyProfile(
-        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, sliced=0.5, tiles=False
+        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, sliced=0.75, tiles=False
     ),
     "": EfficiencyProfile(name="any"),
 }

@@ -89,8 +89,8 @@ class Incumbent:
     def _first(self, known: int) -> tuple[int, int] | None:
         """The number of microbatches and of the preset of which so much is known, and no less of any that may be
         faster."""
-        while (self._queue or self._untold) if not self._priced else self._queue:
-            if not self._priced and self._late() and self._given_up():
+        while self._queue or (self._untold and not self._priced):
+            if self._given_up() and not self._priced:
                 return None
             if not self._queue:
                 self._tell_next()
@@ -146,17 +146,19 @@ class Incumbent:
         """Find out what the next preset takes at least."""
         number = self._untold.popleft()
         if self._remat is None or self._presets[number].remat in (None, self._remat):
-            for count, least in self._told(self._presets[number], self._counts).items():
+            for count, least in self._told(self._presets[number]).items():
                 self._push(least, _TOLD, count, number)
 
-    def _told(self, preset: Preset, counts: Sequence[int]) -> dict[int, float]:
+    def _told(self, preset: Preset) -> dict[int, float]:
         """Seconds that a preset takes at least, by the numbers of microbatches in which it may fit."""
         prices = self._prices
         try:
             prices.check(preset)
         except PlanError:
             return {}
-        mine = [count for count in sorted(counts) if prices.allows(preset, count) and _is_worth_cutting(preset, count)]
+        mine = [
+            count for count in sorted(self._counts) if prices.allows(preset, count) and _is_worth_cutting(preset, count)
+        ]
         for fewest in mine:
             try:
                 floor = self._floor(preset, fewest)
