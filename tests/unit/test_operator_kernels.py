@@ -107,7 +107,7 @@ def test_gradients_of_convolutions_are_transposed_where_a_device_has_to() -> Non
     assert plain.forward.shape == (16,)
     assert {one.operand: one.kernel.shape for one in plain.gradients} == {0: (4,), 1: (16,)}
     # What is in the kernel's place is packed: written and read once more.
-    assert transposed.forward == replace(plain.forward, moved_bytes=whole_bytes + 2 * kernel)
+    assert transposed.forward == plain.forward._replace(moved_bytes=whole_bytes + 2 * kernel)
     assert [(one.operand, one.kernel.kind, one.kernel.moved_bytes) for one in transposed.gradients] == [
         (0, "convolution", whole_bytes + 2 * kernel), (0, "stored", kernel),
         (1, "convolution", whole_bytes + 2 * made), (1, "transpose", image), (1, "transpose", made),

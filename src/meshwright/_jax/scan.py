@@ -44,8 +44,8 @@ def split_scan(equation: Equation, trips: Sequence[int], makers: Mapping[Any, Eq
             while (maker := makers.get(atom)) is not None and maker.primitive.name == "convert_element_type":
                 casts.append(maker)
                 (atom,) = maker.invars
-            slicing, part = _one_equation(equation, _rows(rows), [atom])
-            yield slicing
+            slicing, part = _one_equation(equation, _first_rows(stop - start), [atom])
+            yield _moved(slicing, rows[0])
             for cast in reversed(casts):
                 converted = Var(cast.outvars[0].aval.update(shape=part.aval.shape))
                 yield cast.replace(invars=[part], outvars=[converted])
@@ -139,8 +139,14 @@ def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _rows(rows: tuple[int, int]) -> Callable[[Any], Any]:
-    return lambda x: jax.lax.slice_in_dim(x, *rows, axis=0)
+def _first_rows(count: int) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.slice_in_dim(x, 0, count, axis=0)
+
+
+def _moved(slicing: Equation, by: int) -> Equation:
+    """The slice of as many rows so much further on: to trace one for every piece of a long scan takes a second."""
+    ends = {name: slicing.params[name] for name in ("start_indices", "limit_indices")}
+    return slicing.replace(params=slicing.params | {name: (end[0] + by, *end[1:]) for name, end in ends.items()})
 
 
 def _join(*pieces: Any) -> Any:

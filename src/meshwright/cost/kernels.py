@@ -21,10 +21,9 @@ fused attention is taken to be causal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..cluster import Device
 from .efficiency import EfficiencyProfile
@@ -42,8 +41,7 @@ _TILES = (((256, 128), 1.0), ((128, 128), 0.95), ((128, 64), 0.8), ((64, 64), 0.
 _RAMP = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One kernel at the size one device runs it.
 
     Args:

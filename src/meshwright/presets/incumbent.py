@@ -5,7 +5,8 @@ give when its time is over, and never gives anything worse. Of a program that is
 priced in tenths of a second: all of them are looked at, the least bound first, until none left can be better.
 
 A bound is first told by the fewest microbatches that a preset can have, for all numbers at once; before interleaved
-stages are priced in a number, by the whole stages in that number, which all interleavings of them share.
+stages are looked at in a number, by the whole stages in that number, which all interleavings of them share; then by the
+layouts of the stages. Only what is the fastest by that is cut into all of its stages and simulated.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .candidates import candidates_for, settings_for
 from .least import Floor
 from .planned import PlannedPreset, planned_preset
 from .preset import Preset
-from .prices import PresetPrices, PricedPreset
+from .prices import PlacedPreset, PresetPrices, PricedPreset
 
 # A bubble, as a share of the step, for which more stages are worth a look.
 _WORTH_CUTTING = 0.05
 
 # What is known of a preset in a number of microbatches; of equal seconds the most certain comes first.
-_PLANNED, _PRICED, _BOUND, _TOLD = range(4)
+_PLANNED, _PRICED, _PLACED, _BOUND, _TOLD = range(5)
 
 
 class Incumbent:
@@ -72,6 +73,7 @@ class Incumbent:
         self._untold = deque(range(len(self._presets)))
         while self._untold and not (late() and (self._queue or given_up())):
             self._tell_next()
+        self._placed: dict[tuple[int, int], PlacedPreset] = {}
         self._priced: dict[tuple[int, int], PricedPreset] = {}
         self._planned: dict[tuple[int, int], PlannedPreset] = {}
         self._too_few: dict[int, int] = {}
@@ -129,15 +131,38 @@ class Incumbent:
             least = self._floor(preset, count).step_seconds(count, self._prices.limits(preset))
             if least < inf:
                 self._push(max(least, seconds), _BOUND, count, number)
+        elif certain == _PLACED:
+            self._time(count, number)
         else:
-            below = min((known for known, certain, *_ in self._queue if certain < _BOUND), default=inf)
-            priced = self._prices.priced(preset, count, remat=remat, below_seconds=below)
-            if priced is not None:
-                self._priced[count, number] = priced
-                if priced.step_seconds < below:
-                    self._better(priced.step_seconds)
+            placed = self._prices.placed(preset, count, remat=remat, below_seconds=self._best(_PLACED))
+            self._placed[count, number] = placed
+            if placed.placed is None:
+                self._push(placed.least_seconds, _BOUND, count, number)
+            elif self._late():
+                self._time(count, number)  # there is time for no other
+            else:
+                self._push(placed.least_seconds, _PLACED, count, number)
+
+    def _time(self, count: int, number: int) -> None:
+        """Find out what a preset takes, now that it has its layouts.
+
+        Raises:
+          MemoryExceeded: if it does not fit.
+        """
+        below = self._best(_PRICED)
+        priced = self._prices.timed(self._placed[count, number], below_seconds=below)
+        if priced is None:
             # What is slower than another price may yet be faster than what that one's programs leave room for.
-            self._push(*((below, _BOUND) if priced is None else (priced.step_seconds, _PRICED)), count, number)
+            self._push(below, _PLACED, count, number)
+            return
+        self._priced[count, number] = priced
+        if priced.step_seconds < below:
+            self._better(priced.step_seconds)
+        self._push(priced.step_seconds, _PRICED, count, number)
+
+    def _best(self, known: int) -> float:
+        """Seconds of the best of which so much is known."""
+        return min((seconds for seconds, certain, *_ in self._queue if certain <= known), default=inf)
 
     def _push(self, seconds: float, certain: int, count: int, number: int) -> None:
         heapq.heappush(self._queue, (seconds, certain, -count, number))

@@ -45,10 +45,35 @@ from .preset import Preset
 from .solved import (
     CutProgram,
     PresetStages,
+    free_transfers_seconds,
     held_by_rank,
     least_of,
     way_of,
 )
+
+# Presets, each in a number of microbatches, whose stages are remembered: layouts soon follow a bound.
+_REMEMBERED = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlacedPreset:
+    """A preset whose stages have layouts, but are not yet simulated together.
+
+    Args:
+      least_seconds: that a step takes at least.
+      remat: as it was asked for.
+      stages: of the program in which they were solved.
+      limit_bytes: that may be counted on a device of each rank.
+      held_bytes: on a device of each rank, as the search counts it.
+      placed: solved, in program order; None where a step takes too long in any layout.
+    """
+
+    least_seconds: float
+    remat: str | None
+    stages: PresetStages
+    limit_bytes: tuple[float, ...]
+    held_bytes: tuple[float, ...] = ()
+    placed: tuple[PlacedStage, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +154,7 @@ class PresetPrices:
         self._kinds: dict[Any, Kinds] = {}
         self._state_bytes: tuple[float, ...] = ()
         self._refused: dict[tuple[int, int], PlanError] = {}
+        self._known_stages: dict[tuple[Preset, int, bool], PresetStages] = {}
 
     def program(self, microbatches: int) -> Program:
         """The step in so many microbatches.
@@ -184,19 +210,45 @@ class PresetPrices:
           PlanError: if the preset, or the number of microbatches, does not suit the program.
           MemoryExceeded: if it does not fit.
         """
-        limits = self.limits(preset) if limit_bytes is None else limit_bytes
+        found = self.placed(preset, microbatches, remat=remat, below_seconds=below_seconds, limit_bytes=limit_bytes)
+        return self.timed(found, below_seconds=below_seconds)
+
+    def placed(
+        self,
+        preset: Preset,
+        microbatches: int,
+        *,
+        remat: str | None = None,
+        below_seconds: float = inf,
+        limit_bytes: Sequence[float] | None = None,
+    ) -> PlacedPreset:
+        """The layouts of a preset, and what its step takes at least: as soon as that is `below_seconds` or longer, no
+        more is found out.
+
+        Args:
+          preset: as of `priced`.
+          microbatches: the same.
+          remat: the same.
+          below_seconds: the same.
+          limit_bytes: the same.
+
+        Raises:
+          PlanError: as of `priced`.
+          MemoryExceeded: the same.
+        """
+        limits = self.limits(preset) if limit_bytes is None else tuple(limit_bytes)
         if preset.chunks > 1 and microbatches % preset.stages:
             raise PlanError(
                 refused=f"the preset {preset}", got=f"{microbatches} microbatches",
                 needed=f"a multiple of {preset.stages}: stages are interleaved", where="microbatches=",
                 try_=f"microbatches={(microbatches // preset.stages + 1) * preset.stages}, or chunks=1",
             )  # fmt: skip
-        return self._priced(self._stages(preset, microbatches, unlike=True), remat, below_seconds, limits)
+        return self._placed(self._stages(preset, microbatches, unlike=True), remat, below_seconds, limits)
 
-    def _priced(
-        self, stages: PresetStages, remat: str | None, below_seconds: float, limits: Sequence[float]
-    ) -> PricedPreset | None:
-        """As `priced`, of these stages."""
+    def _placed(
+        self, stages: PresetStages, remat: str | None, below_seconds: float, limits: tuple[float, ...]
+    ) -> PlacedPreset:
+        """As `placed`, of these stages."""
         preset, microbatches = stages.preset, stages.microbatches
         least = [StageLeast()] * len(stages.places)
         # Rematerialised, a stage takes no less.
@@ -206,34 +258,57 @@ class PresetPrices:
             mine = [stage for stage in range(len(least)) if stages.place(stage) == place]
             for stage in mine:
                 least[stage] = least_of(solved)
-            if least_step_seconds(least, preset.stages, microbatches) >= below_seconds:
-                return None
+            seconds = least_step_seconds(least, preset.stages, microbatches)
+            if seconds >= below_seconds:
+                return PlacedPreset(least_seconds=seconds, remat=remat, stages=stages, limit_bytes=limits)
             if remat is not None:
                 self._check_least(stages, solved, mine, limits)
-        placed = self._placed(stages, remat, limits)
+        placed = self._in_memory(stages, remat, limits)
         chosen = [stage.option.tag for stage in placed]
         held = held_by_rank(stages, chosen)
         if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
             raise self._exceeded(stages, max(held), max(limits))
-        if least_step_seconds(list(map(least_of, chosen)), preset.stages, microbatches) >= below_seconds:
-            return None  # memory made it slower
+        least_seconds = least_step_seconds(list(map(least_of, chosen)), preset.stages, microbatches)
+        if least_seconds < below_seconds and len(stages.cut.staged.layers) < len(placed):
+            least_seconds = free_transfers_seconds(stages, chosen)  # all of them take longer to cut and simulate
+        return PlacedPreset(
+            least_seconds=least_seconds, remat=remat, stages=stages, limit_bytes=limits, held_bytes=held, placed=placed
+        )
+
+    def timed(self, found: PlacedPreset, *, below_seconds: float = inf) -> PricedPreset | None:
+        """What the step of a preset with its layouts takes.
+
+        Args:
+          found: of `placed`.
+          below_seconds: what takes longer is not wanted.
+
+        Returns:
+          None for a step that takes `below_seconds` or longer.
+
+        Raises:
+          MemoryExceeded: if it does not fit after all.
+        """
+        if found.placed is None or found.least_seconds >= below_seconds:
+            return None
+        stages, placed, limits = found.stages, found.placed, found.limit_bytes
+        preset, microbatches = stages.preset, stages.microbatches
         whole = self._stages(preset, microbatches)
         if whole.cut is not stages.cut:
             adopted = whole.adopted(placed)
             if adopted is None:
-                return self._priced(whole, remat, below_seconds, limits)
+                again = self._placed(whole, found.remat, below_seconds, limits)
+                return self.timed(again, below_seconds=below_seconds)
             placed = adopted
-        stages = whole
         of_stages = [limits[stage % preset.stages] for stage in range(len(placed))]
-        timing = staged_timing(stages.solver, placed, limit_bytes=of_stages)
+        timing = staged_timing(whole.solver, placed, limit_bytes=of_stages)
         scheduled = best_schedule(timing, microbatches, [searched_schedule(preset)], chunks=preset.chunks)
         assert scheduled is not None, "what it keeps in flight was counted"
         seconds = scheduled.step_seconds
         if seconds >= below_seconds:
             return None
         return PricedPreset(
-            preset=preset, microbatches=microbatches, remat=remat, step_seconds=seconds,
-            counted_bytes=held, program=stages.cut.staged, pins=stages.pins, stages=placed,
+            preset=preset, microbatches=microbatches, remat=found.remat, step_seconds=seconds,
+            counted_bytes=found.held_bytes, program=whole.cut.staged, pins=whole.pins, stages=placed,
             timing=timing, scheduled=scheduled,
         )  # fmt: skip
 
@@ -339,7 +414,7 @@ class PresetPrices:
             self._batches[count] = batch_inputs(program, self.traces, self.args, batch_axis=self._batch_axis)
         return preset.roles_in(program, self._batches[count], where=self.traces.name)
 
-    def _placed(self, stages: PresetStages, remat: str | None, limits: Sequence[float]) -> tuple[PlacedStage, ...]:
+    def _in_memory(self, stages: PresetStages, remat: str | None, limits: Sequence[float]) -> tuple[PlacedStage, ...]:
         """All stages solved, so that every rank's fit a device.
 
         Raises:
@@ -413,6 +488,14 @@ class PresetPrices:
         Raises:
           PlanError: if the preset does not suit the program, the cluster or the number of microbatches.
         """
+        key = preset, microbatches, unlike
+        if key not in self._known_stages:
+            if len(self._known_stages) == _REMEMBERED:
+                del self._known_stages[next(iter(self._known_stages))]
+            self._known_stages[key] = self._new_stages(*key)
+        return self._known_stages[key]
+
+    def _new_stages(self, preset: Preset, microbatches: int, unlike: bool) -> PresetStages:
         count, places = preset.stages * preset.chunks, self._places(preset)
         program = self.program(microbatches)
         roles = self._roles(preset, program)
@@ -451,7 +534,7 @@ class PresetPrices:
                 self._refused[key] = error
                 raise
             ranges = Ranges(staged)
-            self._cut[*key, False] = CutProgram(staged=staged, ranges=ranges, alike=self._alike(ranges))
+            self._cut[*key, False] = CutProgram(staged=staged, ranges=ranges, find_alike=lambda: self._alike(ranges))
         return self._cut[*key, unlike]
 
     def _unlike(self, microbatches: int, count: int) -> CutProgram | None:
@@ -461,7 +544,8 @@ class PresetPrices:
             return None  # as who cuts it into all of them says
         if found is None:
             return None
-        return CutProgram(staged=found[0], ranges=Ranges(found[0]), alike=found[1])
+        staged, alike = found
+        return CutProgram(staged=staged, ranges=Ranges(staged), find_alike=lambda: alike)
 
     def _alike(self, ranges: Ranges) -> tuple[int, ...]:
         """For each stage the first one that is the same program."""

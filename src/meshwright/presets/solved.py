@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..errors import PlanError
 from ..program.staged import StagedProgram
+from ..schedule import Edge, make_schedule
 from ..search.inter_op_problem import PlacedStage
 from ..search.pins import Pins
 from ..search.ranges import Ranges
 from ..search.solved_stage import SolvedStage
 from ..search.stage_costs import adopted
 from ..search.stage_solver import Place, StageSolver
+from ..search.staged_timing import stage_timing
 from ..search.submeshes import Submesh
 from ..search.workspace import held_together
-from .least import StageLeast, Way, microbatches_in_flight
+from ..simulate import EdgeTiming, Timing, step_seconds
+from .least import StageLeast, Way, microbatches_in_flight, searched_schedule
 from .preset import Preset
 
 
@@ -28,12 +31,17 @@ class CutProgram:
     Args:
       staged: with the stages as its layers, or those alone that are unlike (`equal_stages.unlike_stages`).
       ranges: of these stages.
-      alike: for each stage the first layer that is the same program.
+      find_alike: finds out `alike`.
     """
 
     staged: StagedProgram
     ranges: Ranges
-    alike: tuple[int, ...]
+    find_alike: Callable[[], tuple[int, ...]]
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """For each stage the first layer that is the same program."""
+        return self.find_alike()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +114,7 @@ class PresetStages:
             option = adopted(stage.option, self.solver, stage.first, stage.last)
             if option is None:
                 return None
-            found.append(replace(stage, option=option))
+            found.append(stage._replace(option=option))
         return tuple(found)
 
     def weight(self, stage: SolvedStage) -> float:
@@ -143,3 +151,19 @@ def held_by_rank(stages: PresetStages, chosen: Sequence[SolvedStage]) -> tuple[f
     """Bytes on a device of each rank."""
     held = [(one.own_bytes(n), one.seconds.workspace_bytes) for one, n in zip(chosen, stages.in_flight, strict=True)]
     return tuple(held_together(held[stage] for stage in rank) for rank in stages.ranks())
+
+
+def free_transfers_seconds(stages: PresetStages, chosen: Sequence[SolvedStage]) -> float:
+    """What a step takes at least whose stages each read what the one before makes: simulated, as if sending that took
+    no time.
+
+    Args:
+      stages: of the preset.
+      chosen: each of them, solved.
+    """
+    preset, count = stages.preset, len(chosen)
+    edges = tuple(Edge(stage, stage + 1) for stage in range(count - 1))
+    options = {"chunks": preset.chunks} if preset.chunks > 1 else {}
+    schedule = make_schedule(searched_schedule(preset), count, stages.microbatches, edges=edges, **options)
+    free = tuple(EdgeTiming(edge=edge, forward_seconds=0.0, backward_seconds=0.0) for edge in edges)
+    return step_seconds(schedule, Timing(stages=tuple(map(stage_timing, chosen)), edges=free))

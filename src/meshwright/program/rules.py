@@ -301,6 +301,8 @@ def _signature(equation: Equation) -> tuple[Any, ...]:
     elif is_call(equation) or equation.primitive.name == "scan":
         # Calls of one jitted function on the same shapes hold the same objects.
         described = tuple((name, _identity(params[name])) for name in sorted(params))
+    elif equation.primitive.name == "slice":
+        described = f"strides {params['strides']}"  # pieces of a scan take rows of their own, the shapes say how many
     else:
         described = str(sorted(params.items(), key=lambda kv: kv[0]))
     atoms = tuple((a.aval.shape, a.aval.dtype, is_literal(a)) for a in equation.invars)

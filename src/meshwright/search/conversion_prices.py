@@ -12,7 +12,6 @@ Sizes are told apart by powers of two: a collective is priced by the algorithm t
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from itertools import zip_longest
 from math import log2
 
 import numpy as np
@@ -77,7 +76,7 @@ class ConversionPrices:
         known = self._terms.get(size, np.zeros((4, 0)))
         done = known.shape[1]
         if done < len(_CATALOGUE):
-            moves, forward, backward = self._priced_moves(size), *_CATALOGUE.moves_of(done)
+            moves, (forward, backward) = self._priced_moves(size), _CATALOGUE.moves_of(done)
             new = np.concatenate([moves[:, forward].sum(axis=2), moves[:, backward].sum(axis=2)])
             self._terms[size] = known = np.concatenate([known, new], axis=1)
         return known
@@ -124,23 +123,33 @@ class _Catalogue:
         self._numbers: dict[object, int] = {}
         self._move_numbers: dict[_Move, int] = {}
         self._by_rank: dict[int, _Pairs] = {}
+        self._of_rows: dict[tuple[int, int], np.ndarray] = {}
         self._made_of: list[tuple[list[int], list[int]]] = []
+        self._moves_of = np.zeros((2, 0, 0), dtype=np.intp)  # the same as an array, as far as somebody has asked
         # The first two are no collectives: see `_NOTHING` and `_NEVER`.
         self.moves: list[_Move] = [("nothing", (), (), False), ("never", (), (), False)]
 
     def __len__(self) -> int:
         return len(self._made_of)
 
-    def moves_of(self, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the moves of all conversions from number `first` on, forward and backward: each `[conversion,
-        move]`, filled up with `_NOTHING`."""
-        both = zip(*self._made_of[first:], strict=True)
-        forward, backward = (np.array(list(zip_longest(*rows, fillvalue=_NOTHING)), dtype=np.intp).T for rows in both)
-        width = len(self._made_of) - first
-        return forward.reshape(width, -1), backward.reshape(width, -1)
+    def moves_of(self, first: int) -> np.ndarray:
+        """Numbers of the moves of all conversions from number `first` on: `[forward and backward, conversion, move]`,
+        filled up with `_NOTHING`."""
+        _, known, width = self._moves_of.shape
+        if new := self._made_of[known:]:
+            longest = max(width, *(len(moves) for both in new for moves in both))
+            grown = np.full((2, len(self), longest), _NOTHING, dtype=np.intp)
+            grown[:, :known, :width] = self._moves_of
+            for number, both in enumerate(new, start=known):
+                for direction, moves in enumerate(both):
+                    grown[direction, number, : len(moves)] = moves
+            self._moves_of = grown
+        return self._moves_of[:, first:]
 
     def numbers(self, sources: SpecRow, targets: SpecRow) -> np.ndarray:
         """Of each pair its conversion, `[source, target]`."""
+        if (known := self._of_rows.get((id(sources), id(targets)))) is not None:
+            return known
         rank = len(sources[0].dims) if sources else 0
         pairs = self._by_rank.setdefault(rank, _Pairs())
         rows, columns = pairs.positions(sources), pairs.positions(targets)
@@ -151,6 +160,7 @@ class _Catalogue:
                 if pairs.conversions[rows[i], columns[j]] < 0:
                     pairs.conversions[rows[i], columns[j]] = self._number(sources[i], targets[j])
             found = pairs.conversions[rows[:, None], columns]
+        self._of_rows[id(sources), id(targets)] = found  # there is one of each row, for good
         return found
 
     def _number(self, source: Spec, target: Spec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,8 +14,7 @@ Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
 ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(NamedTuple):
     """One way to run a range of layers on a submesh.
 
     Args:
@@ -83,8 +82,7 @@ class Crossing:
     once_bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedStage:
+class PlacedStage(NamedTuple):
     """A stage of a found plan: layers `first` to before `last`, on a submesh, run as `option` says."""
 
     first: int

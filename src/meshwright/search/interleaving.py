@@ -14,7 +14,7 @@ its share of the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
@@ -331,7 +331,7 @@ def _share_evenly(
         one = stages[n]
         option = costs.solve_within(one.first, one.last, one.submesh, in_flight[n], limit_bytes / len(rank))
         if option is not None:
-            stages[n] = replace(one, option=option)
+            stages[n] = one._replace(option=option)
 
 
 def give_what_is_left(

@@ -34,6 +34,9 @@ _MAY_BE_BEST = 1.25
 # So many numbers of microbatches are worth a look at the finest of them first: where that is too slow, all are.
 _MANY = 3
 
+# If a number says no more of the finest than this share of the best plan's seconds, the next seldom rules them out.
+_FAR = 0.9
+
 # What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
 _AT_MOST = 2.5
 
@@ -170,7 +173,8 @@ class MicrobatchBounds:
         """
         source, finest = self._nearest(count), self._costs.counts[-1]
         finer = sum(count <= one < finest for one in self._costs.counts)
-        if finer >= _MANY and self._nearest(finest) == source and source not in self._finest_told:
+        far = 0 < self._whole.get(finest, 0.0) <= _FAR * best_seconds
+        if finer >= _MANY and self._nearest(finest) == source and source not in self._finest_told and not far:
             self._finest_told.add(source)
             self._tell(source, finest, best_seconds)
         told = self._told_of_finer(count)

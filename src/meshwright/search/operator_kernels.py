@@ -11,7 +11,7 @@ differentiated runs once more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from ..cluster import Device
@@ -149,7 +149,7 @@ def _convolution(
     image, kernel, made = _factors(operator)
     extent = _Extent(operator, algorithm, sizes)
     forward = Kernel("convolution", flops, moved, dtype, (extent(kernel & made),))
-    of_image = replace(forward, shape=(extent(kernel & image),))
+    of_image = forward._replace(shape=(extent(kernel & image),))
     if not device.transpose_bandwidth_bytes_per_second:
         gradients = [Gradient(operand=i, kernel=(of_image, forward)[i], runs=1.0) for i in moving]
         return OperatorKernels(forward=forward, gradients=tuple(gradients))
@@ -161,11 +161,11 @@ def _convolution(
     turned = Kernel("stored", 0.0, kernel_bytes)
     both = (Kernel("transpose", 0.0, size) for size in (image_bytes, made_bytes))
     runs = {
-        0: (replace(of_image, moved_bytes=packed), turned),
-        1: (replace(forward, moved_bytes=by_cotangent), *both, turned),
+        0: (of_image._replace(moved_bytes=packed), turned),
+        1: (forward._replace(moved_bytes=by_cotangent), *both, turned),
     }
     gradients = [Gradient(operand=i, kernel=one, runs=1.0) for i in moving for one in runs[i]]
-    return OperatorKernels(forward=replace(forward, moved_bytes=packed), gradients=tuple(gradients))
+    return OperatorKernels(forward=forward._replace(moved_bytes=packed), gradients=tuple(gradients))
 
 
 def _factors(operator: Operator) -> tuple[set[int], set[int], set[int]]:

@@ -191,8 +191,8 @@ class StageCosts:
         if ratio <= 1:
             return estimates
         return tuple(
-            replace(
-                one, forward_seconds=ratio * one.forward_seconds, backward_seconds=ratio * one.backward_seconds,
+            one._replace(
+                forward_seconds=ratio * one.forward_seconds, backward_seconds=ratio * one.backward_seconds,
                 once_seconds=ratio * one.once_seconds, weight_seconds=ratio * one.weight_seconds,
             )
             for one in estimates
@@ -326,11 +326,17 @@ class StageCosts:
 
 def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Option | None:
     """As `StageCosts.adopted`, of the program of a solver."""
-    solved, cut = option.tag, solver.cut(first, last)
-    if not isinstance(solved, SolvedStage) or cut.fingerprint != solved.cut.fingerprint:
+    solved = option.tag
+    if not isinstance(solved, SolvedStage):
         return None
-    segments = stage_segments(cut, solver.program.layers[first:last]) if solved.segments else {}
-    return replace(option, tag=replace(solved, cut=cut, segments=segments))
+    key = solver.number(first, last), solved
+    if key not in solver.adopted:  # of equal ranges one is enough, wherever they are
+        cut = solver.cut(first, last)
+        same = cut.fingerprint == solved.cut.fingerprint
+        segments = stage_segments(cut, solver.program.layers[first:last]) if same and solved.segments else {}
+        solver.adopted[key] = replace(solved, cut=cut, segments=segments) if same else None
+    found = solver.adopted[key]
+    return option._replace(tag=found) if found is not None else None
 
 
 def option_of(stage: SolvedStage) -> Option:

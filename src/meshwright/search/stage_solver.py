@@ -93,6 +93,10 @@ class StageSolver:
       pins: what the user has fixed.
       kinds: of submeshes; who shares them can share numbers.
       ranges: of the program, shared by those who solve it under other pins.
+
+    Attributes:
+      adopted: of solutions of another program what they are here, by the number of a range; None where it is not the
+        same.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class StageSolver:
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
+        self.adopted: dict[tuple[int, SolvedStage], SolvedStage | None] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
         self._lenient: set[tuple[int, int, int]] = set()
 

@@ -11,7 +11,7 @@ from ..schedule import WORTH_SPLITTING, Edge, Schedule, adaptive_warm_up, make_s
 from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate, step_seconds
 from .crossings import Sent, boundary_layouts, edge_bytes, edge_seconds, exchanged_bytes, stage_crossings
 from .inter_op_problem import PlacedStage
-from .solved_stage import kept_bytes
+from .solved_stage import SolvedStage, kept_bytes
 from .stage_solver import StageSolver
 from .submeshes import Submesh
 from .workspace import held_together
@@ -112,22 +112,7 @@ def staged_timing(
                 target_bytes=forward / places[target].size,
             )
         )
-    timings = []
-    for stage, more in zip(stages, exchange, strict=True):
-        seconds = stage.option.tag.seconds
-        timings.append(
-            StageTiming(
-                forward_seconds=seconds.forward_seconds,
-                backward_seconds=seconds.backward_seconds,
-                backward_input_seconds=seconds.backward_seconds - seconds.weight_seconds,
-                backward_weight_seconds=seconds.weight_seconds,
-                synchronise_seconds=seconds.synchronise_seconds + more,
-                update_seconds=seconds.update_seconds,
-                constant_bytes=seconds.constant_bytes,
-                workspace_bytes=seconds.workspace_bytes,
-                in_flight_bytes=seconds.in_flight_bytes,
-            )
-        )
+    timings = [stage_timing(stage.option.tag, more) for stage, more in zip(stages, exchange, strict=True)]
     return StagedTiming(
         timing=Timing(stages=tuple(timings), edges=tuple(edges)),
         sent=sent,
@@ -135,6 +120,27 @@ def staged_timing(
         bytes_delayed=tuple(stage.option.tag.delayed_bytes for stage in stages),
         bytes_throughout=tuple(one.constant_bytes for one in timings),
         limit_bytes=tuple(limit_bytes),
+    )
+
+
+def stage_timing(stage: SolvedStage, exchange_seconds: float = 0.0) -> StageTiming:
+    """The timing of a solved stage.
+
+    Args:
+      stage: as solved.
+      exchange_seconds: of the gradients that it sums with other stages.
+    """
+    seconds = stage.seconds
+    return StageTiming(
+        forward_seconds=seconds.forward_seconds,
+        backward_seconds=seconds.backward_seconds,
+        backward_input_seconds=seconds.backward_seconds - seconds.weight_seconds,
+        backward_weight_seconds=seconds.weight_seconds,
+        synchronise_seconds=seconds.synchronise_seconds + exchange_seconds,
+        update_seconds=seconds.update_seconds,
+        constant_bytes=seconds.constant_bytes,
+        workspace_bytes=seconds.workspace_bytes,
+        in_flight_bytes=seconds.in_flight_bytes,
     )
 
 

@@ -16,9 +16,10 @@ receiving submesh costs nothing here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from ..cluster import Cluster, Host
 from ..errors import PlanError
@@ -28,8 +29,7 @@ from ..resharding import MoveCosts
 _MOST_UNITS = 32
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Submesh:
+class Submesh(NamedTuple):
     """Devices `first` to before `stop`, as positions in the cluster."""
 
     first: int

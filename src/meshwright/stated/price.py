@@ -6,7 +6,7 @@ as the profile says and there is compute to run beside. Pipelines are simulated 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from ..cost.collective import collective_seconds
@@ -133,7 +133,7 @@ def price_stated(
             # Products with parameters in layers, which are several; the head is one.
             in_layers = kernel.kind == "product" and kernel.shape[:1] == (1,) and runs.forward + runs.backward > 1
             if narrow_products and in_layers:
-                kernel = replace(kernel, dtype="float8_e4m3fn")
+                kernel = kernel._replace(dtype="float8_e4m3fn")
             seconds = kernel_seconds(kernel, device, profile)
             compute[0] += runs.forward * seconds
             compute[1] += (share * runs.again + runs.backward) * seconds
