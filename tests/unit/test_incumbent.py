@@ -74,12 +74,12 @@ def test_when_time_is_over_it_is_what_was_found_by_then(prices: PresetPrices) ->
 
 
 def test_presets_of_which_none_fits_are_given_up(prices: PresetPrices, monkeypatch: pytest.MonkeyPatch) -> None:
-    def priced(*args: Any, **options: Any) -> Any:
+    def placed(*args: Any, **options: Any) -> Any:
         tried.append(args)
         raise MemoryExceeded(refused="a preset", got="8", needed="9", where="here", try_="more")
 
     tried: list[Any] = []
-    monkeypatch.setattr(PresetPrices, "priced", priced)
+    monkeypatch.setattr(PresetPrices, "placed", placed)
     incumbent = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True, given_up=lambda: len(tried) > 2)
     assert incumbent.priced() is None
     assert len(tried) == 3

@@ -40,6 +40,7 @@ class AsNeeded:
         self._is_whole = False
         self._level: dict[int, int] = {}  # of a kind, what is known of it; nothing but bounds before the first
         self._rough: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._least: dict[int, tuple[list[list[float]], list[list[float]]]] = {}
 
     def find_all(self) -> None:
         """Estimate all kinds at once."""
@@ -105,10 +106,18 @@ class AsNeeded:
         known = self._at(submesh)
         if known is not None:
             return known.options(first, last, submesh, in_flight)
-        least = self._levels[0][0].least
-        assert least is not None
-        both, forward = (float(one[first, last]) for one in least(submesh))
+        both, forward = (one[first][last] for one in self._least_of(submesh))
         if not isfinite(both):
             return ()
         # Of a split backward no more stands in the sum than the forward pass.
         return (Option(forward_seconds=forward, backward_seconds=both - forward, weight_seconds=both - forward),)
+
+    def _least_of(self, submesh: Submesh) -> tuple[list[list[float]], list[list[float]]]:
+        """What bounds say of a submesh, as lists: a plan is made of single numbers."""
+        kind = self._kinds[submesh]
+        if kind not in self._least:
+            least = self._levels[0][0].least
+            assert least is not None
+            both, forward = least(submesh)
+            self._least[kind] = both.tolist(), forward.tolist()
+        return self._least[kind]

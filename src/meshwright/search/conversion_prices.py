@@ -11,8 +11,9 @@ Sizes are told apart by powers of two: a collective is priced by the algorithm t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from math import log2
+from math import log2, prod
 
 import numpy as np
 
@@ -41,22 +42,42 @@ class ConversionPrices:
         self._axes = {axis.name: axis for axis in mesh.axes}
         self._sizes = {axis.name: axis.size for axis in mesh.axes}
         self._collectives: dict[tuple[str, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
-        # By size: fixed seconds and seconds per byte of every move; and of every conversion, forward and backward.
-        self._moves: dict[int, np.ndarray] = {}
+        # All moves in the catalogue, whatever the size: fixed seconds and seconds per byte of each algorithm, `[2,
+        # move, algorithm]`, infinite where there are no more; the share of the value in a buffer; and what each byte of
+        # a buffer takes beside.
+        self._known_moves = np.zeros((2, 0, 1)), np.zeros(0), np.zeros(0)
+        # By size: fixed seconds and seconds per byte of every conversion, forward and backward.
         self._terms: dict[int, np.ndarray] = {}
+        # Seconds of every conversion, by bytes and by how often it runs forward and backward.
+        self._seconds: dict[tuple[float, float, bool, float], np.ndarray] = {}
 
-    def lines(
-        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Fixed seconds and seconds per byte of the whole value, forward and backward: each `[2, source, target]`.
+    def table(
+        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool, forward_runs: float,
+        backward: bool, times: float = 1.0,
+    ) -> np.ndarray:  # fmt: skip
+        """Seconds from each source to each target, `[source, target]`, infinite where no conversion exists.
 
-        Around `value_bytes`. Infinite where no conversion exists. Without a cotangent what it would be does not matter.
+        Args:
+          sources: specs.
+          targets: the same.
+          value_bytes: of the whole value.
+          differentiated: whether the value has a cotangent: without one, what that would be does not matter.
+          forward_runs: how often the forward collectives run.
+          backward: whether the backward collectives run, once.
+          times: how often all that is done.
         """
         if not differentiated:
             sources, targets = sources.without_broadcast, targets.without_broadcast
         numbers = _CATALOGUE.numbers(sources, targets)
-        found = self._terms_of(self._size(value_bytes))[:, numbers]
-        return found[:2], found[2:]
+        key = value_bytes, forward_runs, backward, times
+        known = self._seconds.get(key)
+        if known is None or len(known) < len(_CATALOGUE):
+            terms = self._terms_of(self._size(value_bytes))
+            known = forward_runs * (terms[0] + terms[1] * value_bytes)
+            if backward:
+                known += terms[2] + terms[3] * value_bytes
+            self._seconds[key] = known = times * known
+        return known[numbers]
 
     def _size(self, value_bytes: float) -> int:
         """The nearest power of two; where every collective is one line, all sizes are one."""
@@ -77,30 +98,42 @@ class ConversionPrices:
         done = known.shape[1]
         if done < len(_CATALOGUE):
             moves, (forward, backward) = self._priced_moves(size), _CATALOGUE.moves_of(done)
-            new = np.concatenate([moves[:, forward].sum(axis=2), moves[:, backward].sum(axis=2)])
+            new = np.concatenate([moves[:, forward].sum(axis=1), moves[:, backward].sum(axis=1)])
             self._terms[size] = known = np.concatenate([known, new], axis=1)
         return known
 
     def _priced_moves(self, size: int) -> np.ndarray:
-        """Fixed seconds and seconds per byte of the whole value of all moves in the catalogue, `[2, move]`."""
-        known = self._moves.get(size)
-        rows = [[0.0, 0.0], [np.inf, 0.0]] if known is None else known.T.tolist()
-        for kind, axes, split, strided in _CATALOGUE.moves[len(rows) :]:
-            fraction = 1.0
-            for axis in split:
-                # Other meshes have axes of other names; nobody asks this one for what they convert.
-                fraction /= self._sizes.get(axis, 1)
-            ours = all(axis in self._axes for axis in axes)
-            fixed, rate = self._line(kind, axes, fraction * 2.0**size) if ours else (np.nan, np.nan)
-            rows.append([fixed, (rate + strided * self._strided) * fraction])
-        self._moves[size] = np.array(rows).T
-        return self._moves[size]
+        """Fixed seconds and seconds per byte of the whole value of all moves in the catalogue, `[2, move]`: of the
+        algorithm that is the fastest there."""
+        (fixed, rates), shares, strided = self._moves_by_algorithm()
+        fastest = (fixed + rates * (shares * 2.0**size)[:, None]).argmin(axis=1)[:, None]
+        fixed, rates = (np.take_along_axis(one, fastest, axis=1)[:, 0] for one in (fixed, rates))
+        return np.array([fixed, (rates + strided) * shares])
 
-    def _line(self, kind: str, axes: tuple[str, ...], size: float) -> tuple[float, float]:
-        """A collective's seconds as fixed plus rate times bytes, around a buffer of `size` bytes."""
-        fixed, rate = self._lines(kind, axes)
-        fastest = int((fixed + rate * size).argmin())
-        return float(fixed[fastest]), float(rate[fastest])
+    def _moves_by_algorithm(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        lines, shares, strided = self._known_moves
+        done = len(shares)
+        if new := _CATALOGUE.moves[done:]:
+            found = [self._lines_of(move, number) for number, move in enumerate(new, start=done)]
+            longest = max(lines.shape[2], *(len(fixed) for fixed, _ in found))
+            grown = np.zeros((2, done + len(new), longest))
+            grown[0] = np.inf
+            grown[:, :done, : lines.shape[2]] = lines
+            for number, each in enumerate(found, start=done):
+                grown[:, number, : len(each[0])] = each
+            # Other meshes have axes of other names; nobody asks this one for what they convert.
+            more = [prod((1.0 / self._sizes.get(axis, 1) for axis in split), start=1.0) for _, _, split, _ in new]
+            shares = np.concatenate([shares, more])
+            strided = np.concatenate([strided, [self._strided * one[3] for one in new]])
+            self._known_moves = grown, shares, strided
+        return self._known_moves
+
+    def _lines_of(self, move: _Move, number: int) -> tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]:
+        """Fixed seconds and seconds per byte of each algorithm of a move."""
+        kind, axes, _, _ = move
+        if number in (_NOTHING, _NEVER):
+            return [0.0 if number == _NOTHING else np.inf], [0.0]
+        return self._lines(kind, axes) if all(axis in self._axes for axis in axes) else ([np.nan], [np.nan])
 
     def _lines(self, kind: str, axes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
         key = (kind, axes)
@@ -133,18 +166,18 @@ class _Catalogue:
         return len(self._made_of)
 
     def moves_of(self, first: int) -> np.ndarray:
-        """Numbers of the moves of all conversions from number `first` on: `[forward and backward, conversion, move]`,
+        """Numbers of the moves of all conversions from number `first` on: `[forward and backward, move, conversion]`,
         filled up with `_NOTHING`."""
-        _, known, width = self._moves_of.shape
+        _, width, known = self._moves_of.shape
         if new := self._made_of[known:]:
             longest = max(width, *(len(moves) for both in new for moves in both))
-            grown = np.full((2, len(self), longest), _NOTHING, dtype=np.intp)
-            grown[:, :known, :width] = self._moves_of
+            grown = np.full((2, longest, len(self)), _NOTHING, dtype=np.intp)
+            grown[:, :width, :known] = self._moves_of
             for number, both in enumerate(new, start=known):
                 for direction, moves in enumerate(both):
-                    grown[direction, number, : len(moves)] = moves
+                    grown[direction, : len(moves), number] = moves
             self._moves_of = grown
-        return self._moves_of[:, first:]
+        return self._moves_of[:, :, first:]
 
     def numbers(self, sources: SpecRow, targets: SpecRow) -> np.ndarray:
         """Of each pair its conversion, `[source, target]`."""

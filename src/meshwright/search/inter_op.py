@@ -137,6 +137,7 @@ class _Search:
         alike = {kind: self._by_place(submesh) for kind, submesh in {kinds[one]: one for one in kinds}.items()}
         self._tables = {submesh: alike[kind] for submesh, kind in kinds.items()}
         self.left = self._least_left()
+        self._left_lists = [(total.tolist(), periods.tolist()) for total, periods in self.left]  # for single numbers
         self._steps: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def _by_place(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
@@ -207,7 +208,7 @@ class _Search:
 
     def _promise(self, label: _Label, last: int, device: int) -> float:
         """What the best plan with this label takes at least."""
-        total, periods = (float(table[last, self._positions[device]]) for table in self.left[label.stages])
+        total, periods = (table[last][self._positions[device]] for table in self._left_lists[label.stages])
         own = (self.problem.microbatches - 1) * sum(label.periods)
         return label.seconds + total + max(own, periods) + label.late
 
@@ -220,12 +221,13 @@ class _Search:
         least = label.seconds + total + np.maximum(periods, rest * sum(label.periods))
         worth = np.isfinite(total) & (least <= self.bound)
         for number, submesh in enumerate(self.ending[device]):
+            start = self._positions[submesh.first]
             for first in np.flatnonzero(worth[number]).tolist():
                 if (first == 0) != (submesh.first == 0):
                     continue
                 alone = first == 0 and place == 1
                 bound = min(self.bound, self.alone) if alone else self.bound
-                left = [float(table[first, self._positions[submesh.first]]) for table in self.left[place]]
+                total_left, periods_left = (table[first][start] for table in self._left_lists[place])
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
                     if not problem.fits(option, submesh, place):
@@ -239,7 +241,7 @@ class _Search:
                     late = max(0.0, option.once_seconds + exchange, label.late - done)
                     # What is late is not counted against plans of several stages: estimates of them may be too high.
                     after = late if alone else 0.0
-                    if seconds + left[0] + max(rest * sum(periods), left[1]) + after > bound:
+                    if seconds + total_left + max(rest * sum(periods), periods_left) + after > bound:
                         continue
                     new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)

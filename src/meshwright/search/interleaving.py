@@ -132,8 +132,9 @@ class Interleaving:
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
         mine = [(first, last) for first, last in pairwise(cuts) if first < last]
+        periods = count + (ranks - 1) / chunks
         for held in (1, in_flight):
-            seconds = (count + (ranks - 1) / chunks) * max(costs.expected(mine, place[0], held, share))
+            seconds = periods * max(costs.expected(mine, place[0], held, share, below_seconds / periods))
             if seconds >= below_seconds:
                 break
         return seconds

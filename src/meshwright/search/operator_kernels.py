@@ -10,12 +10,14 @@ differentiated runs once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from ..cluster import Device
 from ..cost.kernels import ATTENTION_BACKWARD, Kernel
+from ..program.factors import Rule
 from ..program.graph import Graph, Operator
 from ..sharding import Algorithm
 
@@ -124,10 +126,8 @@ def _product(
     graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int], moving: list[int]
 ) -> OperatorKernels:
     flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-    left, right, result = _factors(operator)
     extent = _Extent(operator, algorithm, sizes)
-    batch = extent(left & right & result)
-    m, n, k = extent((left & result) - right), extent((right & result) - left), extent((left & right) - result)
+    batch, m, n, k = map(extent, _product_factors(operator.rule))
     shapes = {0: (batch, m, k, n), 1: (batch, k, n, m)}
     return OperatorKernels(
         forward=Kernel("product", flops, moved, dtype, (batch, m, n, k)),
@@ -146,7 +146,7 @@ def _convolution(
     device: Device,
 ) -> OperatorKernels:
     flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-    image, kernel, made = _factors(operator)
+    image, kernel, made = _factors(operator.rule)
     extent = _Extent(operator, algorithm, sizes)
     forward = Kernel("convolution", flops, moved, dtype, (extent(kernel & made),))
     of_image = forward._replace(shape=(extent(kernel & image),))
@@ -168,13 +168,19 @@ def _convolution(
     return OperatorKernels(forward=forward._replace(moved_bytes=packed), gradients=tuple(gradients))
 
 
-def _factors(operator: Operator) -> tuple[set[int], set[int], set[int]]:
+def _factors(rule: Rule) -> tuple[Set[int], Set[int], Set[int]]:
     """The factors of the first two operands and of the result."""
-    rule = operator.rule
     left, right, result = (
         {factor for dim in tensor for factor in dim} for tensor in (*rule.operands[:2], rule.results[0])
     )
     return left, right, result
+
+
+@lru_cache(maxsize=1 << 12)
+def _product_factors(rule: Rule) -> tuple[Set[int], Set[int], Set[int], Set[int]]:
+    """The factors of a product's batch, and of M, N and K."""
+    left, right, result = _factors(rule)
+    return left & right & result, (left & result) - right, (right & result) - left, (left & right) - result
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,7 @@ class _Extent:
     algorithm: Algorithm
     sizes: Mapping[str, int]
 
-    def __call__(self, factors: set[int]) -> float:
+    def __call__(self, factors: Set[int]) -> float:
         axes, known = self.algorithm.axes, self.operator.rule.factors
         return prod(known[f].size / prod(self.sizes[axis] for axis in axes[f]) for f in factors)
 

@@ -131,13 +131,10 @@ class Prices:
         # Rows are hashed by their identity, which is quicker: there is one of each, for good.
         key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times)
         if key not in self._tables:
-            forward, backward = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
-            once = forward[0] + forward[1] * value_bytes
-            self._forward_tables[*key[:3], differentiated] = once
-            table = forward_runs * once
-            if differentiated:
-                table += backward[0] + backward[1] * value_bytes
-            self._tables[key] = times * table
+            self._tables[key] = self._conversions.table(
+                sources, targets, value_bytes, differentiated=differentiated, forward_runs=forward_runs,
+                backward=differentiated, times=times,
+            )  # fmt: skip
         return self._tables[key]
 
     def forward_table(
@@ -146,8 +143,9 @@ class Prices:
         """As `conversion_table`, of the forward collectives alone, once."""
         key = (id(sources), id(targets), value_bytes, differentiated)
         if key not in self._forward_tables:
-            (fixed, rate), _ = self._conversions.lines(sources, targets, value_bytes, differentiated=differentiated)
-            self._forward_tables[key] = fixed + rate * value_bytes
+            self._forward_tables[key] = self._conversions.table(
+                sources, targets, value_bytes, differentiated=differentiated, forward_runs=1, backward=False
+            )
         return self._forward_tables[key]
 
     def of_operator(self, graph: Graph, operator: Operator, choices: Choices) -> OperatorPrices:

@@ -70,6 +70,7 @@ class StageCosts:
         # Kinds of submeshes that were estimated since plans in its microbatches used them, by the order of these.
         self.used: dict[Order, frozenset[int]] = {}
         self._reserve = MemoryReserve()
+        self._limits: dict[tuple[int, bool, str], float] = {}
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
         self._solved_layers: set[tuple[int, ...]] = set()
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
@@ -137,11 +138,16 @@ class StageCosts:
         return self.estimates.may_fit(self.solver.kind_of[submesh], in_flight, share)
 
     def expected(
-        self, ranges: Sequence[tuple[int, int]], submesh: Submesh, in_flight: int, share: float
+        self,
+        ranges: Sequence[tuple[int, int]],
+        submesh: Submesh,
+        in_flight: int,
+        share: float,
+        most_seconds: float = inf,
     ) -> list[float]:
         """Estimated seconds of a microbatch of this share, both passes, of each of these ranges of layers, the fastest
-        way that fits memory."""
-        return self.estimates.expected(ranges, self.solver.kind_of[submesh], in_flight, share)
+        way that fits memory; infinite for what takes longer than `most_seconds`."""
+        return self.estimates.expected(ranges, self.solver.kind_of[submesh], in_flight, share, most_seconds)
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
@@ -158,6 +164,7 @@ class StageCosts:
             self._reserve = reserve
             self.estimates.reserve(reserve)
             self._solved.clear()
+            self._limits.clear()
             self.forget_estimates()
 
     @property
@@ -201,8 +208,11 @@ class StageCosts:
     def limit_bytes(self, submesh: Submesh, last: bool, remat: str = "layer") -> float:
         """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer, and
         rematerialises."""
-        usable = self.solver.kind_of.devices[self.solver.kind_of[submesh]].usable_memory_bytes
-        return self._reserve.limit(usable, last=last, remat=remat)
+        key = self.solver.kind_of[submesh], last, remat
+        if key not in self._limits:
+            usable = self.solver.kind_of.devices[key[0]].usable_memory_bytes
+            self._limits[key] = self._reserve.limit(usable, last=last, remat=remat)
+        return self._limits[key]
 
     def _limit_of(self, submesh: Submesh, stop: int, remat: str) -> float:
         """Of a stage that ends before this layer."""

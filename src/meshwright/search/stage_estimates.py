@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log
+from math import ceil, inf, log
 
 import numpy as np
 
@@ -211,12 +211,14 @@ class StageEstimates:
                 found |= constant + share * (times * kept + workspace) <= limits
         return found & (share * self.least(kind)[0] <= self._most.get(kind, np.inf))
 
-    def expected(self, ranges: Sequence[tuple[int, int]], kind: int, in_flight: int, share: float) -> list[float]:
+    def expected(
+        self, ranges: Sequence[tuple[int, int]], kind: int, in_flight: int, share: float, most_seconds: float = inf
+    ) -> list[float]:
         """Seconds of a microbatch of this share that each of these ranges of layers takes, by the fastest estimate that
-        fits memory."""
+        fits memory; infinite for what takes longer than `most_seconds`."""
         rows, columns = np.array(ranges).T
         most = np.full((len(self._starts), len(self._starts)), -np.inf)
-        most[rows, columns] = np.inf
+        most[rows, columns] = most_seconds
         table = self._made(kind, (in_flight,), share, most)
         return (table.fastest[0, rows, columns] / _PARTS_ALONE).tolist()
 
