@@ -45,7 +45,8 @@ from meshwright.planning import plan_for
 from meshwright.presets import Preset
 from meshwright.presets.families import three_dimensional
 from meshwright.presets.least import Floor
-from meshwright.presets.prices import PresetPrices, PricedPreset
+from meshwright.presets.priced import PricedPreset
+from meshwright.presets.prices import PresetPrices
 from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.batch import batch_extents
 from meshwright.program.equal_stages import main_scan

@@ -9,8 +9,6 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .calibrate.origin import check_origin
-from .calibrate.refine import check_refine, measured_best
 from .cluster import Cluster, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError
 from .garbage import seldom_collected
@@ -86,7 +84,6 @@ def plan_for(
       PlanError: if something is wrong with the request, or nothing fits.
     """
     start, tell = time.perf_counter(), _only_here(tell)
-    check_refine(refine)
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     _check_types(where, pins, preset)
     check_time_limit(time_limit_seconds)
@@ -95,6 +92,10 @@ def plan_for(
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
     meshes, traces = mesh_argument(mesh), traces_of(step)
     if refine is not None:
+        from .calibrate.origin import check_origin  # a tenth of a second, which most never need
+        from .calibrate.refine import check_refine, measured_best
+
+        check_refine(refine)
         check_origin(where)
         options: dict[str, Any] = {
             "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,

@@ -20,7 +20,8 @@ from .plan_request import Planning, PlanRequest, counted_seconds, in_cluster
 from .preset_planning import BestUnderPresets, best_under_presets, bounded, proven
 from .presets import Preset
 from .presets.planned import planned_preset
-from .presets.prices import PresetPrices, PricedPreset
+from .presets.priced import PricedPreset
+from .presets.prices import PresetPrices
 from .presets.written import held_bytes
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram

@@ -23,7 +23,8 @@ from .candidates import candidates_for, settings_for
 from .least import Floor
 from .planned import PlannedPreset, planned_preset
 from .preset import Preset
-from .prices import PlacedPreset, PresetPrices, PricedPreset
+from .priced import PlacedPreset, PricedPreset
+from .prices import PresetPrices
 
 # A bubble, as a share of the step, for which more stages are worth a look.
 _WORTH_CUTTING = 0.05

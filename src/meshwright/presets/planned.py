@@ -16,7 +16,8 @@ from ..plan import Plan
 from ..runtime.pipeline.stage_memory import StageMemory
 from .least import Floor
 from .preset import Preset
-from .prices import PresetPrices, PricedPreset
+from .priced import PricedPreset
+from .prices import PresetPrices
 from .written import held_bytes, usable_bytes, written_out
 
 # How often a plan whose programs hold too much is searched again with less memory.

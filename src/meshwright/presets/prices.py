@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
 from typing import Any
 
 from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError, size_words
-from ..plan import Plan
 from ..program.batch import batch_extents, batch_inputs
 from ..program.equal_stages import equal_stages, main_scan, unlike_stages
-from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
 from ..search.inter_op_problem import PlacedStage
@@ -35,13 +32,13 @@ from ..search.pins import Layout, Pins
 from ..search.ranges import Ranges
 from ..search.roles import Roles
 from ..search.solved_stage import SolvedStage, in_turn
-from ..search.stage_costs import StageCosts, option_of
+from ..search.stage_costs import option_of
 from ..search.stage_solver import Kinds, StageSolver
-from ..search.staged_plan import assemble
-from ..search.staged_timing import Scheduled, StagedTiming, best_schedule, staged_timing
+from ..search.staged_timing import best_schedule, staged_timing
 from ..search.submeshes import Submesh, Submeshes
 from .least import Floor, StageLeast, least_step_seconds, searched_schedule
 from .preset import Preset
+from .priced import PlacedPreset, PricedPreset
 from .solved import (
     CutProgram,
     PresetStages,
@@ -53,68 +50,6 @@ from .solved import (
 
 # Presets, each in a number of microbatches, whose stages are remembered: layouts soon follow a bound.
 _REMEMBERED = 64
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlacedPreset:
-    """A preset whose stages have layouts, but are not yet simulated together.
-
-    Args:
-      least_seconds: that a step takes at least.
-      remat: as it was asked for.
-      stages: of the program in which they were solved.
-      limit_bytes: that may be counted on a device of each rank.
-      held_bytes: on a device of each rank, as the search counts it.
-      placed: solved, in program order; None where a step takes too long in any layout.
-    """
-
-    least_seconds: float
-    remat: str | None
-    stages: PresetStages
-    limit_bytes: tuple[float, ...]
-    held_bytes: tuple[float, ...] = ()
-    placed: tuple[PlacedStage, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PricedPreset:
-    """A preset with its layouts.
-
-    Args:
-      preset: with all sizes.
-      microbatches: in a step.
-      remat: as it was asked for.
-      step_seconds: predicted.
-      counted_bytes: on a device of each rank, as the search counts it.
-      program: cut into its stages.
-      pins: what the preset fixes.
-      stages: solved, in program order.
-      timing: of the stages.
-      scheduled: the schedule and its simulation.
-    """
-
-    preset: Preset
-    microbatches: int
-    remat: str | None
-    step_seconds: float
-    counted_bytes: tuple[float, ...]
-    program: StagedProgram
-    pins: Pins
-    stages: tuple[PlacedStage, ...]
-    timing: StagedTiming
-    scheduled: Scheduled
-
-    def plan(self, submeshes: Submeshes) -> Plan:
-        """The plan.
-
-        Args:
-          submeshes: of the cluster.
-        """
-        costs = StageCosts(
-            self.program, parameters=parameter_infos(self.program.source), submeshes=submeshes, pins=self.pins,
-            remat=self.remat, meshes=[self.preset.mesh],
-        )  # fmt: skip
-        return assemble(costs, self.stages, self.timing, self.scheduled, submeshes.cluster)
 
 
 class PresetPrices:
