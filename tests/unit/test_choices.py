@@ -27,7 +27,7 @@ def joined(major: int, minor: int) -> Rule:
 def assignments(rule: Rule, sizes: dict[str, int]) -> set[tuple[tuple[str, ...], ...]]:
     """Every way to give each axis to a factor or to none, so that what is left of the factor is divided each time."""
     found = set()
-    for choice in product((None, *rule.splittable()), repeat=len(sizes)):
+    for choice in product((None, *rule.splittable), repeat=len(sizes)):
         axes: list[tuple[str, ...]] = [()] * len(rule.factors)
         left = [factor.size for factor in rule.factors]
         whole = True

@@ -106,5 +106,5 @@ def test_calls_with_derivatives_of_their_own_have_rules_of_their_own() -> None:
     rules.prepare([(call, True) for call in calls])
     first, second, third = (rules.rule(call, differentiated=True) for call in calls)
     assert first == third
-    assert len(first.splittable()) == 2
-    assert len(second.splittable()) == 1
+    assert len(first.splittable) == 2
+    assert len(second.splittable) == 1

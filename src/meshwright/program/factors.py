@@ -73,6 +73,7 @@ class Rule:
         # Rules are part of what tells operators apart, of which a search asks a hundred thousand times: hashed once.
         return hash((self.operands, self.results, self.factors))
 
+    @cached_property
     def splittable(self) -> tuple[int, ...]:
         """Factors that may be split, and can be: they lead every dim they are part of (a block of a minor factor is
         not a block of its dim), and are in one dim of each tensor (the diagonal is not a block)."""

@@ -202,9 +202,9 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
         whole |= _WHOLE[name](equation, rule)
     rule = rule.with_whole(sorted(whole))
     if name in _WINDOWED:
-        unsure = [f for f in rule.splittable() if rule.factors[f].kind != "spatial"]
+        unsure = [f for f in rule.splittable if rule.factors[f].kind != "spatial"]
     else:
-        unsure = rule.splittable() if name not in _EVALUATORS and name not in _ON_ELEMENTS else ()
+        unsure = rule.splittable if name not in _EVALUATORS and name not in _ON_ELEMENTS else ()
     return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])
 
 

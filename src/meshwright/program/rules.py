@@ -95,7 +95,7 @@ class Rules:
             else:
                 rule = compose(lowered, operands, masks=eqn.primitive.name in ("gather", "scatter-add"))
                 unknown = [op.name for op in lowered.ops if op.rule is None and op.operands]
-                if unknown and eqn.primitive.name != "top_k" and rule.factors and not rule.splittable():
+                if unknown and eqn.primitive.name != "top_k" and rule.factors and not rule.splittable:
                     _warn_whole(eqn, f"no sharding rule is known for {unknown[0]}")
                 elif _is_lasting(key):
                     _SHARDY[key] = rule  # every program is warned of the others

@@ -235,7 +235,7 @@ class ShardedProgram:
     def _constant(self, equation: Equation, operands: list[LocalValue], position: int) -> LocalValue:
         """A result that depends on no input: each reader computes the block it needs."""
         rule = self._rules.rule(equation, differentiated=False)
-        allowed = set(rule.splittable())
+        allowed = set(rule.splittable)
 
         def make(spec: Spec) -> Any:
             axes: list[tuple[str, ...]] = [()] * len(rule.factors)

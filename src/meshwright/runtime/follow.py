@@ -161,7 +161,7 @@ class Follower:
         """Split each factor as the first operand that has it split is."""
         rule = self._rules.rule(equation, differentiated=False)
         axes: list[tuple[str, ...]] = [()] * len(rule.factors)
-        allowed, used = set(rule.splittable()), set[str]()
+        allowed, used = set(rule.splittable), set[str]()
         for value, dims in zip(operands, rule.operands, strict=True):
             for dim, split in zip(dims, value.spec.dims, strict=True):
                 lead = next((f for f in dim if rule.factors[f].size > 1), None)

@@ -139,7 +139,7 @@ def missing_splits(equation: Equation, operands: Sequence[Any], *, blocks: int =
             rule.results,
             tuple(Factor(f.size, "parallel") if i == index else f for i, f in enumerate(rule.factors)),
         )
-        if factor.kind not in ("whole", "spatial") or factor.size % blocks or index not in opened.splittable():
+        if factor.kind not in ("whole", "spatial") or factor.size % blocks or index not in opened.splittable:
             continue
         if _shape_free_blocks_agree(equation, operands, whole, opened, index, blocks):
             detail = f"factor {index} of size {factor.size} is {factor.kind}: {rule.operands} -> {rule.results}"
@@ -190,7 +190,7 @@ def _cases(
 ) -> list[_Case]:
     at_once = not is_call(equation) and COMBINE.get(equation.primitive.name) in ("max", "min")
     found = []
-    for factor in rule.splittable():
+    for factor in rule.splittable:
         if rule.factors[factor].size % blocks == 0:
             axes = tuple((_AXIS,) if i == factor else () for i in range(len(rule.factors)))
             algorithm = algorithm_of(rule, axes, moving, combines_at_once=at_once)

@@ -197,9 +197,10 @@ class IntraOpProblem:
 
     # Nodes
 
-    def _node(self, choices: tuple[Any, ...], seconds: Sequence[float] | np.ndarray) -> int:
+    def _node(self, choices: tuple[Any, ...], seconds: np.ndarray) -> int:
+        """A new node; its seconds may be others' too, and are not to be changed."""
         self.choices.append(choices)
-        self._seconds.append(np.array(seconds, dtype=float))
+        self._seconds.append(seconds)
         self._bytes.append(np.zeros(len(choices)))
         return len(self.choices) - 1
 
@@ -293,12 +294,13 @@ class IntraOpProblem:
         for operator in self._wiring.operators:
             index = operator.index
             known, first = prices[index], leader[index]
-            seconds = self.forward_runs(operator) * known.forward_seconds + known.backward_seconds
-            if first not in node_of:
-                node_of[first] = self._node(known.choices, m * operator.repeats * seconds)
+            seconds = known.seconds(self.forward_runs(operator), m * operator.repeats)
+            node = node_of.get(first, -1)
+            if node < 0:
+                node = node_of[first] = self._node(known.choices, seconds)
             else:
-                self._seconds[node_of[first]] += m * operator.repeats * seconds
-            node = self.operator_node[index] = node_of[first]
+                self._seconds[node] = self._seconds[node] + seconds
+            self.operator_node[index] = node
             for value, row in zip(operator.results, known.results, strict=True):
                 if value is not None:
                     self._defines[value] = (node, row)
@@ -312,7 +314,7 @@ class IntraOpProblem:
         index = shared.value
         producer, specs = self._defines[index]
         choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in shared.users))
-        node = self._node(choices, [0.0] * len(choices))
+        node = self._node(choices, np.zeros(len(choices)))
         self.shared_node[index] = node
         times = self.trips(shared.maker, index)
         table = self._conversions(index, specs, choices, self.forward_runs_of(index, shared.maker), times)

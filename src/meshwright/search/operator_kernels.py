@@ -84,6 +84,12 @@ def is_plain(operator: Operator) -> bool:
     and once more for its derivative."""
     if operator.is_link or operator.matmul or operator.name in ("dot_general", "conv_general_dilated"):
         return False
+    return moves_nothing(operator)
+
+
+def moves_nothing(operator: Operator) -> bool:
+    """Whether nothing is moved inside an operator, however it is split: there are no maxima to combine, and no borders
+    to exchange."""
     return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost.compute import elementwise_seconds
-from ..solve.flat import FlatEdges, FlatNodes
+from ..solve.flat import FlatNodes
 from .intra_op import IntraOpProblem
 from .spec_row import SpecRow
 
@@ -60,8 +60,9 @@ class Passes:
         nodes, once = self._parameters
         synchronise, update, accumulate = once.sum(choices[nodes]).tolist()
         made, weight = self._operators(picked)
-        inputs, conversions = self._forward
-        forward = made + float(inputs.sum(choices) + conversions.sum(choices))
+        written = sum(row.item(picked[node]) for node, row in self._inputs)
+        moved = sum(times * once.item(picked[u], picked[v]) for u, v, times, once in self._conversions)
+        forward = made + written + moved
         backward = max(0.0, (objective - synchronise - update) / microbatches - forward)
         accumulate *= microbatches > 1
         return PassSeconds(
@@ -70,33 +71,29 @@ class Passes:
         )  # fmt: skip
 
     @cached_property
-    def _forward(self) -> tuple[FlatNodes, FlatEdges]:
-        """Of one microbatch, what inputs and conversions take."""
-        problem = self._problem
-        rows = [np.zeros(len(choices)) for choices in problem.choices]
-        edges = []
+    def _inputs(self) -> list[tuple[int, np.ndarray]]:
+        """Nodes of inputs that are no parameters, with what each choice takes to write in a microbatch."""
+        problem, found = self._problem, []
         write = elementwise_seconds(1.0, problem.prices.device)
         for position, value in enumerate(problem.graph.inputs):
             if position not in problem.graph.parameters:
                 node = problem.input_node[value]
                 shards = problem.prices.shards(SpecRow(problem.choices[node]))
-                rows[node] += write * problem.graph.values[value].bytes / shards
-        # Many conversions are alike: their table is held once.
-        tables: dict[tuple[int, float], np.ndarray] = {}
+                found.append((node, write * problem.graph.values[value].bytes / shards))
+        return found
+
+    @cached_property
+    def _conversions(self) -> list[tuple[int, int, float, np.ndarray]]:
+        """Of each move its nodes, how often a microbatch makes it, and what it takes forward. A problem has few
+        solutions that anybody asks for: numbers are taken out of the tables that there are."""
+        problem, found = self._problem, []
         for move in problem.moves:
             value = problem.graph.values[move.value]
             once = problem.prices.forward_table(
                 move.sources, move.targets, value.bytes, differentiated=value.differentiated
             )
-            key = id(once), move.times
-            if key not in tables:
-                tables[key] = move.times * once
-            table = tables[key]
-            if move.source == move.target:
-                rows[move.source] += np.diag(table)
-            else:
-                edges.append((move.source, move.target, table))
-        return FlatNodes(rows), FlatEdges(edges)
+            found.append((move.source, move.target, move.times, once))
+        return found
 
     @cached_property
     def _parameters(self) -> tuple[np.ndarray, FlatNodes]:

@@ -19,7 +19,7 @@ from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .choices import Choices
 from .conversion_prices import conversion_prices
-from .operator_kernels import OperatorKernels, is_plain, operator_kernels, plain_kernel
+from .operator_kernels import OperatorKernels, is_plain, moves_nothing, operator_kernels, plain_kernel
 from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
@@ -52,6 +52,7 @@ class OperatorPrices:
       forward_seconds: of one run of each choice.
       backward_seconds: of one run of each choice; rematerialised or not, both are the same.
       passes: by number of a choice, the seconds forward and of weight gradients, as far as anybody has asked.
+      known: what `seconds` has said.
     """
 
     choices: tuple[Any, ...]
@@ -60,6 +61,19 @@ class OperatorPrices:
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
     passes: dict[int, tuple[float, float]] = field(default_factory=dict)
+    known: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def seconds(self, forward_runs: int, times: int) -> np.ndarray:
+        """Of so many times so many runs forward and one backward, of each choice; not to be changed.
+
+        Args:
+          forward_runs: for one backward.
+          times: in a step.
+        """
+        key = forward_runs, times
+        if key not in self.known:
+            self.known[key] = times * (forward_runs * self.forward_seconds + self.backward_seconds)
+        return self.known[key]
 
 
 @lru_cache(maxsize=512)
@@ -264,6 +278,8 @@ class Prices:
 
     def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
         """What an operator moves in one forward run: partial maxima combined, borders exchanged with neighbours."""
+        if moves_nothing(operator):
+            return ()
         found = []
         split = [(f.kind, axes) for f, axes in zip(operator.rule.factors, algorithm.axes, strict=True) if axes]
         reduced = tuple(axis for kind, axes in split if kind == "reduction" for axis in axes)

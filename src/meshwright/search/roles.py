@@ -123,7 +123,7 @@ class Roles:
             wanted, required = self._factors(operator, origins, role, of_parameters=False)
             if role == "expert":
                 wanted = {f for f in wanted if self._is(origins[f], "expert")}
-            able = wanted.intersection(operator.rule.splittable()) if required else ()
+            able = wanted.intersection(operator.rule.splittable) if required else ()
             if any(operator.rule.factors[f].size % size == 0 for f in able):
                 return True
         return False

@@ -129,7 +129,8 @@ def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) 
     plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
     moments = [Moment(operator=op.index, around=_around(graph, op, none, kept, outside), again=none) for op in plain]
     sizes = [moment.bytes(graph) for moment in moments]
-    return [moment for moment, size in zip(moments, sizes, strict=True) if size >= AS_BAD * max(sizes)]
+    most = max(sizes, default=0.0)
+    return [moment for moment, size in zip(moments, sizes, strict=True) if size >= AS_BAD * most]
 
 
 def _is_inner(operator: Operator) -> bool:

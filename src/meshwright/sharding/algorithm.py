@@ -104,7 +104,7 @@ def splits_of(rule: Rule, sizes: tuple[tuple[str, int], ...]) -> Splits:
       sizes: names and sizes of the axes.
     """
     groups: list[frozenset[tuple[str, ...]]] = [frozenset()] * len(rule.factors)
-    for factor in rule.splittable():
+    for factor in rule.splittable:
         groups[factor] = _dividing(rule.factors[factor].size, sizes)
     return _splits(
         rule.operands, rule.results, tuple(factor.kind == "reduction" for factor in rule.factors), tuple(groups),

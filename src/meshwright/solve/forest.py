@@ -38,12 +38,23 @@ class Forest:
     """
 
     def __init__(self, problem: Problem) -> None:
-        kept = dict.fromkeys(spanning_forest(problem))
-        nodes = len(problem.costs)
+        nodes, sizes = len(problem.costs), problem.sizes
         self.edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
-        nothing = Problem.unchecked(costs=tuple(np.zeros(k) for k in problem.sizes), edges=problem.edges)
-        # What edges that are left out cost at least, by the choice of one end.
-        self._left_out = FlatNodes(relaxed(nothing, kept).costs)
+        # Nodes with one choice are in no forest: the other end of an edge is charged what it costs.
+        charges = [np.zeros(k) for k in sizes]
+        edges: dict[tuple[int, int], np.ndarray] = {}
+        for (u, v), table in problem.edges.items():
+            if sizes[u] == 1:
+                charges[v] = charges[v] + table[0]
+            elif sizes[v] == 1:
+                charges[u] = charges[u] + table[:, 0]
+            else:
+                edges[u, v] = table
+        open_ = Problem.unchecked(costs=tuple(charges), edges=edges)
+        kept = dict.fromkeys(spanning_forest(open_))
+        # And what edges that are left out cost at least, by the choice of one end.
+        self._charges = FlatNodes(relaxed(open_, kept).costs)
+        self._settled = [start for start, k in zip(self._charges.starts.tolist(), sizes, strict=True) if k == 1]
         # Of each node its neighbours, each with the table (neighbour's choices, own) and the same turned round. Edges
         # may have the same table; turned round it is held once.
         in_forest: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in range(nodes)]
@@ -58,7 +69,7 @@ class Forest:
         self._order: list[tuple[int, int, np.ndarray, np.ndarray]] = []
         seen = [False] * nodes
         for root in range(nodes):
-            stack = [] if seen[root] else [(root, _NO_PARENT, _NO_TABLE, _NO_TABLE)]
+            stack = [] if seen[root] or sizes[root] == 1 else [(root, _NO_PARENT, _NO_TABLE, _NO_TABLE)]
             seen[root] = True
             while stack:
                 one = stack.pop()
@@ -70,7 +81,7 @@ class Forest:
         # Of each node the left-out edges to nodes that have chosen before it, with the table (their choices, own).
         position = {v: i for i, (v, *_) in enumerate(self._order)}
         self._before: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
-        for (u, v), table in problem.edges.items():
+        for (u, v), table in edges.items():
             if (u, v) not in kept:
                 later, earlier, back = (u, v, table.T) if position[v] < position[u] else (v, u, table)
                 self._before[later].append((earlier, back))
@@ -87,21 +98,24 @@ class Forest:
             is below, infinite only where all are forbidden: each of shape (cases,).
         """
         cases = costs.shape[1]
-        bounds = np.zeros(cases)
+        starts = self._charges.starts
         # Cases first: sums over tables then run along their rows.
-        total = np.add(costs.T, self._left_out.numbers, order="C")
-        ends = [*self._left_out.starts.tolist(), len(costs)]
+        total = np.add(costs.T, self._charges.numbers, order="C")
+        bounds = np.zeros(cases)
+        for start in self._settled:
+            bounds += total[:, start]
+        ends = [*starts.tolist(), len(costs)]
         summed = [total[:, first:last] for first, last in pairwise(ends)]
         for v, parent, table, _ in reversed(self._order):
             if parent == _NO_PARENT:
                 bounds += summed[v].min(axis=1)
             else:
                 summed[parent] += np.minimum.reduce(table[:, None, :] + summed[v].T[:, :, None], axis=0)
-        choices = np.empty((len(summed), cases), dtype=int)
+        choices = np.zeros((len(summed), cases), dtype=int)
         for v, parent, _, back in self._order:
             vector = summed[v] if parent == _NO_PARENT else summed[v] + back[choices[parent]]
             for u, left_out in self._before[v]:
                 vector = vector + left_out[choices[u]]
             choices[v] = vector.argmin(axis=1)
-        own = costs[self._left_out.starts[:, None] + choices, np.arange(cases)].sum(axis=0)
+        own = costs[starts[:, None] + choices, np.arange(cases)].sum(axis=0)
         return choices, own + self.edges.sum(choices), bounds

@@ -114,7 +114,7 @@ def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None
     if is_call(equation) or name == "scan" or is_remat(equation):
         raise _refusal(equation, f"a {name} over them")
     rule = rules.rule(equation, differentiated=False)
-    allowed = set(rule.splittable())
+    allowed = set(rule.splittable)
     factors = {
         next((f for f in rule.operands[i][rows.dim] if rule.factors[f].size > 1), -1)
         for i, rows in enumerate(operands)
