@@ -339,14 +339,13 @@ def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Optio
     solved = option.tag
     if not isinstance(solved, SolvedStage):
         return None
-    key = solver.number(first, last), solved
-    if key not in solver.adopted:  # of equal ranges one is enough, wherever they are
-        cut = solver.cut(first, last)
-        same = cut.fingerprint == solved.cut.fingerprint
-        segments = stage_segments(cut, solver.program.layers[first:last]) if same and solved.segments else {}
-        solver.adopted[key] = replace(solved, cut=cut, segments=segments) if same else None
-    found = solver.adopted[key]
-    return option._replace(tag=found) if found is not None else None
+    cut = solver.cut(first, last)
+    if cut.fingerprint != solved.cut.fingerprint:
+        return None
+    if solved not in solver.adopted:  # of equal ranges one is enough, wherever they are
+        segments = stage_segments(cut, solver.program.layers[first:last]) if solved.segments else {}
+        solver.adopted[solved] = replace(solved, cut=cut, segments=segments)
+    return option._replace(tag=solver.adopted[solved])
 
 
 def option_of(stage: SolvedStage) -> Option:

@@ -95,8 +95,7 @@ class StageSolver:
       ranges: of the program, shared by those who solve it under other pins.
 
     Attributes:
-      adopted: of solutions of another program what they are here, by the number of a range; None where it is not the
-        same.
+      adopted: of solutions of another program what they are here.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class StageSolver:
         self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
-        self.adopted: dict[tuple[int, SolvedStage], SolvedStage | None] = {}
+        self.adopted: dict[SolvedStage, SolvedStage] = {}
         # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
         self._lenient: set[tuple[int, int, int]] = set()
 

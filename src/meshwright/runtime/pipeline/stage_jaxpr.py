@@ -17,10 +17,7 @@ from ...sharding import Algorithm, algorithm_of, with_broadcast
 def stage_jaxpr(staged: StagedProgram, cut: Cut) -> tuple[ClosedJaxpr, tuple[int, ...]]:
     """A stage's equations as a program with the inputs and outputs of its graph, and their positions in the core."""
     core = open_jaxpr(staged.core)
-    value_of = _values(core, staged.graph)
-    name: dict[int, Any] = {}
-    for var, value in value_of.items():
-        name.setdefault(value, var)
+    value_of, name = _variables(staged)
     positions = tuple(sorted({operator.path[0] for operator in cut.graph.operators}))
 
     def read(atom: Any) -> Any:
@@ -30,6 +27,19 @@ def stage_jaxpr(staged: StagedProgram, cut: Cut) -> tuple[ClosedJaxpr, tuple[int
     inputs = [name[cut.values[v]] for v in cut.graph.inputs]
     outputs = [name[cut.values[v]] for v in cut.graph.outputs if v is not None]
     return part_of(staged.core, equations, inputs, outputs), positions
+
+
+def _variables(staged: StagedProgram) -> tuple[dict[Any, int], dict[int, Any]]:
+    """For each variable of the core its value, and for each value its variable: kept with the program, since every one
+    of its stages asks."""
+    kept = vars(staged)
+    if "stage_variables" not in kept:
+        value_of = _values(open_jaxpr(staged.core), staged.graph)
+        name: dict[int, Any] = {}
+        for var, value in value_of.items():
+            name.setdefault(value, var)
+        kept["stage_variables"] = value_of, name
+    return kept["stage_variables"]
 
 
 def _values(core: Any, graph: Graph) -> dict[Any, int]:
