@@ -18,13 +18,12 @@ import jax
 from ._jax.grad import value_and_grad as value_and_grad
 from ._jax.jaxpr import is_traced
 from .calibrate.origin import check_origin
-from .calibrate.refine import check_refine
 from .cluster import Cluster, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
-from .plan_request import check_batch_axis, check_time_limit
+from .plan_request import check_batch_axis, check_refine, check_time_limit
 from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of

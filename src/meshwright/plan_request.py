@@ -149,6 +149,19 @@ def in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
     return replace(plan, stages=tuple(stages), cluster_fingerprint=cluster.fingerprint())
 
 
+def check_refine(refine: Any) -> None:
+    """Refuse what is no way to refine a plan.
+
+    Raises:
+      PlanError: for anything but None and "measure".
+    """
+    if refine not in (None, "measure"):
+        raise PlanError(
+            refused="the refinement", got=repr(refine), needed='"measure", or None for none', where="refine=",
+            try_='refine="measure"',
+        )  # fmt: skip
+
+
 def check_time_limit(seconds: Any) -> None:
     """Refuse what is no time.
 

@@ -13,7 +13,14 @@ from .cluster import Cluster, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
-from .plan_request import Planning as Planning, PlanRequest, check_batch_axis, check_time_limit, checked_submeshes
+from .plan_request import (
+    Planning as Planning,
+    PlanRequest,
+    check_batch_axis,
+    check_refine,
+    check_time_limit,
+    checked_submeshes,
+)
 from .presets import Preset, check_free, parse_preset
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
@@ -84,6 +91,7 @@ def plan_for(
       PlanError: if something is wrong with the request, or nothing fits.
     """
     start, tell = time.perf_counter(), _only_here(tell)
+    check_refine(refine)
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     _check_types(where, pins, preset)
     check_time_limit(time_limit_seconds)
@@ -93,9 +101,8 @@ def plan_for(
     meshes, traces = mesh_argument(mesh), traces_of(step)
     if refine is not None:
         from .calibrate.origin import check_origin  # a tenth of a second, which most never need
-        from .calibrate.refine import check_refine, measured_best
+        from .calibrate.refine import measured_best
 
-        check_refine(refine)
         check_origin(where)
         options: dict[str, Any] = {
             "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,

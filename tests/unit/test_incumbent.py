@@ -85,6 +85,27 @@ def test_presets_of_which_none_fits_are_given_up(prices: PresetPrices, monkeypat
     assert len(tried) == 3
 
 
+def test_when_time_is_over_what_has_layouts_comes_before_what_promises_more(
+    prices: PresetPrices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed, tried = PresetPrices.placed, list[Any]()
+
+    def only_the_first_fits(self: PresetPrices, preset: Any, count: int, **options: Any) -> Any:
+        tried.append((preset, count))
+        if len(tried) > 1:
+            raise MemoryExceeded(refused="a preset", got="8", needed="9", where="here", try_="more")
+        return placed(self, preset, count, **options)
+
+    monkeypatch.setattr(PresetPrices, "placed", only_the_first_fits)
+    incumbent = Incumbent(
+        prices, COUNTS, remat=None, margin=1.0, late=lambda: len(tried) > 0, given_up=lambda: len(tried) > 0
+    )
+    found = incumbent.priced()
+    assert found is not None
+    assert (found.preset, found.microbatches) == tried[0]
+    assert len(tried) == 1
+
+
 def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrices) -> None:
     found = Incumbent(prices, COUNTS, remat="none", margin=1.0, late=lambda: False).planned()
     assert found is not None

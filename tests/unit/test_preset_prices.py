@@ -85,6 +85,18 @@ def test_a_floor_is_below_every_price(prices: PresetPrices, preset: presets.Pres
             assert prices.priced(preset, count, remat=remat, below_seconds=least) is None
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_layouts_bound_what_all_stages_take_together(prices: PresetPrices, chunks: int) -> None:
+    preset = three_dimensional("setting", 2, 2, 2, stage=1, chunks=chunks, sequence_parallel=True)
+    for count in (2, 8):
+        placed = prices.placed(preset, count, remat="none")
+        priced = prices.timed(placed)
+        assert priced is not None
+        assert 0 < placed.work_seconds <= placed.least_seconds <= priced.step_seconds
+        assert prices.timed(placed, below_seconds=priced.step_seconds) is None
+        assert prices.placed(preset, count, remat="none", below_seconds=placed.work_seconds).stages is None
+
+
 @pytest.mark.parametrize("remat", ["none", "layer", None])
 def test_interleaved_stages_are_bounded_by_what_they_are_parts_of(prices: PresetPrices, remat: str | None) -> None:
     preset = three_dimensional("setting", 2, 2, 2, stage=1, chunks=2, sequence_parallel=True)

@@ -46,19 +46,6 @@ _TRACE_SECONDS = 600.0
 Timer = Callable[[Executable, Sequence[Any], int], list[float]]
 
 
-def check_refine(refine: Any) -> None:
-    """Refuse what is no way to refine a plan.
-
-    Raises:
-      PlanError: for anything but None and "measure".
-    """
-    if refine not in (None, "measure"):
-        raise PlanError(
-            refused="the refinement", got=repr(refine), needed='"measure", or None for none', where="refine=",
-            try_='refine="measure"',
-        )  # fmt: skip
-
-
 def local_devices(cluster: Cluster) -> list[jax.Device]:
     """The devices that stand for a cluster here.
 

@@ -93,6 +93,11 @@ class Incumbent:
         """The number of microbatches and of the preset of which so much is known, and no less of any that may be
         faster."""
         while self._queue or (self._untold and not self._priced):
+            if self._placed and not self._priced and self._late():
+                # There may be no time for what has the least bound.
+                count, best = min(self._placed, key=lambda one: (self._placed[one].least_seconds, -one[0], one[1]))
+                self._try(0.0, _PLACED, count, best)
+                continue
             if self._given_up() and not self._priced:
                 return None
             if not self._queue:
@@ -103,14 +108,19 @@ class Incumbent:
                 return -minus, number
             heapq.heappop(self._queue)
             if -minus < self._too_few.get(number, 0):
+                self._placed.pop((-minus, number), None)
                 continue  # fewer microbatches keep more
-            try:
-                self._look(seconds, certain, -minus, number)
-            except MemoryExceeded:
-                self._too_few[number] = max(-minus, self._too_few.get(number, 0))
-            except PlanError:
-                continue  # some steps cannot be cut so
+            self._try(seconds, certain, -minus, number)
         return None
+
+    def _try(self, seconds: float, certain: int, count: int, number: int) -> None:
+        """As `_look`, where what does not fit or suit is left."""
+        try:
+            self._look(seconds, certain, count, number)
+        except MemoryExceeded:
+            self._too_few[number] = max(count, self._too_few.get(number, 0))
+        except PlanError:
+            return  # some steps cannot be cut so
 
     def _look(self, seconds: float, certain: int, count: int, number: int) -> None:
         """Find out the next thing about a preset in a number of microbatches.
@@ -133,27 +143,28 @@ class Incumbent:
             if least < inf:
                 self._push(max(least, seconds), _BOUND, count, number)
         elif certain == _PLACED:
-            self._time(count, number)
+            if (count, number) in self._placed:  # else it was timed out of turn
+                self._time(count, number)
         else:
             placed = self._prices.placed(preset, count, remat=remat, below_seconds=self._best(_PLACED))
-            self._placed[count, number] = placed
-            if placed.placed is None:
+            if placed.stages is None:
                 self._push(placed.least_seconds, _BOUND, count, number)
-            elif self._late():
-                self._time(count, number)  # there is time for no other
             else:
+                self._placed[count, number] = placed
                 self._push(placed.least_seconds, _PLACED, count, number)
 
     def _time(self, count: int, number: int) -> None:
         """Find out what a preset takes, now that it has its layouts.
 
         Raises:
+          PlanError: if it does not suit the program after all.
           MemoryExceeded: if it does not fit.
         """
-        below = self._best(_PRICED)
-        priced = self._prices.timed(self._placed[count, number], below_seconds=below)
+        below, placed = self._best(_PRICED), self._placed.pop((count, number))
+        priced = self._prices.timed(placed, below_seconds=below)
         if priced is None:
             # What is slower than another price may yet be faster than what that one's programs leave room for.
+            self._placed[count, number] = placed
             self._push(below, _PLACED, count, number)
             return
         self._priced[count, number] = priced
@@ -204,7 +215,9 @@ class Incumbent:
         whole = replace(preset, chunks=1, shown=())
         if (whole, count) not in self._floors:
             remat = preset.remat or self._remat
-            self._floors[whole, count] = self._prices.floor(whole, count, remat=remat)
+            # Its layouts may be asked for next, under its own name.
+            asked = preset if preset.chunks == 1 else whole
+            self._floors[whole, count] = self._prices.floor(asked, count, remat=remat)
         floor = self._floors[whole, count]
         return floor if preset.chunks == 1 else floor.interleaved(preset)
 

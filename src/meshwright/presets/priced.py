@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..plan import Plan
 from ..program.staged import StagedProgram
@@ -14,7 +15,7 @@ from ..search.staged_plan import assemble
 from ..search.staged_timing import Scheduled, StagedTiming
 from ..search.submeshes import Submeshes
 from .preset import Preset
-from .solved import PresetStages
+from .solved import PresetStages, free_transfers_seconds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,20 +23,28 @@ class PlacedPreset:
     """A preset whose stages have layouts, but are not yet simulated together.
 
     Args:
-      least_seconds: that a step takes at least.
+      source: what they were solved from.
       remat: as it was asked for.
-      stages: of the program in which they were solved.
       limit_bytes: that may be counted on a device of each rank.
+      work_seconds: that the work of some rank takes at least.
       held_bytes: on a device of each rank, as the search counts it.
-      placed: solved, in program order; None where a step takes too long in any layout.
+      stages: solved, in program order; None where a step takes too long in any layout.
     """
 
-    least_seconds: float
+    source: PresetStages
     remat: str | None
-    stages: PresetStages
     limit_bytes: tuple[float, ...]
+    work_seconds: float
     held_bytes: tuple[float, ...] = ()
-    placed: tuple[PlacedStage, ...] | None = None
+    stages: tuple[PlacedStage, ...] | None = None
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """What a step takes at least. Of stages that are not all cut yet it is worth a simulation of those there are:
+        to cut and simulate all of them takes many times as long."""
+        if self.stages is None or len(self.source.cut.staged.layers) == len(self.stages):
+            return self.work_seconds
+        return free_transfers_seconds(self.source, [stage.option.tag for stage in self.stages])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -42,7 +42,6 @@ from .priced import PlacedPreset, PricedPreset
 from .solved import (
     CutProgram,
     PresetStages,
-    free_transfers_seconds,
     held_by_rank,
     least_of,
     way_of,
@@ -195,7 +194,7 @@ class PresetPrices:
                 least[stage] = least_of(solved)
             seconds = least_step_seconds(least, preset.stages, microbatches)
             if seconds >= below_seconds:
-                return PlacedPreset(least_seconds=seconds, remat=remat, stages=stages, limit_bytes=limits)
+                return PlacedPreset(source=stages, remat=remat, limit_bytes=limits, work_seconds=seconds)
             if remat is not None:
                 self._check_least(stages, solved, mine, limits)
         placed = self._in_memory(stages, remat, limits)
@@ -203,12 +202,10 @@ class PresetPrices:
         held = held_by_rank(stages, chosen)
         if any(size > limit * (1 + 1e-12) for size, limit in zip(held, limits, strict=True)):
             raise self._exceeded(stages, max(held), max(limits))
-        least_seconds = least_step_seconds(list(map(least_of, chosen)), preset.stages, microbatches)
-        if least_seconds < below_seconds and len(stages.cut.staged.layers) < len(placed):
-            least_seconds = free_transfers_seconds(stages, chosen)  # all of them take longer to cut and simulate
         return PlacedPreset(
-            least_seconds=least_seconds, remat=remat, stages=stages, limit_bytes=limits, held_bytes=held, placed=placed
-        )
+            source=stages, remat=remat, limit_bytes=limits, held_bytes=held, stages=placed,
+            work_seconds=least_step_seconds(list(map(least_of, chosen)), preset.stages, microbatches),
+        )  # fmt: skip
 
     def timed(self, found: PlacedPreset, *, below_seconds: float = inf) -> PricedPreset | None:
         """What the step of a preset with its layouts takes.
@@ -221,11 +218,12 @@ class PresetPrices:
           None for a step that takes `below_seconds` or longer.
 
         Raises:
-          MemoryExceeded: if it does not fit after all.
+          PlanError: if not all of its stages can be cut.
+          MemoryExceeded: if these do not fit.
         """
-        if found.placed is None or found.least_seconds >= below_seconds:
+        if found.stages is None or found.work_seconds >= below_seconds:
             return None
-        stages, placed, limits = found.stages, found.placed, found.limit_bytes
+        stages, placed, limits = found.source, found.stages, found.limit_bytes
         preset, microbatches = stages.preset, stages.microbatches
         whole = self._stages(preset, microbatches)
         if whole.cut is not stages.cut:

@@ -12,8 +12,9 @@ Sizes are told apart by powers of two: a collective is priced by the algorithm t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from math import log2, prod
+from functools import cached_property, lru_cache, reduce
+from math import log2
+from operator import truediv
 
 import numpy as np
 
@@ -122,7 +123,7 @@ class ConversionPrices:
             for number, each in enumerate(found, start=done):
                 grown[:, number, : len(each[0])] = each
             # Other meshes have axes of other names; nobody asks this one for what they convert.
-            more = [prod((1.0 / self._sizes.get(axis, 1) for axis in split), start=1.0) for _, _, split, _ in new]
+            more = [reduce(truediv, (self._sizes.get(axis, 1) for axis in split), 1.0) for _, _, split, _ in new]
             shares = np.concatenate([shares, more])
             strided = np.concatenate([strided, [self._strided * one[3] for one in new]])
             self._known_moves = grown, shares, strided

@@ -121,9 +121,10 @@ def parameter_prices(
     stored = np.array([choice.storage.shards(sizes) for choice in choices], dtype=float)
     moves = [_moves(choice) for choice in choices]
     each = {
-        id(one): _exchange_seconds(prices, one, value_bytes, parameters=parameters, central=central) for one in moves
+        one: _exchange_seconds(prices, one, value_bytes, parameters=parameters, central=central)
+        for one in dict.fromkeys(moves)
     }
-    synchronise, shared = np.array([each[id(one)] for one in moves]).reshape(-1, 2).T
+    synchronise, shared = np.array([each[one] for one in moves]).reshape(-1, 2).T
     # Each microbatch reads the sum of gradients and its own, and writes the sum; the update reads and writes optimizer
     # state and parameter once and reads the gradient. What is written and read once is a value's two passes.
     moved = elementwise_seconds(1.0, device) * prices.profile.passes / 2

@@ -52,7 +52,7 @@ class OperatorPrices:
       forward_seconds: of one run of each choice.
       backward_seconds: of one run of each choice; rematerialised or not, both are the same.
       passes: by number of a choice, the seconds forward and of weight gradients, as far as anybody has asked.
-      known: what `seconds` has said.
+      in_step: what `seconds` has said.
     """
 
     choices: tuple[Any, ...]
@@ -61,7 +61,7 @@ class OperatorPrices:
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
     passes: dict[int, tuple[float, float]] = field(default_factory=dict)
-    known: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    in_step: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def seconds(self, forward_runs: int, times: int) -> np.ndarray:
         """Of so many times so many runs forward and one backward, of each choice; not to be changed.
@@ -71,9 +71,9 @@ class OperatorPrices:
           times: in a step.
         """
         key = forward_runs, times
-        if key not in self.known:
-            self.known[key] = times * (forward_runs * self.forward_seconds + self.backward_seconds)
-        return self.known[key]
+        if key not in self.in_step:
+            self.in_step[key] = times * (forward_runs * self.forward_seconds + self.backward_seconds)
+        return self.in_step[key]
 
 
 @lru_cache(maxsize=512)
