@@ -180,19 +180,20 @@ class Graph:
         return sum(op.flops * op.repeats for op in self.operators if op.matmul)
 
 
+Of = TypeVar("Of")
 Found = TypeVar("Found")
 
 
-def once_for_each_graph(function: Callable[[Graph], Found]) -> Callable[[Graph], Found]:
-    """A function of a graph that is worked out once for each, as a property of it that is kept; what it returns is not
-    to be changed."""
+def once_for_each(function: Callable[[Of], Found]) -> Callable[[Of], Found]:
+    """A function of a graph, or of a program, that is worked out once for each, as a property of it that is kept; what
+    it returns is not to be changed."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
-    def known(graph: Graph) -> Found:
-        kept = vars(graph)
+    def known(of: Of) -> Found:
+        kept = vars(of)
         if name not in kept:
-            kept[name] = function(graph)
+            kept[name] = function(of)
         return kept[name]
 
     return known

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .dependence import values_of_data
-from .graph import Graph, Operator, Value, once_for_each_graph
+from .graph import Graph, Operator, Value, once_for_each
 
 Kind = Literal["expert", "stream", "vocabulary", "weight", "data", "other"]
 
@@ -47,7 +47,7 @@ class Origin:
     kind: Kind
 
 
-@once_for_each_graph
+@once_for_each
 def operator_origins(graph: Graph) -> tuple[tuple[Origin, ...], ...]:
     """Of each operator what each factor of its rule stands for: in the whole program, whatever part of it this is."""
     if graph.part_of is not None:

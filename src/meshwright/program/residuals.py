@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from .graph import Graph, Operator, Path, once_for_each_graph
+from .graph import Graph, Operator, Path, once_for_each
 
 # The derivative reads no operand (index operands, which have no derivative of their own, excepted).
 _LINEAR = frozenset(
@@ -122,7 +122,7 @@ def is_stored(graph: Graph, operator: Operator) -> bool:
     return _stored(graph)[operator.index]
 
 
-@once_for_each_graph
+@once_for_each
 def _stored(graph: Graph) -> tuple[bool, ...]:
     def stored(operator: Operator) -> bool:
         results = [v for v in operator.results if v is not None]
@@ -157,7 +157,7 @@ def kept_inputs(graph: Graph) -> frozenset[int]:
     return _kept(graph)[1]
 
 
-@once_for_each_graph
+@once_for_each
 def _kept(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """Values that are stored, and inputs that stay."""
     kept: set[int] = set()
@@ -202,7 +202,7 @@ def regions(graph: Graph) -> dict[Path, list[Operator]]:
     return found
 
 
-@once_for_each_graph
+@once_for_each
 def needed_again(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """What rematerialised regions compute a second time: operator indices, and the values they or derivatives read.
 

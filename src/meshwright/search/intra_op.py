@@ -18,7 +18,7 @@ import numpy as np
 
 from ..cluster import Device, LogicalMesh
 from ..cost.compute import elementwise_seconds
-from ..program.graph import Graph, Operator, once_for_each_graph
+from ..program.graph import Graph, Operator, once_for_each
 from ..program.origins import dim_origins, operator_origins
 from ..program.residuals import is_stored
 from ..sharding import Spec
@@ -103,7 +103,7 @@ def trips_of(operator: Operator, value: int) -> int:
 _NUMBERS: dict[Hashable, int] = {}
 
 
-@once_for_each_graph
+@once_for_each
 def _signatures(graph: Graph) -> tuple[int, ...]:
     """Of each operator what its choices and their seconds depend on, but for mesh and device, as a number."""
     values, of_parameters = graph.values, values_of_parameters(graph)
@@ -125,7 +125,7 @@ def _signatures(graph: Graph) -> tuple[int, ...]:
     return tuple(_NUMBERS.setdefault(one, len(_NUMBERS)) for one in found)
 
 
-@once_for_each_graph
+@once_for_each
 def _signatures_with_origins(graph: Graph) -> tuple[int, ...]:
     """The same, told apart by what their dims stand for as well."""
     return tuple(

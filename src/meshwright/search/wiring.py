@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from ..program.graph import Graph, Operator, once_for_each_graph
+from ..program.graph import Graph, Operator, once_for_each
 from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
 from ..sharding.deferred_sums import waiting_reads
 from .choices import values_of_parameters
@@ -110,7 +110,7 @@ def leaders(wiring: Wiring, rows: Mapping[int, _Rows]) -> dict[int, int]:
     return found
 
 
-@once_for_each_graph
+@once_for_each
 def wiring_of(graph: Graph) -> Wiring:
     """What is read in a graph."""
     operators = tuple(o for o in graph.operators if not _is_constant(graph, o))
@@ -144,7 +144,7 @@ def _is_constant(graph: Graph, operator: Operator) -> bool:
     return all(v is None or graph.values[v].constant for v in operator.results)
 
 
-@once_for_each_graph
+@once_for_each
 def _kept(graph: Graph) -> frozenset[int]:
     """Parameters are at hand anyway, and so is what is made of them alone."""
     return kept_values(graph) - values_of_parameters(graph)

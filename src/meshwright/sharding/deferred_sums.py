@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..program.graph import Graph, Operator, once_for_each_graph
+from ..program.graph import Graph, Operator, once_for_each
 from .spec import Spec
 
 _NOWHERE: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ def partial_axes(name: str, operands: Sequence[Spec], differentiated: Sequence[b
     return second if name == "mul" and not differentiated[0] else _NOWHERE
 
 
-@once_for_each_graph
+@once_for_each
 def waiting_reads(graph: Graph) -> frozenset[tuple[int, int]]:
     """Operators and the operands that they read as summands, if they are such: all that is made of them on the way out
     of the program is linear in them."""

@@ -9,7 +9,7 @@ from ..._jax.passes import part_of
 from ...errors import PlanError
 from ...plan import Stage
 from ...program.cut import Cut
-from ...program.graph import Graph, Path
+from ...program.graph import Graph, Path, once_for_each
 from ...program.staged import StagedProgram
 from ...sharding import Algorithm, algorithm_of, with_broadcast
 
@@ -29,17 +29,14 @@ def stage_jaxpr(staged: StagedProgram, cut: Cut) -> tuple[ClosedJaxpr, tuple[int
     return part_of(staged.core, equations, inputs, outputs), positions
 
 
+@once_for_each
 def _variables(staged: StagedProgram) -> tuple[dict[Any, int], dict[int, Any]]:
-    """For each variable of the core its value, and for each value its variable: kept with the program, since every one
-    of its stages asks."""
-    kept = vars(staged)
-    if "stage_variables" not in kept:
-        value_of = _values(open_jaxpr(staged.core), staged.graph)
-        name: dict[int, Any] = {}
-        for var, value in value_of.items():
-            name.setdefault(value, var)
-        kept["stage_variables"] = value_of, name
-    return kept["stage_variables"]
+    """For each variable of the core its value, and for each value its variable: every stage asks."""
+    value_of = _values(open_jaxpr(staged.core), staged.graph)
+    name: dict[int, Any] = {}
+    for var, value in value_of.items():
+        name.setdefault(value, var)
+    return value_of, name
 
 
 def _values(core: Any, graph: Graph) -> dict[Any, int]:
