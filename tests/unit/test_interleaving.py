@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from math import inf
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from meshwright.cluster import load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
 from meshwright.search.inter_op_problem import Option, PlacedStage
-from meshwright.search.interleaving import Interleaving, _missed, _Tried, give_what_is_left, interleaved
+from meshwright.search.interleaving import (
+    Interleaving,
+    TooSlow,
+    _missed,
+    _Tried,
+    give_what_is_left,
+    interleaved,
+)
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
@@ -105,7 +115,7 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
     whole = costs()
     request: Any = SimpleNamespace(
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
+        stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None}, known_interleaved=None,
     )  # fmt: skip
     finished = {(MICROBATCHES, tuple(range(RANKS))): 1.0}
     tries = Interleaving(request, lambda program: whole)._tries(finished, [MICROBATCHES], inf, lambda count: whole)  # type: ignore[arg-type]
@@ -121,6 +131,32 @@ def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
     busiest = max(sum(stage.option.seconds for stage in stages[rank::RANKS]) for rank in range(RANKS))
     assert 0.5 * MICROBATCHES * busiest < least <= MICROBATCHES * busiest * (1 + 1e-9)
     assert Interleaving(request, lambda program: costs())._least(costs(), RANKS, 8 // RANKS) == 0.0, "a layer each"
+
+
+def test_what_is_too_slow_where_all_ranks_are_alike_is_not_solved_for_each() -> None:
+    costs().reserve(MemoryReserve())
+    scheduled: list[tuple[PlacedStage, ...]] = []
+
+    def seconds(stages: Sequence[PlacedStage]) -> float:
+        return MICROBATCHES * max(sum(stage.option.seconds for stage in stages[rank::RANKS]) for rank in range(RANKS))
+
+    def schedule(cut: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int) -> Any:
+        scheduled.append(stages)
+        return SimpleNamespace(seconds=seconds(stages))
+
+    request: Any = None
+    interleaving = Interleaving(request, lambda program: costs())
+    (alike,) = interleaved(costs(), RANKS, CHUNKS, alike=True)
+    each = next(interleaved(costs(), RANKS, CHUNKS))
+    assert seconds(each) <= seconds(alike)
+    with pytest.raises(TooSlow) as caught:
+        interleaving.candidate(costs(), RANKS, CHUNKS, schedule, below_seconds=0.9 * seconds(alike))
+    assert scheduled == [alike]
+    assert 0.9 * seconds(alike) <= caught.value.least_seconds < seconds(alike)
+    found = interleaving.candidate(costs(), RANKS, CHUNKS, schedule, below_seconds=seconds(alike))
+    assert found is not None
+    assert found.seconds == seconds(each)
+    assert scheduled[1:] == [alike, each]
 
 
 def test_what_was_tried_says_how_far_expectations_are_off() -> None:

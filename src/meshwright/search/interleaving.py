@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import inf, isfinite
 
 from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
@@ -36,6 +36,9 @@ _MOST_CHUNKS = 16
 
 # Ranks with so many times the layers of the mean are about even.
 _ABOUT_EVEN = 1.05
+
+# Solved each by itself, ranks seldom take less than this share of what they take where all are as the first.
+_ALIKE_AT_MOST = 0.97
 
 # Numbers of microbatches and of ranks that are tried.
 _MOST_INTERLEAVED = 8
@@ -89,6 +92,11 @@ class Interleaving:
         """Whether nothing but interleaved stages will do, or their number is given: all ways are tried then."""
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
 
+    @property
+    def _known_ranks(self) -> set[int]:
+        known = self._request.known_interleaved
+        return {known[1]} if known is not None else set()
+
     def _tries(
         self, finished: Mapping[PlanKey, float], looked_at: Sequence[int],
         below_seconds: float, costs_in: Callable[[int], StageCosts],
@@ -106,7 +114,7 @@ class Interleaving:
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
             return []
         asked = self._asked
-        suggested = range(2, devices + 1) if asked else _ranks_of(finished)
+        suggested = range(2, devices + 1) if asked else sorted(_ranks_of(finished) | self._known_ranks)
         found = []
         for count in looked_at if asked else list(request.by_microbatches):
             for ranks in suggested:
@@ -140,7 +148,11 @@ class Interleaving:
         return seconds
 
     def known(
-        self, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None]
+        self,
+        costs_in: Callable[[int], StageCosts],
+        scheduled: Callable[..., Candidate | None],
+        *,
+        below_seconds: float,
     ) -> Candidate | None:
         """The interleaving that the request knows, but its stages solved: no bound rules it out, and few others are as
         fast.
@@ -148,13 +160,14 @@ class Interleaving:
         Args:
           costs_in: so many microbatches.
           scheduled: as of `candidates`.
+          below_seconds: what takes longer is of no interest.
         """
         if self._request.known_interleaved is None:
             return None
         count, ranks, chunks = self._request.known_interleaved
         try:
-            return self.candidate(costs_in(count), ranks, chunks, scheduled)
-        except PlanError:
+            return self.candidate(costs_in(count), ranks, chunks, scheduled, below_seconds=below_seconds)
+        except (PlanError, TooSlow):
             return None
 
     def candidates(
@@ -183,7 +196,12 @@ class Interleaving:
                     if least >= below_seconds:
                         tried.append(_Tried(count, ranks, chunks, least / expected))
                         continue
-                    candidate = self.candidate(costs_in(count), ranks, chunks, scheduled)
+                    candidate = self.candidate(
+                        costs_in(count), ranks, chunks, scheduled, below_seconds=below_seconds if expected else inf
+                    )
+                except TooSlow as slow:
+                    tried.append(_Tried(count, ranks, chunks, slow.least_seconds / expected))
+                    continue
                 except PlanError:
                     break
                 if candidate is None and self._asked:
@@ -196,7 +214,13 @@ class Interleaving:
                 yield candidate
 
     def candidate(
-        self, costs: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
+        self,
+        costs: StageCosts,
+        ranks: int,
+        chunks: int,
+        scheduled: Callable[..., Candidate | None],
+        *,
+        below_seconds: float = inf,
     ) -> Candidate | None:
         """The plan of so many ranks with so many stages each; None if there is none that fits.
 
@@ -205,13 +229,21 @@ class Interleaving:
           ranks: on equal submeshes.
           chunks: stages on each.
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
+          below_seconds: what takes longer is of no interest.
 
         Raises:
           PlanError: if the program cannot be cut into so many stages.
+          TooSlow: if it takes longer.
         """
         cut = self._in_stages(costs, ranks * chunks)
         cut.reserve(costs.reserved)
-        found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
+        if isfinite(below_seconds):
+            rough = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks, alike=True))
+            seconds = min((one.seconds for one in rough if one is not None), default=0.0)
+            if seconds * _ALIKE_AT_MOST >= below_seconds:
+                raise TooSlow(seconds * _ALIKE_AT_MOST)
+        ways = interleaved(cut, ranks, chunks)
+        found = (scheduled(cut, stages, chunks=chunks) for stages in ways)
         return next((one for one in found if one is not None), None)
 
     def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
@@ -270,7 +302,17 @@ def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int)
     return max([min((one.ratio for one in same), default=1.0), *alike])
 
 
-def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[PlacedStage, ...]]:
+class TooSlow(Exception):
+    """An interleaving takes at least `least_seconds`, which is too long."""
+
+    def __init__(self, least_seconds: float) -> None:
+        super().__init__(least_seconds)
+        self.least_seconds = least_seconds
+
+
+def interleaved(
+    costs: StageCosts, ranks: int, chunks: int, *, alike: bool = False
+) -> Iterator[tuple[PlacedStage, ...]]:
     """Stages for so many ranks with so many stages each, the fastest first; those of a rank may not fit together.
 
     All get the same share of a device's memory. Of a rank's stages the first holds more microbatches than the last: a
@@ -281,6 +323,7 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
       costs: of a program.
       ranks: on equal submeshes that use all devices.
       chunks: stages on each rank.
+      alike: whether all ranks have what the first one can have, which holds most: few stages are solved then.
     """
     program, devices = costs.program, costs.submeshes.cluster.num_devices
     count = ranks * chunks
@@ -297,7 +340,10 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
         min(costs.limit_bytes(place, last, wish) for last in (False, number == ranks - 1) for wish in ("none", "layer"))
         for number, place in enumerate(places)
     ]
-    for in_flight in ([min(pair) for pair in zip(own, mean, strict=True)], mean, own):
+    ways = [[min(pair) for pair in zip(own, mean, strict=True)], mean, own]
+    if alike:
+        ways, limits = [[max(mean)] * count], [min(limits)] * ranks
+    for in_flight in ways:
         stages: list[PlacedStage] = []
         for number, (first, last) in enumerate(ranges):
             place, limit = places[number % ranks], limits[number % ranks]
@@ -306,7 +352,7 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
                 break
             stages.append(PlacedStage(first, last, place, option))
         if len(stages) == count:
-            for rank, limit in enumerate(limits):
+            for rank, limit in enumerate([] if alike else limits):
                 mine = range(rank, count, ranks)
                 if not _fit(stages, mine, in_flight, limit):
                     _share_evenly(costs, stages, mine, in_flight, limit)
@@ -350,13 +396,13 @@ def give_what_is_left(
             stages[slowest] = stage  # another one of the rank needs a larger workspace
 
 
-def _ranks_of(finished: Mapping[PlanKey, float]) -> list[int]:
+def _ranks_of(finished: Mapping[PlanKey, float]) -> set[int]:
     """How many ranks the best few plans suggest: theirs are equal and divide the devices, those of a plan need not."""
     found: set[int] = set()
     for (_, stages), _ in sorted(finished.items(), key=lambda one: one[1])[:_SUGGESTING]:
         length = len(stages).bit_length()
         found |= {len(stages), 1 << length, 1 << length - 1}
-    return sorted(found)
+    return found
 
 
 def _places(costs: StageCosts, ranks: int) -> list[Submesh] | None:

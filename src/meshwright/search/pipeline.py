@@ -163,14 +163,11 @@ class StageSearch:
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
-        best = self._again(last)
+        best = better(self._again(last), self._known_interleaving())
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
-        if best is None and isfinite(known) and not self.over:
-            best = self._interleaving.known(self.costs, self._scheduled)
-            self.considered += [interleaving_words(best)] if best is not None else []
         if isfinite(known) and (best is None or best.weight >= known):
             raise self._nothing_faster()
         if best is None:
@@ -231,6 +228,17 @@ class StageSearch:
                     costs.solve_all(problem, stages)
                     self._keep(number, costs, problem, stages)
         return self._simulate(None, suggesting=last.seconds) if last.seconds else None
+
+    def _known_interleaving(self) -> Iterator[Candidate]:
+        """The one that the request knows, with layouts of its own: few others are as fast, and what it takes bounds
+        them."""
+        candidate = None
+        if isfinite(self._known) and not self.over:
+            candidate = self._interleaving.known(self.costs, self._scheduled, below_seconds=self._known)
+        if candidate is not None:
+            self.best.simulate(candidate.weight)
+            self.considered.append(interleaving_words(candidate))
+            yield candidate
 
     def _nothing_faster(self) -> NothingFaster:
         return NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
