@@ -7,7 +7,7 @@ from .inter_op_problem import Order
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
 # all stages and the period count some of the same seconds twice. Of a plan of one stage the two are the same.
-_WORTH_SIMULATING = 1.01
+_WORTH_SIMULATING = 1.05
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005

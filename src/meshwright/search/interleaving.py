@@ -37,7 +37,7 @@ _MOST_CHUNKS = 16
 # Ranks with so many times the layers of the mean are about even.
 _ABOUT_EVEN = 1.05
 
-# Solved each by itself, ranks seldom take less than this share of what they take where all are as the first.
+# Solved each by itself, ranks seldom take less than this share of what they take where all hold as much as any.
 _ALIKE_AT_MOST = 0.97
 
 # Numbers of microbatches and of ranks that are tried.
@@ -113,6 +113,8 @@ class Interleaving:
         request, devices = self._request, self._request.cluster.num_devices
         if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
             return []
+        if not looked_at:
+            return []
         asked = self._asked
         suggested = range(2, devices + 1) if asked else sorted(_ranks_of(finished) | self._known_ranks)
         found = []
@@ -154,8 +156,8 @@ class Interleaving:
         *,
         below_seconds: float,
     ) -> Candidate | None:
-        """The interleaving that the request knows, but its stages solved: no bound rules it out, and few others are as
-        fast.
+        """The interleaving that the request knows, but its stages solved: few others are as fast. None if it seems to
+        take too long.
 
         Args:
           costs_in: so many microbatches.
@@ -233,18 +235,18 @@ class Interleaving:
 
         Raises:
           PlanError: if the program cannot be cut into so many stages.
-          TooSlow: if it takes longer.
+          TooSlow: if it takes longer where all ranks are alike, so that it will hardly be faster otherwise.
         """
         cut = self._in_stages(costs, ranks * chunks)
         cut.reserve(costs.reserved)
+        rough = None
         if isfinite(below_seconds):
-            rough = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks, alike=True))
-            seconds = min((one.seconds for one in rough if one is not None), default=0.0)
-            if seconds * _ALIKE_AT_MOST >= below_seconds:
-                raise TooSlow(seconds * _ALIKE_AT_MOST)
-        ways = interleaved(cut, ranks, chunks)
-        found = (scheduled(cut, stages, chunks=chunks) for stages in ways)
-        return next((one for one in found if one is not None), None)
+            alike = next(interleaved(cut, ranks, chunks, alike=True), None)
+            rough = scheduled(cut, alike, chunks=chunks) if alike is not None else None
+            if rough is not None and rough.seconds * _ALIKE_AT_MOST >= below_seconds:
+                raise TooSlow(rough.seconds * _ALIKE_AT_MOST)
+        found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
+        return next((one for one in found if one is not None), rough)
 
     def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
         """Seconds that the busiest rank takes for its stages alone, by estimates of the ranges that they would have; 0
@@ -303,7 +305,7 @@ def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int)
 
 
 class TooSlow(Exception):
-    """An interleaving takes at least `least_seconds`, which is too long."""
+    """An interleaving takes about `least_seconds` or more, which is too long."""
 
     def __init__(self, least_seconds: float) -> None:
         super().__init__(least_seconds)
@@ -323,7 +325,7 @@ def interleaved(
       costs: of a program.
       ranks: on equal submeshes that use all devices.
       chunks: stages on each rank.
-      alike: whether all ranks have what the first one can have, which holds most: few stages are solved then.
+      alike: whether all hold as much as any, in the memory of the least: of a scan's pieces few are solved then.
     """
     program, devices = costs.program, costs.submeshes.cluster.num_devices
     count = ranks * chunks

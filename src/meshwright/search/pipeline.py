@@ -205,7 +205,7 @@ class StageSearch:
     @property
     def best_candidate(self) -> Candidate | None:
         """The best plan so far, by simulation, if it is no slower than what is known."""
-        return self.finished.fastest(self._known)
+        return self.finished.fastest(min(self._known, self.best.simulated))
 
     def merged(self, best: Candidate) -> Candidate | None:
         """As `candidate.merged`, of each candidate once."""
@@ -232,9 +232,11 @@ class StageSearch:
     def _known_interleaving(self) -> Iterator[Candidate]:
         """The one that the request knows, with layouts of its own: few others are as fast, and what it takes bounds
         them."""
+        self.costs.forget_estimates()
         candidate = None
         if isfinite(self._known) and not self.over:
-            candidate = self._interleaving.known(self.costs, self._scheduled, below_seconds=self._known)
+            below = self.best.simulated
+            candidate = self._interleaving.known(self.costs, self._scheduled, below_seconds=below)
         if candidate is not None:
             self.best.simulate(candidate.weight)
             self.considered.append(interleaving_words(candidate))
@@ -471,7 +473,7 @@ class StageSearch:
         suggesting = self.finished.seconds if suggesting is None else suggesting
         if (self._probing and best is not None) or (again and not self._taken_interleaved):
             return best
-        return better(best, self._interleaved(suggesting, best.seconds if best is not None else inf, again=again))
+        return better(best, self._interleaved(suggesting, self.best.simulated, again=again))
 
     def _interleaved(
         self, suggesting: Mapping[PlanKey, float], below_seconds: float, *, again: bool
