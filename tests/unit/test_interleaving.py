@@ -123,6 +123,22 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
     assert {count for count, _, _ in tries} == {MICROBATCHES}
 
 
+def test_the_ranks_of_a_known_interleaving_are_tried_though_no_plan_suggests_them() -> None:
+    whole = costs()
+
+    def ranks(known: tuple[int, int, int] | None, looked_at: Sequence[int]) -> set[int]:
+        request: Any = SimpleNamespace(
+            cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
+            stages=None, by_microbatches={MICROBATCHES: None}, known_interleaved=known,
+        )  # fmt: skip
+        interleaving = Interleaving(request, lambda program: whole)
+        return {one for _, one, _ in interleaving._tries({}, looked_at, inf, lambda count: whole)}
+
+    assert ranks((MICROBATCHES, RANKS, CHUNKS), [MICROBATCHES]) == {RANKS}
+    assert ranks(None, [MICROBATCHES]) == set()
+    assert ranks((MICROBATCHES, RANKS, CHUNKS), []) == set()
+
+
 def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
     request: Any = None
     costs().reserve(MemoryReserve())

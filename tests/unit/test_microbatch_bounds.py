@@ -13,7 +13,7 @@ import pytest
 from meshwright.search.inter_op import solve_inter_op
 from meshwright.search.inter_op_problem import InterOpProblem, Option
 from meshwright.search.memory_reserve import MemoryReserve, nothing_reserved
-from meshwright.search.microbatch_bounds import MicrobatchBounds, _rounded_up
+from meshwright.search.microbatch_bounds import MicrobatchBounds
 from meshwright.search.submeshes import Submesh
 
 STAGES = 8
@@ -161,7 +161,7 @@ def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
         near.told_by(1, [count], known)
         assert least < known
         assert near.with_split(count, known) == pytest.approx(least)
-        assert near.with_split(count, least * 0.98) == pytest.approx(takes(count, "one_f_one_b"))
+        assert near.with_split(count, least * (1 - 1e-9)) == pytest.approx(takes(count, "one_f_one_b"))
     # Of what 1F1B makes as fast there is nothing left to say, however little more a split backward counts for.
     assert bounds.with_split(128, best) == 0.0
     for share in (1.0, 1.001, 1.01, 1.03):
@@ -316,14 +316,3 @@ def test_what_is_solved_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds._costs.solved.add(1)
     assert bounds.of(1, inf) == first
     assert asked == [1]
-
-
-def test_bounds_stay_the_same_while_the_best_plan_becomes_a_little_faster() -> None:
-    assert _rounded_up(inf) == inf
-    assert _rounded_up(0.0) == 0.0
-    for bound in (1e-6, 0.037, 1.0, 467.7, 5e9):
-        assert bound <= _rounded_up(bound) * (1 + 1e-12)
-        assert _rounded_up(bound) <= 1.01 * bound * (1 + 1e-12)
-    near = [_rounded_up(one) for one in np.linspace(470.0, 460.0, 50)]
-    assert near == sorted(near, reverse=True)
-    assert len(set(near)) <= 4

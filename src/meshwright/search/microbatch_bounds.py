@@ -13,7 +13,7 @@ fills them too; where others are asked for as well, it is tried in numbers that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import ceil, inf, isfinite, log
+from math import inf, isfinite
 from typing import NamedTuple
 
 from .as_needed import AsNeeded
@@ -30,9 +30,6 @@ _FEW = 8
 
 # Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
 _MAY_BE_BEST = 1.25
-
-# Bounds are rounded up to powers of this.
-_ROUND = 1.01
 
 # So many numbers of microbatches are worth a look at the finest of them first: where that is too slow, all are.
 _MANY = 3
@@ -287,7 +284,6 @@ class MicrobatchBounds:
         costs = self._costs
         costs.hear()
         reserve = costs.reserve(count)
-        bound = _rounded_up(bound)
         question = Question(costs.line(source), count, order, bound, costs.line(count) if closer else (), reserve)
         # What is solved is no estimate any more, and is not the same in every process.
         asked = count if closer else source
@@ -336,8 +332,3 @@ class MicrobatchBounds:
         """How many layers the program has in a number of microbatches: nothing is traced to know that of those that
         have been ruled out."""
         return self._layers.get(source) or len(self._costs(source).program.layers)
-
-
-def _rounded_up(bound: float) -> float:
-    """A bound that is the same while the best plan becomes a little faster, so that answers serve again."""
-    return _ROUND ** ceil(log(bound, _ROUND)) if 0 < bound < inf else bound
