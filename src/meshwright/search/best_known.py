@@ -6,8 +6,12 @@ from ..schedule import WORTH_SPLITTING
 from .inter_op_problem import Order
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
-# all stages and the period count some of the same seconds twice. Of a plan of one stage the two are the same.
-_WORTH_SIMULATING = 1.05
+# all stages and the period count some of the same seconds twice, a smaller share of a step of many microbatches. Of a
+# plan of one stage the two are the same.
+_WORTH_SIMULATING, _WORTH_SIMULATING_OF_MANY = 1.05, 1.02
+
+# Many microbatches.
+_MANY = 32
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005
@@ -31,24 +35,24 @@ class BestKnown:
         """A plan counts for so much, by simulation."""
         self.objective, self.simulated = min(self.objective, seconds), min(self.simulated, seconds)
 
-    @property
-    def worth_a_look(self) -> float:
-        """Objectives up to this may be those of the best simulated plan."""
-        return self.objective * _WORTH_SIMULATING
+    def worth_a_look(self, microbatches: int) -> float:
+        """Objectives of plans in so many microbatches up to this may be those of the best simulated plan."""
+        return self.objective * (_WORTH_SIMULATING if microbatches < _MANY else _WORTH_SIMULATING_OF_MANY)
 
     @property
     def worth_simulating(self) -> float:
         """Finished plans up to this are simulated."""
-        return self.worth_a_look * _WORTH_SIMULATING
+        return self.objective * _WORTH_SIMULATING**2
 
     @property
     def worth_searching(self) -> float:
         """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
         return (1 - _NOT_WORTH_SEARCHING) * self.objective
 
-    def worth(self, order: Order) -> tuple[float, float]:
-        """Objectives of plans in an order up to this may be the best: of several stages, and of one."""
-        most = self.worth_a_look / handicap(order)
+    def worth(self, order: Order, microbatches: int) -> tuple[float, float]:
+        """Objectives of plans in an order and so many microbatches up to this may be the best: of several stages, and
+        of one."""
+        most = self.worth_a_look(microbatches) / handicap(order)
         return most, min(most, self.simulated * (1 + 1e-9))
 
 

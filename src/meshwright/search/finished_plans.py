@@ -61,7 +61,7 @@ class FinishedPlans:
             if number is not None and count != number:
                 continue
             if key not in self._candidates:
-                if self.seconds[key] > min(least.worth_a_look, best.worth_simulating):
+                if self.seconds[key] > min(least.worth_a_look(count), best.worth_simulating):
                     continue
                 self._candidates[key] = self._scheduled(self._costs(count), stages)
             candidate = self._candidates[key]

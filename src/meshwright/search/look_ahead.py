@@ -168,7 +168,7 @@ class LookAhead:
 
     def _look(self, count: int) -> None:
         search = self._search
-        least = self._bounds.closer(count, search.best.objective, search.best.worth_a_look)
+        least = self._bounds.closer(count, search.best.objective, search.best.worth_a_look(count))
         self._expected[count] = max(self._expected[count], least)
         self._bounds.searched.add(count)
         if self._is_slower(count):

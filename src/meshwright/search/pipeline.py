@@ -292,7 +292,7 @@ class StageSearch:
             try:
                 if known:
                     with self._in_time(expected[count]):
-                        least = self.bounds.closer(count, self.best.objective, self.best.worth_a_look)
+                        least = self.bounds.closer(count, self.best.objective, self.best.worth_a_look(count))
                         expected[count] = max(expected[count], least)
                     if self._is_slower(count, expected[count]):
                         self.bounds.searched.add(count)
@@ -366,7 +366,7 @@ class StageSearch:
         finished = [
             (len(stages), seconds) for (n, stages), seconds in self.finished.seconds.items() if n == microbatches
         ]
-        return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order)[0]))
+        return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order, microbatches)[0]))
 
     @property
     def _only_splits(self) -> bool:
@@ -390,7 +390,7 @@ class StageSearch:
         else:
             needed.find_all()  # nearly all of it is needed then, and two processes find it
         for _ in range(_MOST_ROUNDS):
-            found = self._solved(needed, problem.order)
+            found = self._solved(needed, problem.order, number)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
@@ -416,17 +416,17 @@ class StageSearch:
         self._bound(costs, problem)
         needed = AsNeeded((problem, costs))
         needed.find_used()
-        self._solved(needed, problem.order)
+        self._solved(needed, problem.order, costs.program.microbatches)
 
-    def _solved(self, needed: AsNeeded, order: Order) -> Found | None:
-        """The best stages in an order, by what is known and what is estimated now."""
-        most, alone = self.best.worth(order)
+    def _solved(self, needed: AsNeeded, order: Order, microbatches: int) -> Found | None:
+        """The best stages in an order and so many microbatches, by what is known and what is estimated now."""
+        most, alone = self.best.worth(order, microbatches)
         return needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self.best.worth(problem.order)
+        bound, alone = self.best.worth(problem.order, costs.program.microbatches)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
         least_found(problem, costs)
@@ -449,7 +449,7 @@ class StageSearch:
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth_a_look)
+        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth_a_look(number))
         if found is not None:
             self._learn(problem, found)
             self.finished.add(number, found, problem.order)
