@@ -6,8 +6,8 @@
 Runs `meshwright plan` for large models on large clusters, one after the other, each in a process of its own, and prints
 one JSON object: for each the wall-clock seconds, the CPU seconds, the largest resident memory, what the plan is
 predicted to do, and the seconds that are wanted (Alpa reports 2,393 s of search for the first on its own cluster). With
-`--growth` also gpt3-39b with 12, 24, 48 and 96 layers, and on 2, 4, 8 and 16 hosts. Exit status 1 if a command fails or
-takes longer than wanted.
+`--growth` also gpt3-39b with 12, 24, 48 and 96 layers, and on 8, 16, 32 and 64 hosts. Exit status 1 if a command fails
+or takes longer than wanted. On a machine of more processors, those of two cores alone: `taskset -c 0,1 python ...`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -95,6 +96,12 @@ def timed(case: Case, target: str) -> dict[str, object]:
     }
 
 
+def processor() -> str:
+    """Its name, as Linux has it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
 def main() -> int:
     """Time all cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -117,7 +124,10 @@ def main() -> int:
                 file.write_text(DEEPER.format(layers=layers))
                 case = Case(target=f"gpt3-39b with {layers} layers", cluster="p3.16xlarge:32")
                 growth["layers"].append(timed(case, f"{file}:make"))
-    machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    machine = {
+        "processor": processor(), "cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0],
+        "python": platform.python_version(), "jax": version("jax"),
+    }  # fmt: skip
     print(json.dumps({"machine": machine, "cases": rows, "growth": growth}, indent=2))
     return 0 if all(row["in_time"] for row in rows) else 1
 
