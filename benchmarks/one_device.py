@@ -1,7 +1,7 @@
 """Steps of models on the one device at hand: what is predicted of each, before it runs, and what it takes.
 
     meshwright calibrate --out cluster.toml
-    python benchmarks/one_device.py [--cluster cluster.toml] [--seconds 300]
+    python benchmarks/one_device.py [--cluster cluster.toml] [--seconds 600]
 
 Where nothing is shared and nothing is sent, what is left of a prediction is compute and memory. Predicted by the preset
 of the device (`load_cluster("local")`), which has never seen it, and by a calibration. Measured: the median of steps of
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -64,8 +64,7 @@ CASES = (
 def row(case: Case, clusters: Mapping[str, str]) -> dict[str, Any]:
     """One case, predicted on each cluster and measured."""
     target = zoo.build(case.model, global_batch=case.batch)
-    found: dict[str, Any] = {"model": case.model, "batch": case.batch, "microbatches": case.microbatches}
-    found |= {"remat": case.remat, "predicted_seconds": {}}
+    found: dict[str, Any] = {**asdict(case), "predicted_seconds": {}}
     for name, text in clusters.items():
         cluster = load_cluster(text)
         cluster = replace(cluster, hosts=(replace(cluster.hosts[0], devices=1),))
@@ -75,6 +74,8 @@ def row(case: Case, clusters: Mapping[str, str]) -> dict[str, Any]:
         )  # fmt: skip
         found["predicted_seconds"][name] = planning.step_seconds
     (device, *_) = jax.devices()
+    found |= {"device": device.device_kind, "jax": jax.__version__}
+    # They differ in what they predict alone; this one is the last cluster's.
     step = PlannedStep(planning.program, planning.plan, [device])
     begun = time.perf_counter()
     compiled = step.lower().compile()
@@ -93,34 +94,38 @@ def row(case: Case, clusters: Mapping[str, str]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         flat = step.place([*out[:num_state], *flat[num_state:]])
     sample = sample_of(seconds[_WARM_UP:])
-    found |= {"measured_seconds": sample.seconds, "low_seconds": sample.low, "high_seconds": sample.high}
-    found |= {"steps": len(seconds) - _WARM_UP}
-    found["predicted_memory_bytes"] = max(stage.memory.total for stage in planning.plan.stages)
-    found["compiled_memory_bytes"] = read_compiled(compiled).peak_bytes
-    # Where the compiler times kernels to choose among them, their buffers are in it.
-    found["allocated_memory_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    return found
+    return {
+        **found, "measured_seconds": sample.seconds, "low_seconds": sample.low, "high_seconds": sample.high,
+        "steps": len(seconds) - _WARM_UP,
+        "predicted_memory_bytes": max(stage.memory.total for stage in planning.plan.stages),
+        "compiled_memory_bytes": read_compiled(compiled).peak_bytes,
+        # Where the compiler times kernels to choose among them, their buffers are in it.
+        "allocated_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+    }  # fmt: skip
 
 
 def in_a_process(number: int, cluster: str | None, limit: float) -> dict[str, Any]:
     """As `row`, in a new process; a failure is a row too. This process leaves the device alone."""
     command = [sys.executable, __file__, "--case", str(number)]
     command += ["--cluster", cluster] if cluster is not None else []
+    # JAX leaves a quarter of a device's memory alone unless it is told otherwise.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93", **os.environ}
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=True, env=environment)
     except subprocess.CalledProcessError as error:
-        return {"model": CASES[number].model, "failed": error.stderr.strip()[-800:]}
+        return {**asdict(CASES[number]), "failed": error.stderr.strip()[-800:]}
     except subprocess.TimeoutExpired:
-        return {"model": CASES[number].model, "failed": f"not over in {limit:.0f} s"}
+        return {**asdict(CASES[number]), "failed": f"not over in {limit:.0f} s"}
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def summary(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Errors over all cases that ran."""
     ran = [one for one in rows if "failed" not in one]
+    if not ran:
+        return {}
     found: dict[str, Any] = {}
-    for name in names if ran else ():
+    for name in names:
         predicted, measured = [one["predicted_seconds"][name] for one in ran], [one["measured_seconds"] for one in ran]
         ratios = [p / m for p, m in zip(predicted, measured, strict=True)]
         found[name] = {
@@ -128,17 +133,16 @@ def summary(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, A
             "predicted_over_measured": [round(ratio, 3) for ratio in ratios],
             "rank_correlation": float(spearmanr(predicted, measured).statistic) if len(ran) > 2 else None,
         }
-    if ran:
-        ratios = [one["predicted_memory_bytes"] / one["compiled_memory_bytes"] for one in ran]
-        found["memory"] = {
-            "median_absolute_error": statistics.median(abs(ratio - 1) for ratio in ratios),
-            "predicted_over_measured": [round(ratio, 3) for ratio in ratios],
-        }
+    ratios = [one["predicted_memory_bytes"] / one["compiled_memory_bytes"] for one in ran]
+    found["memory"] = {
+        "median_absolute_error": statistics.median(abs(ratio - 1) for ratio in ratios),
+        "predicted_over_compiled": [round(ratio, 3) for ratio in ratios],
+    }
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all cases and print the result."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all cases and print the result; 1 if none was over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", help="a calibration of this device, to predict by beside its preset")
     parser.add_argument("--seconds", type=float, default=600.0, help="what is not over by then is left out")
@@ -147,16 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clusters = {"preset": "local"} | ({"calibration": given.cluster} if given.cluster is not None else {})
     if given.case is not None:
         print(json.dumps(row(CASES[given.case], clusters)))
-        return
+        return 0
     begun = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(CASES):
         left = given.seconds - (time.perf_counter() - begun)
-        if left > 0:
-            rows.append(in_a_process(number, given.cluster, left))
-            print(f"{case}: {rows[-1]}", file=sys.stderr, flush=True)
+        rows.append(in_a_process(number, given.cluster, left) if left > 0 else {**asdict(case), "failed": "not begun"})
+        print(f"{case}: {rows[-1]}", file=sys.stderr, flush=True)
     print(json.dumps({"cases": rows, "errors": summary(rows, list(clusters))}, indent=2))
+    return 0 if any("failed" not in one for one in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ Runs `meshwright plan` for large models on large clusters, one after the other, 
 one JSON object: for each the wall-clock seconds, the CPU seconds, the largest resident memory, what the plan is
 predicted to do, and the seconds that are wanted (Alpa reports 2,393 s of search for the first on its own cluster). With
 `--growth` also gpt3-39b with 12, 24, 48 and 96 layers, and on 8, 16, 32 and 64 hosts. Exit status 1 if a command fails
-or takes longer than wanted. On a machine of more processors, those of two cores alone: `taskset -c 0,1 python ...`.
+or takes longer than wanted. To time it on two cores of a machine of more: `taskset -c 0,1 python ...`.
 """
 
 from __future__ import annotations
@@ -97,9 +97,13 @@ def timed(case: Case, target: str) -> dict[str, object]:
 
 
 def processor() -> str:
-    """Its name, as Linux has it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    """Its name, as the system has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def main() -> int:
@@ -109,6 +113,11 @@ def main() -> int:
     parser.add_argument("--growth", action="store_true", help="also with more layers, and on more hosts")
     given = parser.parse_args()
     only = {name for name in given.only.split(",") if name}
+    machine = {
+        "processor": processor(), "load": os.getloadavg()[0],
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": platform.python_version(), "jax": version("jax"),
+    }  # fmt: skip
     rows = []
     for case in CASES:
         if not only or case.target in only:
@@ -124,10 +133,6 @@ def main() -> int:
                 file.write_text(DEEPER.format(layers=layers))
                 case = Case(target=f"gpt3-39b with {layers} layers", cluster="p3.16xlarge:32")
                 growth["layers"].append(timed(case, f"{file}:make"))
-    machine = {
-        "processor": processor(), "cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0],
-        "python": platform.python_version(), "jax": version("jax"),
-    }  # fmt: skip
     print(json.dumps({"machine": machine, "cases": rows, "growth": growth}, indent=2))
     return 0 if all(row["in_time"] for row in rows) else 1
 

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.calibrate.case import Case, Chain, Collective, Convolution, Product, Starts
-from meshwright.calibrate.programs import Repeated, _direction, _repeat
+from meshwright.calibrate.programs import Repeated, _filled, _repeat, _work_of
 from meshwright.calibrate.traced_kernels import chain_kernels, convolution_kernels
 from meshwright.cost.collective import KINDS
 
 SIZE = 1 << 12
+SHAPES = ((64, 64, 64), (96, 32, 64), (512, 512, 512))
 CASES: list[Case] = [
     Product(dtype="float32", m=8, k=16, n=4),
     Convolution(batch=2, edge=4, channels=4, features=2, kernels=convolution_kernels(2, 4, 4, 2)),
@@ -38,8 +40,27 @@ def test_repetitions_in_a_row_are_as_many(times: int, in_a_row: int) -> None:
     assert run(np.int32(times), jnp.int32(0)) == 2**times - 1
 
 
-def test_products_of_what_arrays_are_filled_with_stay_as_they_are() -> None:
-    u, v, w = map(_direction, (6, 16, 40))
-    left, right = np.outer(u, v), np.outer(v, w)
-    np.testing.assert_allclose(left @ right @ right.T, left, atol=1e-12)
-    assert len({abs(number) for number in left.flat}) == left.size  # no two alike, as in data
+@pytest.mark.parametrize(
+    "case",
+    [
+        Starts(kernels=2),
+        *(Product(dtype=dtype, m=m, k=k, n=n) for dtype in ("float32", "bfloat16", "float16") for m, k, n in SHAPES),
+    ],
+    ids=str,
+)
+def test_values_neither_grow_nor_vanish(case: Case) -> None:
+    work, shapes, dtype = _work_of(case, ("axis0",))
+    mesh = Mesh(np.array(jax.devices()[:1], dtype=object), ("axis0",))
+    begin = [_filled(shape, dtype, NamedSharding(mesh, PartitionSpec())) for shape in shapes]
+    end = jax.jit(lambda arrays: _repeat(lambda x: work(*x), np.int32(500), tuple(arrays), in_a_row=1))(begin)
+    for before, after in zip(begin, end, strict=True):
+        largest = np.abs(np.asarray(after, np.float64)).max() / np.abs(np.asarray(before, np.float64)).max()
+        assert 0.05 < largest < 20
+
+
+@pytest.mark.parametrize("shape", [(1 << 14,), (64, 64), (2, 4, 4, 8)])
+def test_arrays_are_filled_with_numbers_that_differ_in_sign_and_size(shape: tuple[int, ...]) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1], dtype=object), ("axis0",))
+    array = np.asarray(_filled(shape, jnp.dtype("float32"), NamedSharding(mesh, PartitionSpec())))
+    assert len(np.unique(np.abs(array))) > array.size // 4
+    assert 0.2 < (array > 0).mean() < 0.8

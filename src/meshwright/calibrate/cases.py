@@ -22,9 +22,9 @@ _TALL = (1024, 64, 64)
 # Batch, edge, channels and features, as data parallelism has them, and as tensor parallelism.
 _FEW_IMAGES = ((2, 8, 32, 32), (8, 8, 64, 64), (8, 16, 64, 64))
 _FEW_FEATURES = ((32, 8, 32, 8), (64, 8, 64, 8), (64, 16, 64, 8))
-# What starts a kernel, and what does not fit in the caches of any device (50 MB on an H100): between them a chain tells
-# how fast a cache is.
-_CHAIN_BYTES = tuple(2**power for power in (17, 26, 28))
+# What starts a kernel, and what leaves the caches, of which the largest hold 50 to 130 MB (H100, B200): sizes in
+# between tell how fast a cache is.
+_CHAIN_BYTES = tuple(2**power for power in (17, 27, 28))
 _CPU_CHAIN_BYTES = tuple(2**power for power in (16, 18, 20, 22))
 # A program comes back to an array after it has touched many others, a loop over one finds it in the cache: on CPUs
 # chains and products work on as many arrays as take about this much on each device (at most so many: each is compiled).

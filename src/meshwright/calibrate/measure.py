@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from .case import Case
-from .programs import Repeated
+from .programs import IN_A_ROW, Repeated
 from .sample import Sample, sample_of
 
 # A run should take so long; shorter ones drown in what the clock and the scheduler do.
@@ -123,6 +123,6 @@ def _repetitions(program: Any) -> int | None:
         if times == 1 and taken > _LONGEST_SECONDS:
             return None
         if taken >= _RUN_SECONDS / 2 or times == _MOST_REPETITIONS:
-            return times
+            return times - times % IN_A_ROW if times > IN_A_ROW else times
         # Calling the program is part of what was seen, so the guess is low: it is made again.
         times = min(max(2 * times, int(times * _RUN_SECONDS / max(taken, 1e-6))), _MOST_REPETITIONS)

@@ -29,9 +29,12 @@ from .case import Case, Chain, Collective, Convolution, Product, Starts
 # A chain works on rows of this many elements.
 _ROW = 64
 
-# An accelerator waits for its host to say whether a loop goes on, unless its length is known when it is compiled: 16
-# microseconds each time on an H200. There so many repetitions are a loop of known length; the others are counted.
-_IN_A_ROW = 64
+# An accelerator waits for its host to say whether a loop goes on, longer than a small kernel takes, unless its length
+# is known when it is compiled. There so many repetitions are a loop of known length; what is left of others waits.
+IN_A_ROW = 32
+
+# Numbers that arrays are filled with; longer ones repeat them.
+_NUMBERS = 1 << 13
 
 # Edge of the matrices of a kernel that does next to nothing; products are not fused into one another.
 _TINY = 8
@@ -73,7 +76,7 @@ class _Loop:
     def __init__(
         self, work: _Work, devices: Sequence[jax.Device], shape: tuple[int, ...], names: tuple[str, ...]
     ) -> None:
-        in_a_row = 1 if devices[0].platform == "cpu" else _IN_A_ROW
+        in_a_row = 1 if devices[0].platform == "cpu" else IN_A_ROW
         mesh = Mesh(np.array(devices, dtype=object).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
         body, local, dtype = work
 
@@ -132,11 +135,12 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
 
 
 def _direction(length: int) -> np.ndarray:
-    """A unit vector of random signs and sizes, the same for every length. A matrix u v^T of two has no two equal
-    numbers, as data has none: an accelerator multiplies numbers that are all alike faster, as it takes less power. And
-    (u v^T) (v w^T) (v w^T)^T is u v^T: repeated products neither grow nor vanish."""
+    """A unit vector of random signs and sizes, of each length always the same. In a matrix u v^T of two numbers differ,
+    as in data: an accelerator multiplies numbers that are all alike faster, as it takes less power. And (u v^T) (v w^T)
+    (v w^T)^T is u v^T: repeated products neither grow nor vanish. No entry of a large one is too small for float16."""
     random = np.random.default_rng(length)
-    made = random.choice([-1.0, 1.0], length) * random.uniform(0.5, 1.5, length)
+    sizes, signs = random.uniform(0.75, 1.25, (2, min(length, _NUMBERS))).astype(np.float32)
+    made = np.resize(np.where(signs < 1, -sizes, sizes), length)
     return made / np.linalg.norm(made)
 
 
@@ -151,7 +155,9 @@ def _work_of(case: Case, names: tuple[str, ...]) -> _Work:
     if isinstance(case, Convolution):
         return with_fast_convolutions(_updated), case.shapes, jnp.float32
     if isinstance(case, Starts):
-        return (lambda *arrays: tuple(x @ x for x in arrays)), [(_TINY, _TINY)] * case.kernels, jnp.float32
+        shapes = [(_TINY, _TINY)] * (case.kernels + 1)
+        # A square of a square grows or vanishes: each is multiplied by one that stays.
+        return (lambda fixed, *arrays: (fixed, *(x @ fixed for x in arrays))), shapes, jnp.float32
     function, elements = _collective(case, names[case.axis])
     together = case.together
 

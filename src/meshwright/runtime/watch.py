@@ -97,7 +97,7 @@ class Watch:
 def _is_over(token: Token) -> bool:
     try:
         return token.is_ready()
-    except Exception:
+    except RuntimeError:
         return True  # deleted, or failed: whoever reads it hears of that
 
 

@@ -6,12 +6,10 @@ from ..schedule import WORTH_SPLITTING
 from .inter_op_problem import Order
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
-# all stages and the period count some of the same seconds twice, a smaller share of a step of many microbatches. Of a
-# plan of one stage the two are the same.
-_WORTH_SIMULATING, _WORTH_SIMULATING_OF_MANY = 1.05, 1.02
-
-# Many microbatches.
-_MANY = 32
+# all stages and the period count some of the same seconds twice, a smaller share where microbatches are many, and a
+# schedule may hide what a period has of transfers. Nothing proves that this is enough: of many microbatches the plans
+# of `benchmarks/planning_time.py` are the same by either. Of a plan of one stage the two are the same.
+_WORTH_SIMULATING, _WORTH_SIMULATING_OF_MANY, _MANY = 1.05, 1.02, 32
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005
@@ -41,7 +39,8 @@ class BestKnown:
 
     @property
     def worth_simulating(self) -> float:
-        """Finished plans up to this are simulated."""
+        """Finished plans beyond this are not simulated: a plan has been, and `objective` may be less than its own by as
+        much as another plan's may be more."""
         return self.objective * _WORTH_SIMULATING**2
 
     @property

@@ -390,7 +390,7 @@ class StageSearch:
         else:
             needed.find_all()  # nearly all of it is needed then, and two processes find it
         for _ in range(_MOST_ROUNDS):
-            found = self._solved(needed, problem.order, number)
+            found = self._solved(needed, problem)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
@@ -416,17 +416,17 @@ class StageSearch:
         self._bound(costs, problem)
         needed = AsNeeded((problem, costs))
         needed.find_used()
-        self._solved(needed, problem.order, costs.program.microbatches)
+        self._solved(needed, problem)
 
-    def _solved(self, needed: AsNeeded, order: Order, microbatches: int) -> Found | None:
-        """The best stages in an order and so many microbatches, by what is known and what is estimated now."""
-        most, alone = self.best.worth(order, microbatches)
+    def _solved(self, needed: AsNeeded, problem: InterOpProblem) -> Found | None:
+        """The best stages of a problem, by what is known and what is estimated now."""
+        most, alone = self.best.worth(problem.order, problem.microbatches)
         return needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self.best.worth(problem.order, costs.program.microbatches)
+        bound, alone = self.best.worth(problem.order, problem.microbatches)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
         least_found(problem, costs)
