@@ -81,3 +81,25 @@ def test_an_error_is_told_what_was_waited_for() -> None:
     with pytest.raises(OSError, match="gone") as caught, watch.over(lambda: "process 3"):
         raise OSError("gone")
     assert caught.value.__notes__ == ["meshwright: while waiting for process 3"]
+
+
+def test_at_exit_the_thread_ends_once_what_was_expected_is_there() -> None:
+    seen, token = Seen(), Computed(False)
+    watch = Watch(LONG_SECONDS, seen)
+    watch.follow(lambda: "the last step", token)
+    ending = threading.Thread(target=watch._end)
+    ending.start()
+    ending.join(0.1)
+    assert ending.is_alive(), "still watched"
+    token.ready = True
+    ending.join(LONG_SECONDS)
+    assert not ending.is_alive()
+    assert not seen.what
+
+
+def test_at_exit_too_what_does_not_come_is_given_up() -> None:
+    seen = Seen()
+    watch = Watch(LIMIT_SECONDS, seen)
+    watch.follow(lambda: "process 1", Computed(False))
+    watch._end()
+    assert seen.what == ["process 1"]

@@ -9,10 +9,14 @@ What a process knows is whom it waits for, who may wait in turn: where several p
 the one that is named and names nobody.
 
 Time is counted in ticks of the thread, so that a process that was stopped and goes on does not count the pause.
+
+At exit the thread ends before Python does, once what was expected is there: Python kills the threads that it outlives
+wherever they are, and one that is inside of JAX's C++ then takes the whole process with it (SIGABRT).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -23,6 +27,9 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, Protocol
 
 LIMIT_SECONDS = 600.0
+
+# How often the thread looks at exit.
+_LAST_TICK_SECONDS = 0.01
 
 
 class Token(Protocol):
@@ -49,6 +56,7 @@ class Watch:
         self._issued: deque[tuple[Callable[[], str], Token]] = deque()
         self._progress = 0
         self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
 
     @contextlib.contextmanager
     def over(self, what: Callable[[], str]) -> Iterator[None]:
@@ -77,12 +85,20 @@ class Watch:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshwright.watch", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         seen, still = self._progress, 0.0
-        while True:
+        while not self._ending.is_set() or self._issued:
             tick = min(1.0, self.limit_seconds / 10)
-            time.sleep(tick)
+            if self._ending.wait(tick):
+                tick = min(tick, _LAST_TICK_SECONDS)
+                time.sleep(tick)
             while self._issued and _is_over(self._issued[0][1]):
                 self._issued.popleft()
                 self._progress += 1
