@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ def mesh() -> Mesh:
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def facts(function: Callable[..., object], *arguments: jax.Array, **jit: object) -> CompiledFacts:
-    return read_compiled(jax.jit(function, **jit).lower(*arguments).compile())  # type: ignore[arg-type]
+def facts(function: Callable[..., object], *arguments: jax.Array, **jit: Any) -> CompiledFacts:
+    return read_compiled(jax.jit(function, **jit).lower(*arguments).compile())
 
 
 def local(mesh: Mesh, function: Callable[..., object], *arguments: jax.Array) -> CompiledFacts:

@@ -7,6 +7,7 @@ import itertools
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -61,9 +62,9 @@ def random_problem(seed: int) -> Problem:
     return Problem(costs=costs, edges=edges, memory=memory, memory_limit=math.floor(limit) if whole else limit)
 
 
-def outcome(method: object, problem: Problem) -> Solution | Infeasible:
+def outcome(method: Callable[[Problem], Solution], problem: Problem) -> Solution | Infeasible:
     try:
-        return method(problem)  # type: ignore[operator]
+        return method(problem)
     except Infeasible as error:
         return error
 

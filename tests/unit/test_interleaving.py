@@ -117,8 +117,8 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
         stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None}, known_interleaved=None,
     )  # fmt: skip
-    finished = {(MICROBATCHES, tuple(range(RANKS))): 1.0}
-    tries = Interleaving(request, lambda program: whole)._tries(finished, [MICROBATCHES], inf, lambda count: whole)  # type: ignore[arg-type]
+    finished: Any = {(MICROBATCHES, tuple(range(RANKS))): 1.0}
+    tries = Interleaving(request, lambda program: whole)._tries(finished, [MICROBATCHES], inf, lambda count: whole)
     assert tries
     assert {count for count, _, _ in tries} == {MICROBATCHES}
 

@@ -162,4 +162,5 @@ def test_without_a_second_core_nothing_is_begun(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(copied, "can_copy", lambda: False)
     scout = Scout()
     scout.write = lambda plan, program: pytest.fail("it was")
-    scout.begin(SimpleNamespace(best_candidate=candidate(), merged=lambda best: best), now=True)  # type: ignore[arg-type]
+    search: Any = SimpleNamespace(best_candidate=candidate(), merged=lambda best: best)
+    scout.begin(search, now=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -177,9 +178,9 @@ def test_counts_are_refused(name: str, stages: int, microbatches: int) -> None:
         (lambda: make_schedule("interleaved_one_f_one_b", 2, 2), "missing a required .*argument: 'chunks'"),
     ],
 )
-def test_refusals(build: object, message: str) -> None:
+def test_refusals(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ScheduleError, match=message) as caught:
-        build()  # type: ignore[operator]
+        build()
     assert isinstance(caught.value, PlanError)
     assert caught.value.try_
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from meshwright.schedule import (
+    Schedule,
     adaptive,
     adaptive_warm_up,
     eager_one_f_one_b,
@@ -31,9 +34,9 @@ def equal(stages: int, *, transfer_seconds: float | list[float] = 0.0) -> Timing
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, eager_one_f_one_b, pipedream])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_bubble_of_a_flushed_pipeline(make: object, sizes: list[tuple[int, int]]) -> None:
+def test_bubble_of_a_flushed_pipeline(make: Callable[[int, int], Schedule], sizes: list[tuple[int, int]]) -> None:
     for n, B in sizes:
-        timeline = simulate(make(n, B), equal(n))  # type: ignore[operator]
+        timeline = simulate(make(n, B), equal(n))
         assert timeline.step_seconds == 3 * (B + n - 1), (n, B)
         assert timeline.bubble_fraction == pytest.approx((n - 1) / (B + n - 1), abs=1e-15), (n, B)
 

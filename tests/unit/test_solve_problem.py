@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +54,9 @@ def test_numbers_are_copied_and_read_only() -> None:
         ({"costs": ([0.0],), "memory_limit": math.nan}, "memory_limit nan"),
     ],
 )
-def test_refusals(arguments: dict[str, object], message: str) -> None:
+def test_refusals(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Problem(**arguments)  # type: ignore[arg-type]
+        Problem(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,6 @@ def test_refused_choices(choices: tuple[int, ...], message: str) -> None:
 
 
 def test_gap() -> None:
-    common = {"choices": (), "memory": 0.0, "method": "m", "proven": True, "seconds": 0.0}
-    assert Solution(objective=4.0, lower_bound=3.0, **common).gap == 0.25  # type: ignore[arg-type]
-    assert Solution(objective=0.0, lower_bound=0.0, **common).gap == 0.0  # type: ignore[arg-type]
+    common: dict[str, Any] = {"choices": (), "memory": 0.0, "method": "m", "proven": True, "seconds": 0.0}
+    assert Solution(objective=4.0, lower_bound=3.0, **common).gap == 0.25
+    assert Solution(objective=0.0, lower_bound=0.0, **common).gap == 0.0

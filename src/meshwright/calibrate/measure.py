@@ -123,6 +123,6 @@ def _repetitions(program: Any) -> int | None:
         if times == 1 and taken > _LONGEST_SECONDS:
             return None
         if taken >= _RUN_SECONDS / 2 or times == _MOST_REPETITIONS:
-            return times - times % IN_A_ROW if times > IN_A_ROW else times
+            return -(-times // IN_A_ROW) * IN_A_ROW if times > IN_A_ROW else times
         # Calling the program is part of what was seen, so the guess is low: it is made again.
         times = min(max(2 * times, int(times * _RUN_SECONDS / max(taken, 1e-6))), _MOST_REPETITIONS)

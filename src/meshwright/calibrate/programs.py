@@ -136,8 +136,9 @@ def _filled(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.
 
 def _direction(length: int) -> np.ndarray:
     """A unit vector of random signs and sizes, of each length always the same. In a matrix u v^T of two numbers differ,
-    as in data: an accelerator multiplies numbers that are all alike faster, as it takes less power. And (u v^T) (v w^T)
-    (v w^T)^T is u v^T: repeated products neither grow nor vanish. No entry of a large one is too small for float16."""
+    as in data: products of numbers that are all alike take an accelerator less power and less time (recalled). And
+    (u v^T) (v w^T) (v w^T)^T is u v^T: repeated products neither grow nor vanish. No entry of a large one is too small
+    for float16."""
     random = np.random.default_rng(length)
     sizes, signs = random.uniform(0.75, 1.25, (2, min(length, _NUMBERS))).astype(np.float32)
     made = np.resize(np.where(signs < 1, -sizes, sizes), length)
