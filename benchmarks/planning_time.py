@@ -106,6 +106,14 @@ def processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def is_shared() -> bool:
+    """Whether Python calls itself in a shared library, which takes longer."""
+    try:
+        return "/libpython" in Path("/proc/self/maps").read_text()
+    except OSError:
+        return False
+
+
 def main() -> int:
     """Time all cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -116,7 +124,7 @@ def main() -> int:
     machine = {
         "processor": processor(), "load": os.getloadavg()[0],
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(), "jax": version("jax"),
+        "python": f"{platform.python_version()}{' in a shared library' * is_shared()}", "jax": version("jax"),
     }  # fmt: skip
     rows = []
     for case in CASES:

@@ -228,6 +228,7 @@ def _plan_in_order(
         nonlocal kept, unwritten, probes
         if kept is not None and unwritten is not None:
             scout.recall(writing=False)
+            scout.kept = None
             kept, unwritten, probes = memory.settled(kept, unwritten.program), None, 0
         return kept is not None
 
@@ -281,6 +282,7 @@ def _plan_in_order(
         if probing and not retimed and len(plan.stages) > 1:
             # Most such plans are a beginning and no more, and nearly all fit.
             kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
+            scout.kept = kept.plan, result.program
             continue
         scout.recall(writing=False)
         plan, fits = memory.written_out(plan, result.program, counted)

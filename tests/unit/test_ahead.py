@@ -18,7 +18,7 @@ import pytest
 from contradicting import contradicting
 
 from meshwright import stage_planning, value_and_grad
-from meshwright.ahead import Ahead, Begun, copied as ahead, in_two
+from meshwright.ahead import Ahead, Begun, Post, copied as ahead, in_two
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.program.traces import traces_of
@@ -50,6 +50,31 @@ def heard(others: Ahead, count: int) -> list[Any]:
         assert time.perf_counter() < end, "the copy says nothing"
         found += others.heard(wait_seconds=1.0)
     return found
+
+
+@linux
+def test_a_copy_hears_what_is_sent_to_it_and_who_sends_never_waits() -> None:
+    post = Post()
+    large = b"x" * (3 << 20)  # more than waits in a pipe
+
+    def work(send: Callable[[Any], None]) -> None:
+        found: list[Any] = []
+        while len(found) < 3:
+            found += post.heard()
+        send([one if isinstance(one, str) else len(one) for one in found])
+
+    begun = time.perf_counter()
+    for one in ("first", large):
+        post.send(one)
+    assert time.perf_counter() - begun < 10
+    with Ahead(work) as others:
+        end = time.perf_counter() + 60
+        post.send("last")
+        while not (found := others.heard(wait_seconds=0.05)):
+            assert time.perf_counter() < end, "the copy says nothing"
+            post.flush()
+    post.close()
+    assert found == [["first", len(large), "last"]]
 
 
 @linux

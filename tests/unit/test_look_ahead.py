@@ -11,14 +11,18 @@ import pytest
 
 from meshwright.ahead import Ahead, copied
 from meshwright.search.best_known import BestKnown
-from meshwright.search.look_ahead import SOME_LEFT, LookAhead, News, shared_news
+from meshwright.search.look_ahead import SOME_LEFT, Exchange, LookAhead, News, shared_news
+from meshwright.search.part_rows import OutOfTime
 from meshwright.search.scout import Scout
 
 COUNTS = (2, 4, 8, 16, 32)
 
 
-def looked_at(news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: None) -> list[int]:
-    """The numbers of microbatches whose programs are asked for, in order, after 8."""
+def looked_at(
+    news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: None, late: list[Any] | None = None
+) -> list[int]:
+    """The numbers of microbatches whose programs are asked for, in order, after 8; `late` is given what says whether
+    to break off."""
     asked: list[int] = []
     bounds = SimpleNamespace(
         floor=0.0, searched={8}, of=lambda count, best: 99.0 if count in too_slow else 1.0,
@@ -40,7 +44,11 @@ def looked_at(news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: 
             return {}
 
     search: Any = SimpleNamespace(costs=Costs(), bounds=bounds, best=BestKnown(10.0), problems_of=lambda *count: ())
-    LookAhead(search, [count for count in COUNTS if count != 8], news, lambda found: None).run()
+    exchange = Exchange(search, lambda found: None, list)
+    ahead = LookAhead(search, [count for count in COUNTS if count != 8], news, exchange)
+    if late is not None:
+        late.append(search.costs.late)
+    ahead.run()
     return asked
 
 
@@ -93,6 +101,75 @@ def test_what_was_looked_at_is_looked_at_again_when_a_better_plan_is_known() -> 
         assert looked_at(news, meanwhile=meanwhile) == expected
 
 
+@pytest.mark.parametrize(("better", "goes_on"), [(9.9, True), (9.0, False)])
+def test_a_much_better_plan_breaks_off_what_was_begun_with_a_worse_one(better: float, goes_on: bool) -> None:
+    news = told()
+    went_on: list[bool] = []
+    late: list[Any] = []
+
+    def meanwhile(count: int) -> None:
+        if not went_on:
+            went_on.append(not late[0]())
+            news.best_seconds = better
+            went_on.append(not late[0]())
+            if not went_on[-1]:
+                raise OutOfTime
+
+    looked_at(news, meanwhile=meanwhile, late=late)
+    assert went_on == [True, goes_on]
+
+
+class Finding:
+    """A search that has found out something of parts, and answers."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+        self.costs = self
+        self.bounds = SimpleNamespace(answers={})
+
+    @property
+    def known_parts(self) -> Any:
+        return {1: len(self.rows)}
+
+    def known(self, since: Any) -> Any:
+        new = self.rows[since[1] :]
+        return {1: new} if new else {}
+
+    def learn(self, found: Any) -> None:
+        parts, answers = found
+        self.rows += parts.get(1, [])
+        self.bounds.answers.update(answers)
+
+
+def test_two_searches_tell_each_other_what_is_new_once() -> None:
+    one, other = Finding(), Finding()
+    sent: dict[str, list[Any]] = {"there": [], "back": []}
+
+    def arrived(way: str) -> Any:
+        def take() -> list[Any]:
+            found, sent[way] = sent[way], []
+            return found
+
+        return take
+
+    search: Any = one
+    copy: Any = other
+    here = Exchange(search, lambda found: sent["there"].append(found), arrived("back"))
+    there = Exchange(copy, lambda found: sent["back"].append(found), arrived("there"))
+    one.rows.append("a")
+    one.bounds.answers["question"] = "answer"
+    other.rows.append("b")
+    here.now()
+    there.now()
+    here.now()
+    assert (one.rows, other.rows) == (["a", "b"], ["b", "a"])
+    assert one.bounds.answers == other.bounds.answers == {"question": "answer"}
+    there.now()
+    here.now()
+    assert sent == {"there": [], "back": []}  # nothing comes back to who has found it
+    assert (one.rows, other.rows) == (["a", "b"], ["b", "a"])
+
+
 @pytest.mark.parametrize("name", ["near", "at", "copy_at", "search_at", "best_seconds"])
 def test_news_are_each_of_their_own(name: str) -> None:
     news = shared_news()
@@ -137,6 +214,18 @@ def test_a_plan_is_begun_when_nothing_is_left_to_look_at(scout: Any) -> None:
     search.best_candidate = candidate()
     scout.made.begin(search, now=True)
     assert len(scout.begun) == 2
+
+
+@linux
+def test_the_plan_that_was_found_before_is_begun_where_there_is_no_faster_one(scout: Any) -> None:
+    search: Any = SimpleNamespace(best_candidate=None)
+    scout.made.kept = "kept", "its program"
+    scout.made.begin(search, now=True)
+    scout.made.begin(search, now=True)  # it goes on
+    assert scout.begun == [("kept", "its program")]
+    search = SimpleNamespace(best_candidate=candidate(), merged=lambda best: best)
+    scout.made.begin(search, now=True)
+    assert scout.begun[1:] == [("plan", "program")]
 
 
 @linux

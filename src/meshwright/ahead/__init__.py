@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .copied import Ahead, is_copy
+from .post import Post
 from .shared import Begun, in_two
 
-__all__ = ["Ahead", "Begun", "in_two", "is_copy"]
+__all__ = ["Ahead", "Begun", "Post", "in_two", "is_copy"]

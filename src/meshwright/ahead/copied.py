@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import select
 import signal
-import struct
 import sys
 import time
 import warnings
@@ -24,10 +22,7 @@ from typing import Any
 
 from .._jax.copies import renew_threads
 from .._jax.distributed import accelerators_are_in_use, is_connected
-
-# Of results that wait; and what stands before each.
-_PIPE_BYTES = 1 << 20
-_LENGTH = struct.Struct("=Q")
+from .post import PIPE_BYTES, Unpacked, packed, widen
 
 _INTERRUPTING = (signal.SIGINT, signal.SIGTERM)
 
@@ -58,7 +53,7 @@ class Ahead:
     def __init__(self, work: Callable[[Callable[[Any], None]], None]) -> None:
         self._process = 0
         self._owner = os.getpid()
-        self._read = b""
+        self._unpacked = Unpacked()
         if not can_copy() or (_at_work is not None and _at_work.at_work):
             return
         with suppress(OSError):  # no memory, process or file is left for it: then there is no copy
@@ -68,7 +63,7 @@ class Ahead:
         global _at_work
         self._pipe, sender = os.pipe()
         os.set_blocking(self._pipe, False)
-        _widen(sender)
+        widen(sender)
         # Nobody is to be interrupted where it is not clear yet which of the two they are.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTING)
         try:
@@ -116,16 +111,14 @@ class Ahead:
         found: list[Any] = []
         end = time.perf_counter() + wait_seconds
         while self.is_there:
+            at_end = True
             try:
-                while data := os.read(self._pipe, _PIPE_BYTES):
-                    self._read += data
-                at_end = True
+                while data := os.read(self._pipe, PIPE_BYTES):
+                    found += self._unpacked.whole(data)
             except BlockingIOError:
                 at_end = False
-            try:
-                found += self._whole()
             except Exception:  # whatever came of it: it is of no use
-                at_end = True
+                pass
             left = end - time.perf_counter()
             if at_end:
                 self.end()
@@ -135,17 +128,6 @@ class Ahead:
                 poll = select.poll()
                 poll.register(self._pipe, select.POLLIN)
                 poll.poll(1e3 * left)
-        return found
-
-    def _whole(self) -> list[Any]:
-        """What has been read to its end."""
-        found = []
-        while len(self._read) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._read)
-            if len(self._read) < _LENGTH.size + size:
-                break
-            found.append(pickle.loads(self._read[_LENGTH.size : _LENGTH.size + size]))
-            self._read = self._read[_LENGTH.size + size :]
         return found
 
     def end(self) -> None:
@@ -177,19 +159,10 @@ class Ahead:
             renew_threads()
 
             def send(found: Any) -> None:
-                data = pickle.dumps(found)
-                data = _LENGTH.pack(len(data)) + data
+                data = packed(found)
                 while data:
                     data = data[os.write(sender, data) :]
 
             work(send)
         finally:
             os._exit(0)
-
-
-def _widen(sender: int) -> None:
-    """Let results wait until somebody listens, rather than the copy."""
-    import fcntl  # not on every system; copies are made on Linux alone
-
-    with suppress(OSError):  # where so much is not allowed
-        fcntl.fcntl(sender, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)

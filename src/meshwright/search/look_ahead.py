@@ -32,8 +32,11 @@ Found = tuple[Mapping[int, KnownParts], Mapping[Question, Answer]]
 # Where no plan is known, the best probably takes no more than so many times what any takes at least.
 _PROBABLY = 1.3
 
-# How often the copy sends what it has found out.
+# How often the two tell each other what they have found out.
 _SEND_SECONDS = 0.2
+
+# A plan of this share of the seconds makes it worth asking anew whether a number is too slow.
+_MUCH_BETTER = 0.98
 
 # In place of the number that the copy looks at: it has come to its end before it had looked at all.
 SOME_LEFT = -1
@@ -68,6 +71,42 @@ def shared_news() -> News:
     return news
 
 
+class Exchange:
+    """What a search and a copy of it tell each other: what either has found out since the other heard of it last. It is
+    the same in both, so that who has found it changes no plan.
+
+    Args:
+      search: this process's.
+      send: tells the other something.
+      heard: what the other has told.
+    """
+
+    def __init__(
+        self, search: StageSearch, send: Callable[[Found], None], heard: Callable[[], Iterable[Found]]
+    ) -> None:
+        self._search, self._send, self._heard = search, send, heard
+        self._told()
+
+    def now(self) -> None:
+        """Tell what is new, and learn what the other has found out."""
+        costs, known = self._search.costs, self._search.bounds.answers
+        parts, answers = costs.known(self._parts), dict(islice(known.items(), self._answers, None))
+        if parts or answers:
+            self._send((parts, answers))
+        for found in self._heard():
+            self._search.learn(found)
+        self._told()
+
+    def seldom(self) -> None:
+        """The same, if some time has passed."""
+        if time.perf_counter() - self._at > _SEND_SECONDS:
+            self.now()
+
+    def _told(self) -> None:
+        self._parts, self._answers = self._search.costs.known_parts, len(self._search.bounds.answers)
+        self._at = time.perf_counter()
+
+
 class LookAhead:
     """What the copy does.
 
@@ -75,16 +114,15 @@ class LookAhead:
       search: the copy's.
       counts: numbers of microbatches that the other search may ask for.
       news: from it, and for it.
-      tell: sends something.
+      exchange: with the other search.
     """
 
-    def __init__(self, search: StageSearch, counts: Iterable[int], news: News, tell: Callable[[Found], None]) -> None:
-        self._search, self._left, self._news, self._tell = search, list(counts), news, tell
+    def __init__(self, search: StageSearch, counts: Iterable[int], news: News, exchange: Exchange) -> None:
+        self._search, self._left, self._news, self._exchange = search, list(counts), news, exchange
         self._costs, self._bounds = search.costs, search.bounds
         self._parent = os.getppid()
-        self._since, self._sent = self._costs.known_parts, time.perf_counter()
-        self._answered = len(self._bounds.answers)
-        self._costs.late = self._is_caught_up
+        self._costs.late, self._costs.hear = self._breaks_off, exchange.seldom
+        self._since = inf  # seconds of the best plan when the number at hand was looked at
         self._expected = dict.fromkeys(self._left, self._bounds.floor)
         self._asked: dict[int, float] = {}  # of a number, the seconds of the best plan that its bound is for
         self._last: list[tuple[int, StageCosts, InterOpProblem]] = []
@@ -140,13 +178,13 @@ class LookAhead:
 
     def _at(self, count: int, find: Callable[[int], None]) -> None:
         """Find out something of a number, unless it is too slow, and send it."""
-        self._news.copy_at = count
+        self._news.copy_at, self._since = count, self._best
         with suppress(PlanError, OutOfTime):  # the step cannot be cut so, or the search has caught up
             slower = self._is_slower(count)
             self._seen[count] = self._search.best.objective, slower
             if not slower:
                 find(count)
-        self._send()
+        self._exchange.now()
 
     def _look_again(self) -> None:
         """Where a better plan is known now, or one that is slower than was guessed, ask anew of what the other search
@@ -191,17 +229,9 @@ class LookAhead:
             expected[count] = max(expected[count], bound)
         return expected[count] > search.best.worth_searching
 
-    def _is_caught_up(self) -> bool:
-        """Whether the search has come to the number that is looked at; asked before anything is found out of a part."""
-        if time.perf_counter() - self._sent > _SEND_SECONDS:
-            self._send()
-        return 0 < self._news.copy_at == self._news.search_at
-
-    def _send(self) -> None:
+    def _breaks_off(self) -> bool:
+        """Whether the search has come to the number that is looked at, or knows of a much better plan than when that
+        was begun with, so that it may be too slow by now; asked before anything is found out of a part."""
         if os.getppid() != self._parent:
             raise SystemExit  # nobody is left to hear
-        parts, known = self._costs.known(self._since), self._bounds.answers
-        answers = dict(islice(known.items(), self._answered, None))
-        if parts or answers:
-            self._tell((parts, answers))
-        self._since, self._answered, self._sent = self._costs.known_parts, len(known), time.perf_counter()
+        return 0 < self._news.copy_at == self._news.search_at or self._best < _MUCH_BETTER * self._since

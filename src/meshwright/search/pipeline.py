@@ -163,6 +163,8 @@ class StageSearch:
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
+        if isfinite(known) and not probing:
+            self._scout.send(self, self.counts)
         best = better(self._again(last), self._known_interleaving())
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING
 
-from ..ahead import Ahead, copied
-from .look_ahead import SOME_LEFT, Found, LookAhead, shared_news
+from ..ahead import Ahead, Post, copied
+from .look_ahead import SOME_LEFT, Exchange, LookAhead, shared_news
 
 if TYPE_CHECKING:
     from ..plan import Plan
     from ..program.staged import StagedProgram
-    from .candidate import Candidate
     from .pipeline import StageSearch
 
 
@@ -29,19 +28,23 @@ class Scout:
 
     Attributes:
       write: lets a copy begin to write out a plan of a program, if there is something to do.
+      kept: a plan that was found before, with its program: it is the one to write out where a search has found nothing
+        faster. None for none.
     """
 
     def __init__(self, *, goes: bool = True) -> None:
         self.write: Callable[[Plan, StagedProgram], Ahead | None] = lambda plan, program: None
+        self.kept: tuple[Plan, StagedProgram] | None = None
         self._goes = goes
         self._news = shared_news()
         self._copy: Ahead | None = None
-        self._learn: Callable[[Found], None] = lambda found: None
+        self._post: Post | None = None
+        self._exchange: Exchange | None = None  # with the copy, unless it writes out a plan
         # What the last copy was to look at, and the seconds of the best plan then.
         self._seen: frozenset[int] = frozenset()
         self._sent = inf
         # The plan that the last one was to write out, and whether that is what the copy does.
-        self._begun: Candidate | None = None
+        self._begun: object = None
         self._writes = False
 
     def __enter__(self) -> Scout:
@@ -53,7 +56,9 @@ class Scout:
     def _end(self) -> None:
         if self._copy is not None:
             self._copy.end()
-        self._copy, self._writes = None, False
+        if self._post is not None:
+            self._post.close()
+        self._copy, self._post, self._exchange, self._writes = None, None, None, False
 
     @property
     def _at_work(self) -> bool:
@@ -91,12 +96,14 @@ class Scout:
         if known and self._begun is None:
             self.begin(search)
         goes = overtaken or not (known or self._at_work)
-        if not self._goes or not left or not goes or search.costs.base is None:
+        if not self._goes or not left or not goes or search.costs.base is None or not copied.can_copy():
             return
         self.recall()
         news.copy_at = 0
         self._seen, self._sent = frozenset(left), news.best_seconds
-        self._copy, self._learn = Ahead(lambda tell: LookAhead(search, left, news, tell).run()), search.learn
+        self._post = post = Post()
+        self._copy = copy = Ahead(lambda tell: LookAhead(search, left, news, Exchange(search, tell, post.heard)).run())
+        self._exchange = Exchange(search, post.send, copy.heard)
 
     def begin(self, search: StageSearch, *, now: bool = False) -> None:
         """Let a copy begin to write out the best plan so far, if there is none at work.
@@ -108,22 +115,27 @@ class Scout:
         if now:
             self.recall(writing=False)
         best = search.best_candidate
-        if best is None or best is self._begun or (self._at_work and not now):
+        wanted = best if best is not None else self.kept
+        if wanted is None or wanted is self._begun or (self._at_work and not now):
             return
         if not self._goes or not copied.can_copy():
             return
         self.recall()
         if self._news.copy_at == SOME_LEFT:
             self._seen = frozenset()
-        self._begun, self._news.copy_at = best, 0
-        plan = search.merged(best)
-        if plan is not None:
-            self._copy, self._writes = self.write(plan.plan(0.0), plan.costs.program), True
+        self._begun, self._news.copy_at = wanted, 0
+        found = self.kept
+        if best is not None:
+            merged = search.merged(best)
+            found = (merged.plan(0.0), merged.costs.program) if merged is not None else None
+        if found is not None:
+            self._copy, self._writes = self.write(*found), True
 
     def listen(self) -> None:
-        """Let the search take over what has been found out so far."""
-        for found in self._copy.heard() if self._copy is not None and not self._writes else ():
-            self._learn(found)
+        """Let the two tell each other what they have found out so far."""
+        if self._exchange is not None and self._post is not None and self._copy is not None and self._copy.is_there:
+            self._exchange.now()
+            self._post.flush()
 
     def recall(self, *, writing: bool = True) -> None:
         """The same; then there is no copy.
