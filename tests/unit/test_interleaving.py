@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from functools import cache
 from math import inf
@@ -10,18 +12,19 @@ from typing import Any
 
 import pytest
 
+from meshwright.ahead import copied
 from meshwright.cluster import load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
+from meshwright.search import interleaving
 from meshwright.search.inter_op_problem import Option, PlacedStage
+from meshwright.search.interleaved_stages import give_what_is_left, interleaved
 from meshwright.search.interleaving import (
     Interleaving,
     TooSlow,
     _missed,
     _Tried,
-    give_what_is_left,
-    interleaved,
 )
 from meshwright.search.memory_reserve import MemoryReserve
 from meshwright.search.parameters import parameter_infos
@@ -184,3 +187,40 @@ def test_what_was_tried_says_how_far_expectations_are_off() -> None:
     assert _missed(tried, 16, 8, 3) == 1.1, "as many ranks, the best of them"
     assert _missed(tried, 16, 8, 12) == 1.3, "as many stages"
     assert _missed(tried, 4, 8, 3) == 1.3, "as many microbatches: the worst of them"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux alone")
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_a_copy_found_too_slow_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
+    """And the plans are those that are found without it."""
+    takes = {(4, 4, 6): 29.0, (8, 8, 6): 28.0, (8, 8, 12): 25.0, (16, 2, 2): 40.0, (16, 2, 4): 20.0}
+    tries = [(4, 4, {6: 25.0, 8: 24.0}), (8, 8, {6: 25.5, 12: 24.0}), (16, 2, {2: 25.0, 4: inf})]
+    looked_at: list[tuple[int, int, int]] = []
+
+    def alike(cut: Any, ranks: int, chunks: int, scheduled: Any) -> Any:
+        name = (cut, ranks, chunks)
+        looked_at.append(name)
+        time.sleep(0.5)
+        return SimpleNamespace(seconds=takes[name])
+
+    def program(count: int) -> Any:
+        return SimpleNamespace(program=SimpleNamespace(source=None), count=count)
+
+    monkeypatch.setattr(copied, "can_copy", lambda: copies and not copied.is_copy())
+    monkeypatch.setattr(interleaving, "main_scan", lambda source: ("scan", 96))
+    monkeypatch.setattr(interleaving, "all_alike", alike)
+    monkeypatch.setattr(interleaving, "interleaved", lambda cut, ranks, chunks: iter([(cut, ranks, chunks)]))
+    request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED, "one_f_one_b"), known_interleaved=None)
+    made = Interleaving(request, lambda staged: pytest.fail("stages were cut"))
+    monkeypatch.setattr(made, "_tries", lambda *given: tries)
+    monkeypatch.setattr(made, "_least", lambda costs, ranks, chunks: 0.0)
+    monkeypatch.setattr(made, "_in_stages", lambda costs, ranks, chunks: costs.count)
+    found = made.candidates(
+        {}, [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
+        scheduled=lambda cut, stages, chunks: SimpleNamespace(seconds=takes[stages]),
+    )  # fmt: skip
+    assert [one.seconds for one in found] == [25.0]
+    # The second of as many ranks is expected to be as much slower than thought as the first.
+    mine = [(4, 4, 6), (8, 8, 12)] if copies else [(4, 4, 6), (8, 8, 6), (8, 8, 12)]
+    assert looked_at == mine
+    assert copied._at_work is None

@@ -56,6 +56,8 @@ class Begun:
                     send((key, False, None))
                     send((key, True, work(key)))
 
+        self._begun: set[int] = set()
+        self._done: dict[int, Any] = {}
         self.copy = Ahead(from_the_back)
 
     def finish(self, keys: Sequence[int], work: Callable[[int], Any], learn: Callable[[Any], None]) -> None:
@@ -66,27 +68,39 @@ class Begun:
           work: the same.
           learn: the same.
         """
-        begun: set[int] = set()
-        done: dict[int, Any] = {}
-
-        def listen(wait_seconds: float) -> bool:
-            heard = copy.heard(wait_seconds)
-            for key, is_done, found in heard:
-                if is_done:
-                    done[key] = found
-                begun.add(key)
-            return bool(heard)
-
-        with self.copy as copy:
+        with self.copy:
             for key in keys:
-                listen(0.0)
-                while key in begun and key not in done and listen(_MOST_SECONDS):
-                    pass
-                if key in done:
-                    if done[key]:
-                        learn(done[key])
-                    continue
-                self._mine[key] = 1
-                if key in begun:
-                    copy.end()  # it hangs, or is gone
-                work(key)
+                is_done, found = self.take(key)
+                if not is_done:
+                    work(key)
+                elif found:
+                    learn(found)
+
+    def take(self, key: int) -> tuple[bool, Any]:
+        """A piece of work that is needed now: whether the copy has done it, which is waited for where it has begun,
+        and what it found. Where it has not, it leaves it to this process.
+
+        Args:
+          key: its number.
+        """
+        self._listen(0.0)
+        while key in self._begun and key not in self._done and self._listen(_MOST_SECONDS):
+            pass
+        if key in self._done:
+            return True, self._done[key]
+        self.leave(key)
+        if key in self._begun:
+            self.copy.end()  # it hangs, or is gone
+        return False, None
+
+    def leave(self, key: int) -> None:
+        """The copy need not begin with this one."""
+        self._mine[key] = 1
+
+    def _listen(self, wait_seconds: float) -> bool:
+        heard = self.copy.heard(wait_seconds)
+        for key, is_done, found in heard:
+            if is_done:
+                self._done[key] = found
+            self._begun.add(key)
+        return bool(heard)

@@ -19,7 +19,8 @@ class FinishedPlans:
 
     Args:
       costs: of a number of microbatches.
-      scheduled: a plan under the schedule that is fastest for it; None where it fits under none.
+      scheduled: of costs and stages, and how many of these a rank has, the plan under the schedule that is fastest for
+        it; None where it fits under none.
       only_splits: whether a split backward is the only order that is asked for.
 
     Attributes:
@@ -31,7 +32,7 @@ class FinishedPlans:
     def __init__(
         self,
         costs: Callable[[int], StageCosts],
-        scheduled: Callable[[StageCosts, tuple[PlacedStage, ...]], Candidate | None],
+        scheduled: Callable[..., Candidate | None],
         *,
         only_splits: bool,
     ) -> None:
@@ -63,11 +64,18 @@ class FinishedPlans:
             if key not in self._candidates:
                 if self.seconds[key] > min(least.worth_a_look(count), best.worth_simulating):
                     continue
-                self._candidates[key] = self._scheduled(self._costs(count), stages)
+                self._candidates[key] = found = self._scheduled(self._costs(count), stages, chunks=1)
+                if found is not None:
+                    self.compare(found)
             candidate = self._candidates[key]
             if candidate is not None:
                 best.simulate(candidate.weight)
                 yield candidate
+
+    def compare(self, candidate: Candidate) -> None:
+        """Let a plan be among those that others are compared with."""
+        for words, seconds in candidate.all_schedules():
+            self.simulated[words] = min(seconds, self.simulated.get(words, inf))
 
     def fastest(self, most_seconds: float) -> Candidate | None:
         """The best simulated plan, if it takes no more than this."""

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import inf, isfinite
 
+from ..ahead import Begun
 from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
-from ..schedule import interleaved_one_f_one_b
 from .candidate import Candidate
 from .finished_plans import PlanKey
-from .inter_op_problem import PlacedStage
-from .stage_costs import StageCosts, solved_in_turn
+from .interleaved_stages import all_alike, balanced, fastest, in_flight_of, interleaved, places_of
+from .stage_costs import StageCosts
 from .stage_request import INTERLEAVED, StageRequest
-from .submeshes import Submesh
-from .workspace import held_together
 
 # Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
 _CHUNKS = (2, 4)
@@ -45,6 +43,9 @@ _MOST_INTERLEAVED = 8
 
 # Plans that suggest numbers of ranks.
 _SUGGESTING = 3
+
+# Microbatches, ranks, and by how many stages these may have each the seconds that are expected.
+_Try = tuple[int, int, dict[int, float]]
 
 
 def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: int) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ class Interleaving:
 
     def __init__(self, request: StageRequest, costs_of: Callable[[StagedProgram], StageCosts]) -> None:
         self._request, self._costs_of = request, costs_of
-        self._cut: dict[tuple[int, int], StageCosts] = {}
+        self._cut: dict[tuple[int, int, int], StageCosts] = {}
 
     @property
     def costs(self) -> list[StageCosts]:
@@ -100,7 +101,7 @@ class Interleaving:
     def _tries(
         self, finished: Mapping[PlanKey, float], looked_at: Sequence[int],
         below_seconds: float, costs_in: Callable[[int], StageCosts],
-    ) -> list[tuple[int, int, dict[int, float]]]:  # fmt: skip
+    ) -> list[_Try]:  # fmt: skip
         """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
         ascending, with the seconds that are expected of a step.
 
@@ -134,7 +135,7 @@ class Interleaving:
     def _expected(self, costs: StageCosts, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
         """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other and what
         they do once. What takes longer than `below_seconds` whatever is in flight is looked at no further."""
-        place = _places(costs, ranks)
+        place = places_of(costs, ranks)
         if place is None:
             return inf
         share, layers = costs.program.microbatches / count, len(costs.program.layers)
@@ -188,13 +189,24 @@ class Interleaving:
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
+        tries = self._tries(finished, looked_at, below_seconds, costs_in) if not late() else []
+        with self._ahead(tries, below_seconds, costs_in, scheduled) as ahead:
+            yield from self._tried(tries, ahead, below_seconds, costs_in, scheduled, late)
+
+    def _tried(
+        self, tries: Sequence[_Try], ahead: _Ahead, below_seconds: float, costs_in: Callable[[int], StageCosts],
+        scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
+    ) -> Iterator[Candidate]:  # fmt: skip
         tried: list[_Tried] = []
-        for count, ranks, ways in self._tries(finished, looked_at, below_seconds, costs_in) if not late() else ():
+        for count, ranks, ways in tries:
             for chunks, expected in ways.items():
                 if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
+                    ahead.leave(count, ranks, chunks)
                     continue
+                least = ahead.seconds(count, ranks, chunks)
                 try:
-                    least = self._least(costs_in(count), ranks, chunks) if expected else 0.0
+                    if expected and not least:
+                        least = self._least(costs_in(count), ranks, chunks)
                     if least >= below_seconds:
                         tried.append(_Tried(count, ranks, chunks, least / expected))
                         continue
@@ -237,12 +249,10 @@ class Interleaving:
           PlanError: if the program cannot be cut into so many stages.
           TooSlow: if it takes longer where all ranks are alike, so that it will hardly be faster otherwise.
         """
-        cut = self._in_stages(costs, ranks * chunks)
-        cut.reserve(costs.reserved)
+        cut = self._in_stages(costs, ranks, chunks)
         rough = None
         if isfinite(below_seconds):
-            alike = next(interleaved(cut, ranks, chunks, alike=True), None)
-            rough = scheduled(cut, alike, chunks=chunks) if alike is not None else None
+            rough = all_alike(cut, ranks, chunks, scheduled)
             if rough is not None and rough.seconds * _ALIKE_AT_MOST >= below_seconds:
                 raise TooSlow(rough.seconds * _ALIKE_AT_MOST)
         found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
@@ -255,27 +265,89 @@ class Interleaving:
         Raises:
           PlanError: if the program cannot be cut into so many stages.
         """
-        cut = self._in_stages(costs, ranks * chunks)
-        cut.reserve(costs.reserved)
-        places, count = _places(cut, ranks), ranks * chunks
+        cut = self._in_stages(costs, ranks, chunks)
+        places, count = places_of(cut, ranks), ranks * chunks
         if places is None or len(cut.program.layers) <= count:
             return 0.0
-        own, mean = _in_flight(cut, ranks, chunks)
-        ranges = _balanced(cut, places[0], count, max(mean)) or ()
+        own, mean = in_flight_of(cut, ranks, chunks)
+        ranges = balanced(cut, places[0], count, max(mean)) or ()
         held = [min(pair) for pair in zip(own, mean, strict=True)]
-        each = [_fastest(cut, *one, places[0], held[number]) for number, one in enumerate(ranges)]
+        each = [fastest(cut, *one, places[0], held[number]) for number, one in enumerate(ranges)]
         return cut.program.microbatches * max((sum(each[rank::ranks]) for rank in range(ranks)), default=0.0)
 
-    def _in_stages(self, costs: StageCosts, count: int) -> StageCosts:
-        """Of the same program with that many equal stages as its layers, if it is one scan over its layers: these need
-        not be the layers that it was clustered into."""
+    def _in_stages(self, costs: StageCosts, ranks: int, chunks: int) -> StageCosts:
+        """Of the same program with so many equal stages as its layers, if it is one scan over its layers: these need
+        not be the layers that it was clustered into. What is found out of them is of this interleaving alone, so that
+        it is the same in whatever order they are tried.
+
+        Raises:
+          PlanError: if the program cannot be cut into so many stages.
+        """
         program = costs.program
         if main_scan(program.source) is None:
             return costs
-        key = program.microbatches, count
+        key = program.microbatches, ranks, chunks
         if key not in self._cut:
-            self._cut[key] = self._costs_of(equal_stages(program.source, count))
-        return self._cut[key]
+            self._cut[key] = self._costs_of(equal_stages(program.source, ranks * chunks))
+        cut = self._cut[key]
+        cut.reserve(costs.reserved)
+        return cut
+
+    def _ahead(
+        self, tries: Sequence[_Try], below_seconds: float, costs_in: Callable[[int], StageCosts],
+        scheduled: Callable[..., Candidate | None],
+    ) -> _Ahead:  # fmt: skip
+        """A copy of this process at what is likely to be tried next: of every number of ranks first the fewest stages
+        of which something is expected. Of programs that are no scans what is found out of one interleaving is of use
+        for others, and there is none."""
+        each = [
+            [(count, ranks, chunks) for chunks, expected in ways.items() if 0 < expected < below_seconds]
+            for count, ranks, ways in tries
+        ]
+        names = [one for some in zip_longest(*each) for one in some if one is not None][1:]
+        if not names or main_scan(costs_in(names[0][0]).program.source) is None:
+            return _Ahead([], None)
+
+        def seconds(key: int) -> float:
+            count, ranks, chunks = names[key]
+            try:
+                rough = all_alike(self._in_stages(costs_in(count), ranks, chunks), ranks, chunks, scheduled)
+            except PlanError:
+                return 0.0
+            return rough.seconds * _ALIKE_AT_MOST if rough is not None else 0.0
+
+        return _Ahead(names, Begun(len(names), lambda: (range(len(names))[::-1], seconds)))
+
+
+class _Ahead:
+    """Interleavings whose ranks a copy of this process has found out to be too slow where all are alike. Use as a
+    context: at its end the copy is gone.
+
+    Args:
+      names: microbatches, ranks and stages on each, of those that it looks at.
+      begun: numbered like these; None where there is no copy.
+    """
+
+    def __init__(self, names: Sequence[tuple[int, int, int]], begun: Begun | None) -> None:
+        self._numbers, self._begun = {name: number for number, name in enumerate(names)}, begun
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._begun is not None:
+            self._begun.copy.end()
+
+    def seconds(self, *name: int) -> float:
+        """What one takes, about or at least; 0 where that is for this process to find out."""
+        if self._begun is None or name not in self._numbers:
+            return 0.0
+        return self._begun.take(self._numbers[name])[1] or 0.0
+
+    def leave(self, *name: int) -> None:
+        """Nobody asks for this one any more."""
+        if self._begun is not None and name in self._numbers:
+            self._begun.leave(self._numbers[name])
 
 
 def interleaving_words(candidate: Candidate) -> str:
@@ -312,92 +384,6 @@ class TooSlow(Exception):
         self.least_seconds = least_seconds
 
 
-def interleaved(
-    costs: StageCosts, ranks: int, chunks: int, *, alike: bool = False
-) -> Iterator[tuple[PlacedStage, ...]]:
-    """Stages for so many ranks with so many stages each, the fastest first; those of a rank may not fit together.
-
-    All get the same share of a device's memory. Of a rank's stages the first holds more microbatches than the last: a
-    stage is solved for its own number or, where that is less, for what they hold on average; or for the average; or for
-    its own.
-
-    Args:
-      costs: of a program.
-      ranks: on equal submeshes that use all devices.
-      chunks: stages on each rank.
-      alike: whether all hold as much as any, in the memory of the least: of a scan's pieces few are solved then.
-    """
-    program, devices = costs.program, costs.submeshes.cluster.num_devices
-    count = ranks * chunks
-    if ranks < 2 or devices % ranks or program.microbatches % ranks or count > len(program.layers):
-        return
-    places = _places(costs, ranks)
-    if places is None:
-        return
-    own, mean = _in_flight(costs, ranks, chunks)
-    ranges = _balanced(costs, places[0], count, max(mean))
-    if ranges is None:
-        return
-    limits = [
-        min(costs.limit_bytes(place, last, wish) for last in (False, number == ranks - 1) for wish in ("none", "layer"))
-        for number, place in enumerate(places)
-    ]
-    ways = [[min(pair) for pair in zip(own, mean, strict=True)], mean, own]
-    if alike:
-        ways, limits = [[max(mean)] * count], [min(limits)] * ranks
-    for in_flight in ways:
-        stages: list[PlacedStage] = []
-        for number, (first, last) in enumerate(ranges):
-            place, limit = places[number % ranks], limits[number % ranks]
-            option = solved_in_turn(costs, first, last, place, in_flight[number], chunks, limit)
-            if option is None:
-                break
-            stages.append(PlacedStage(first, last, place, option))
-        if len(stages) == count:
-            for rank, limit in enumerate([] if alike else limits):
-                mine = range(rank, count, ranks)
-                if not _fit(stages, mine, in_flight, limit):
-                    _share_evenly(costs, stages, mine, in_flight, limit)
-                give_what_is_left(costs, stages, mine, own, limit)
-            yield tuple(stages)
-
-
-def _fit(stages: Sequence[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float) -> bool:
-    """Whether the stages of a rank fit its devices together."""
-    held = [
-        (o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes, o.workspace_bytes)
-        for n in rank
-        for o in [stages[n].option]
-    ]
-    return held_together(held) <= limit_bytes
-
-
-def _share_evenly(
-    costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
-) -> None:
-    """Solve the stages of a rank in equal shares with a workspace each, where they need unlike ones."""
-    for n in rank:
-        one = stages[n]
-        option = costs.solve_within(one.first, one.last, one.submesh, in_flight[n], limit_bytes / len(rank))
-        if option is not None:
-            stages[n] = one._replace(option=option)
-
-
-def give_what_is_left(
-    costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
-) -> None:
-    """Solve the slowest stage of a rank again, in all that the others leave."""
-    slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
-    stage = stages[slowest]
-    options = {n: stages[n].option for n in rank if n != slowest}
-    others = sum(o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes for n, o in options.items())
-    option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
-    if option is not None and option.seconds < stage.option.seconds:
-        stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)
-        if not _fit(stages, rank, in_flight, limit_bytes):
-            stages[slowest] = stage  # another one of the rank needs a larger workspace
-
-
 def _ranks_of(finished: Mapping[PlanKey, float]) -> set[int]:
     """How many ranks the best few plans suggest: theirs are equal and divide the devices, those of a plan need not."""
     found: set[int] = set()
@@ -405,53 +391,3 @@ def _ranks_of(finished: Mapping[PlanKey, float]) -> set[int]:
         length = len(stages).bit_length()
         found |= {len(stages), 1 << length, 1 << length - 1}
     return found
-
-
-def _places(costs: StageCosts, ranks: int) -> list[Submesh] | None:
-    """Equal submeshes of one kind for so many ranks, if there are any."""
-    size = costs.submeshes.cluster.num_devices // ranks
-    places = [Submesh(rank * size, (rank + 1) * size) for rank in range(ranks)]
-    if not all(map(costs.submeshes.is_submesh, places)) or len({costs.solver.kind_of[place] for place in places}) > 1:
-        return None
-    return places
-
-
-def _in_flight(costs: StageCosts, ranks: int, chunks: int) -> tuple[Sequence[int], Sequence[int]]:
-    """The microbatches in flight on each stage, and on average on the stages of its rank."""
-    own = interleaved_one_f_one_b(ranks * chunks, costs.program.microbatches, chunks=chunks).in_flight
-    return own, [-(-sum(own[number % ranks :: ranks]) // chunks) for number in range(ranks * chunks)]
-
-
-def _fastest(costs: StageCosts, first: int, last: int, place: Submesh, in_flight: int) -> float:
-    """Seconds of a microbatch of a range, infinite where nothing fits."""
-    return min((option.seconds for option in costs.options(first, last, place, in_flight)), default=inf)
-
-
-def _balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> list[tuple[int, int]] | None:
-    """The layers in `count` ranges, the slowest as fast as can be, and of those all together as fast as can be."""
-    layers = len(costs.program.layers)
-    if layers == count:
-        return [(layer, layer + 1) for layer in range(layers)]
-    seconds = {
-        (first, last): _fastest(costs, first, last, place, in_flight)
-        for first in range(layers)
-        for last in range(first + 1, layers + 1)
-        if first + layers - last >= count - 1
-    }
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
-    for _ in range(count):
-        found: dict[int, tuple[float, float, int]] = {}
-        for first, (slowest, total, _) in best[-1].items():
-            for last in range(first + 1, layers + 1):
-                mine = seconds.get((first, last), inf)
-                here = (max(slowest, mine), total + mine, first)
-                if mine < inf and here < found.get(last, (inf, inf, 0)):
-                    found[last] = here
-        best.append(found)
-    if layers not in best[count]:
-        return None
-    bounds = [layers]
-    for row in range(count, 0, -1):
-        bounds.append(best[row][bounds[-1]][2])
-    bounds.reverse()
-    return list(pairwise(bounds))

@@ -212,7 +212,7 @@ class StageSearch:
     def merged(self, best: Candidate) -> Candidate | None:
         """As `candidate.merged`, of each candidate once."""
         if self._merged is None or self._merged[0] is not best:
-            self._merged = best, merged(best, self._costs_of, partial(scheduled, schedules=self._schedules))
+            self._merged = best, merged(best, self._costs_of, self._scheduled)
         return self._merged[1]
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
@@ -240,6 +240,7 @@ class StageSearch:
             below = self.best.simulated
             candidate = self._interleaving.known(self.costs, self._scheduled, below_seconds=below)
         if candidate is not None:
+            self.finished.compare(candidate)
             self.best.simulate(candidate.weight)
             self.considered.append(interleaving_words(candidate))
             yield candidate
@@ -378,6 +379,11 @@ class StageSearch:
     def _schedules(self) -> tuple[str, ...]:
         return schedules_for(self.request, self.costs.base.program if self.costs.base is not None else None)
 
+    @cached_property
+    def _scheduled(self) -> Callable[..., Candidate | None]:
+        """A candidate of costs and stages, `chunks` a rank; None if they do not fit."""
+        return partial(scheduled, schedules=self._schedules)
+
     def _refine(
         self, number: int, costs: StageCosts, problem: InterOpProblem, others: Sequence[int], *, bounded: bool
     ) -> None:
@@ -487,12 +493,6 @@ class StageSearch:
             suggesting, self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
+            self.finished.compare(candidate)
             self.considered.append(interleaving_words(candidate))
             yield candidate
-
-    def _scheduled(self, costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:
-        found, simulated = scheduled(costs, stages, self._schedules, chunks=chunks), self.finished.simulated
-        if found is not None:
-            for words, seconds in found.all_schedules():
-                simulated[words] = min(seconds, simulated.get(words, inf))
-        return found
