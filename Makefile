@@ -8,7 +8,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 # python3 of the path. But where that is the shared build of Python (--enable-shared), which takes 1.2 to 1.3 times as long
-# to plan (benchmarks/planning_time.py names the build), it is the system's own of the same version if that is another one.
+# to plan (benchmarks/planning_time.py names the build), it is the system's own of the same minor version if that is another.
 PYTHON ?= $(shell version=$$(python3 -c 'import sys; print(sys.version_info[:2])' 2>/dev/null) && \
   for each in python3 /usr/bin/python3; do \
     if $$each -c 'import ensurepip, sys, venv; sys.exit(str(sys.version_info[:2]) != sys.argv[1] \

@@ -220,6 +220,7 @@ def _plan_in_order(
     probes = _PROBES if free and len(programs) > 1 and large else 0
     # Their plans take something else than what the search says.
     retimed = asked.schedule in _SEARCHED
+    scout.kept = None
     scout.write = memory.begin if not retimed else lambda plan, program: None
     late, least = 0, 0.0
 

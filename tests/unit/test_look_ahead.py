@@ -19,15 +19,16 @@ COUNTS = (2, 4, 8, 16, 32)
 
 
 def looked_at(
-    news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: None, late: list[Any] | None = None
-) -> list[int]:
+    news: News, *, too_slow: Any = (), meanwhile: Any = lambda count: None, bound: Any = lambda count: None,
+    late: list[Any] | None = None,
+) -> list[int]:  # fmt: skip
     """The numbers of microbatches whose programs are asked for, in order, after 8; `late` is given what says whether
     to break off."""
     asked: list[int] = []
     bounds = SimpleNamespace(
-        floor=0.0, searched={8}, of=lambda count, best: 99.0 if count in too_slow else 1.0,
+        floor=0.0, searched={8}, of=lambda count, best: bound(count) or (99.0 if count in too_slow else 1.0),
         with_split=lambda count, best: 0.0, closer=lambda count, best, worth: meanwhile(count) or 0.0,
-        answers={},
+        answers={}, promising=lambda left, *given, **named: left[0],
     )  # fmt: skip
 
     class Costs:
@@ -35,6 +36,7 @@ def looked_at(
             self.known_parts: Any = {}
             self.refined: set[int] = set()
             self.late: Any = None
+            self.base = SimpleNamespace(least=lambda place: None)
 
         def __call__(self, count: int) -> int:
             asked.append(count)
@@ -43,12 +45,13 @@ def looked_at(
         def known(self, since: Any) -> Any:
             return {}
 
-    search: Any = SimpleNamespace(costs=Costs(), bounds=bounds, best=BestKnown(10.0), problems_of=lambda *count: ())
+    search: Any = SimpleNamespace(
+        costs=Costs(), bounds=bounds, best=BestKnown(10.0), problems_of=lambda *count: (), places=()
+    )
     exchange = Exchange(search, lambda found: None, list)
-    ahead = LookAhead(search, [count for count in COUNTS if count != 8], news, exchange)
     if late is not None:
-        late.append(search.costs.late)
-    ahead.run()
+        late.append(lambda: search.costs.late())
+    LookAhead(search, [count for count in COUNTS if count != 8], news, exchange).run()
     return asked
 
 
@@ -117,6 +120,33 @@ def test_a_much_better_plan_breaks_off_what_was_begun_with_a_worse_one(better: f
 
     looked_at(news, meanwhile=meanwhile, late=late)
     assert went_on == [True, goes_on]
+
+
+def test_what_was_broken_off_is_asked_anew() -> None:
+    news = told()
+    late: list[Any] = []
+    asked: list[int] = []
+
+    def of(count: int) -> None:
+        asked.append(count)
+        if count == 16 and news.best_seconds == 10.0:
+            news.best_seconds = 9.0
+            assert late[0]()
+            raise OutOfTime
+
+    looked_at(news, bound=of, late=late)
+    assert asked == [16, 16, 4, 32, 2]
+
+
+def test_a_guess_is_not_broken_off_when_the_first_plan_is_known() -> None:
+    news = shared_news()
+    late: list[Any] = []
+
+    def of(count: int) -> None:
+        news.best_seconds = 10.0
+        assert not late[0]()
+
+    assert sorted(looked_at(news, bound=of, late=late)) == [2, 4, 16, 32]
 
 
 class Finding:

@@ -83,6 +83,10 @@ class Interleaving:
         self._request, self._costs_of = request, costs_of
         self._cut: dict[tuple[int, int, int], StageCosts] = {}
 
+    def forget(self) -> None:
+        """Cut programs anew: a copy may have looked at some of them, and others were solved in other memory."""
+        self._cut.clear()
+
     @property
     def costs(self) -> list[StageCosts]:
         """Of the programs that were cut anew."""
@@ -190,7 +194,8 @@ class Interleaving:
           late: whether the time is over.
         """
         tries = self._tries(finished, looked_at, below_seconds, costs_in) if not late() else []
-        with self._ahead(tries, below_seconds, costs_in, scheduled) as ahead:
+        is_scan = bool(tries) and main_scan(costs_in(looked_at[0]).program.source) is not None
+        with self._ahead(tries if is_scan else (), below_seconds, costs_in, scheduled) as ahead:
             yield from self._tried(tries, ahead, below_seconds, costs_in, scheduled, late)
 
     def _tried(
@@ -217,10 +222,12 @@ class Interleaving:
                     tried.append(_Tried(count, ranks, chunks, slow.least_seconds / expected))
                     continue
                 except PlanError:
+                    ahead.leave(count, ranks, *ways)
                     break
                 if candidate is None and self._asked:
                     continue
                 if candidate is None:
+                    ahead.leave(count, ranks, *ways)
                     break  # more stages a rank have more in flight: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
                 if expected:
@@ -297,15 +304,15 @@ class Interleaving:
         self, tries: Sequence[_Try], below_seconds: float, costs_in: Callable[[int], StageCosts],
         scheduled: Callable[..., Candidate | None],
     ) -> _Ahead:  # fmt: skip
-        """A copy of this process at what is likely to be tried next: of every number of ranks first the fewest stages
-        of which something is expected. Of programs that are no scans what is found out of one interleaving is of use
-        for others, and there is none."""
+        """A copy of this process at what is likely to be tried next, of a program that is a scan: of every number of
+        ranks first the fewest stages of which something is expected. (Of other programs what is found out of one
+        interleaving is of use for others.)"""
         each = [
             [(count, ranks, chunks) for chunks, expected in ways.items() if 0 < expected < below_seconds]
             for count, ranks, ways in tries
         ]
         names = [one for some in zip_longest(*each) for one in some if one is not None][1:]
-        if not names or main_scan(costs_in(names[0][0]).program.source) is None:
+        if not names:
             return _Ahead([], None)
 
         def seconds(key: int) -> float:
@@ -344,10 +351,11 @@ class _Ahead:
             return 0.0
         return self._begun.take(self._numbers[name])[1] or 0.0
 
-    def leave(self, *name: int) -> None:
-        """Nobody asks for this one any more."""
-        if self._begun is not None and name in self._numbers:
-            self._begun.leave(self._numbers[name])
+    def leave(self, count: int, ranks: int, *chunks: int) -> None:
+        """Nobody asks for so many stages on each of these ranks any more."""
+        for each in chunks:
+            if self._begun is not None and (count, ranks, each) in self._numbers:
+                self._begun.leave(self._numbers[count, ranks, each])
 
 
 def interleaving_words(candidate: Candidate) -> str:

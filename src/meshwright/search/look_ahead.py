@@ -122,7 +122,7 @@ class LookAhead:
         self._costs, self._bounds = search.costs, search.bounds
         self._parent = os.getppid()
         self._costs.late, self._costs.hear = self._breaks_off, exchange.seldom
-        self._since = inf  # seconds of the best plan when the number at hand was looked at
+        self._since = 0.0  # seconds of the best plan when the number at hand was begun with; a guess is not broken off
         self._expected = dict.fromkeys(self._left, self._bounds.floor)
         self._asked: dict[int, float] = {}  # of a number, the seconds of the best plan that its bound is for
         self._last: list[tuple[int, StageCosts, InterOpProblem]] = []
@@ -180,6 +180,7 @@ class LookAhead:
         """Find out something of a number, unless it is too slow, and send it."""
         self._news.copy_at, self._since = count, self._best
         with suppress(PlanError, OutOfTime):  # the step cannot be cut so, or the search has caught up
+            self._seen[count] = self._since, False  # where that is broken off it is asked anew
             slower = self._is_slower(count)
             self._seen[count] = self._search.best.objective, slower
             if not slower:

@@ -99,9 +99,12 @@ class Scout:
         if not self._goes or not left or not goes or search.costs.base is None or not copied.can_copy():
             return
         self.recall()
+        try:
+            self._post = post = Post()
+        except OSError:  # no file is left for it: then there is no copy
+            return
         news.copy_at = 0
         self._seen, self._sent = frozenset(left), news.best_seconds
-        self._post = post = Post()
         self._copy = copy = Ahead(lambda tell: LookAhead(search, left, news, Exchange(search, tell, post.heard)).run())
         self._exchange = Exchange(search, post.send, copy.heard)
 
