@@ -24,6 +24,7 @@ from meshwright.schedule import (
 )
 from meshwright.simulate import EdgeTiming, Event, StageTiming, Timing, TransferEvent, simulate, steady_period_seconds
 
+INSTANT: Any = "instant"
 TWO = Timing.uniform(stages=2, forward_seconds=1.0, backward_seconds=2.0, transfer_seconds=0.5)
 
 
@@ -299,7 +300,7 @@ STAGE = {"forward_seconds": 1.0, "backward_seconds": 1.0}
         (lambda: simulate(gpipe(3, 2), TWO), "got 2 stages; needed 3, as the schedule gpipe has"),
         (lambda: simulate(gpipe(2, 2), replace(TWO, edges=())), "none for the edge 0->1"),
         (lambda: simulate(zero_bubble(2, 2), TWO), "stage 0 without the parts of its backward"),
-        (lambda: simulate(gpipe(2, 2), TWO, transfers="instant"), "got transfers='instant'"),  # type: ignore[arg-type]
+        (lambda: simulate(gpipe(2, 2), TWO, transfers=INSTANT), "got transfers='instant'"),
     ],
 )
 def test_refusals(build: Any, message: str) -> None:

@@ -4,8 +4,8 @@ The search for stages gives every stage devices of its own. Interleaving (`sched
 v stages, the s-th stage to rank s mod n, and divides the bubble by v. So it is made from what the search has learned:
 for a number of ranks, the layers are cut into n v ranges whose slowest is as fast as can be (a dynamic program on the
 costs of one stage, estimates where a range is not solved; a scan over the layers of a model is cut into n v equal
-pieces), each is solved within the v-th part of a rank's memory, and the whole is simulated. Whether memory suffices is
-checked on the sum over a rank's stages.
+pieces), each is solved within the v-th part of a rank's memory (`interleaved_stages`), and the whole is simulated.
+Whether memory suffices is checked on the sum over a rank's stages.
 
 Known limit: ranges are balanced by their seconds alone, not by the schedule; only a rank's slowest stage gets more than
 its share of the memory.
