@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from meshwright.search.choices import values_of_parameters
 from meshwright.search.hierarchical import HierarchicalSearch, SearchRequest
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
 from meshwright.search.pins import Pins
+from meshwright.search.wiring import wiring_of
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
 
@@ -188,7 +189,7 @@ class Priced:
         self.chained = problem()
         # Every operator by itself: what follows another one may be laid out in any way.
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(intra_op, "leaders", lambda wiring, rows: {o.index: o.index for o in wiring.operators})
+            patched.setattr(intra_op, "wiring_of", lambda graph: replace(wiring_of(graph), continued={}))
             self.problem = problem()
         self.kept = kept_values(graph) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)

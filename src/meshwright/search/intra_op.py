@@ -35,7 +35,7 @@ from .parameter_prices import ParameterPrices, parameter_prices
 from .pins import Pins
 from .prices import OperatorPrices, prices_of
 from .spec_row import SpecRow
-from .wiring import Shared, forward_runs, forward_runs_of, leaders, wiring_of
+from .wiring import Shared, forward_runs, forward_runs_of, wiring_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +175,7 @@ class IntraOpProblem:
         self._pins = pins
         self.of_parameters = values_of_parameters(graph)
         self._wiring = wiring_of(graph)
+        self.operators = self._wiring.operators
         # Node tables: choices, seconds, bytes; and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []
         self._seconds: list[np.ndarray] = []
@@ -287,33 +288,47 @@ class IntraOpProblem:
                 if roles is not None:
                     origins = operator_origins(graph)[operator.index]
                     choices = roles.operator(operator, origins, choices, of_parameters=of_parameters)
-                cache[signature] = self.prices.of_operator(graph, operator, choices)
+                cache[signature] = self.prices.of_operator(graph, operator, choices, self.of_parameters)
             prices[operator.index] = cache[signature]
-        leader = leaders(self._wiring, prices)
-        node_of: dict[int, int] = {}
         for operator in self._wiring.operators:
             index = operator.index
-            known, first = prices[index], leader[index]
+            known = prices[index]
             seconds = known.seconds(self.forward_runs(operator), m * operator.repeats)
-            node = node_of.get(first, -1)
-            if node < 0:
-                node = node_of[first] = self._node(known.choices, seconds)
+            node = self._followed(operator, known)
+            if node is None:
+                node = self._node(known.choices, seconds)
             else:
                 self._seconds[node] = self._seconds[node] + seconds
             self.operator_node[index] = node
             for value, row in zip(operator.results, known.results, strict=True):
                 if value is not None:
                     self._defines[value] = (node, row)
-        for shared in self._wiring.shared:
-            self._add_shared(shared)
+                    if value in self._wiring.shared:
+                        self._add_shared(self._wiring.shared[value], follows=index in self._wiring.continued)
+
+    def _followed(self, operator: Operator, known: OperatorPrices) -> int | None:
+        """The node of what an operator follows, each choice of which is one of its own."""
+        at = self._wiring.continued.get(operator.index, -1)
+        value = operator.operands[at] if at >= 0 else None
+        if value is None or value not in self._defines:  # a loop carries it, and nobody has made it yet
+            return None
+        node, row = self._defines[value]
+        # Rows that are equal are one object.
+        return node if row is known.operands[at] and row.distinct else None
 
     def _is_of_parameters(self, operator: Operator) -> bool:
         return all(v in self.of_parameters for v in operator.results if v is not None)
 
-    def _add_shared(self, shared: Shared) -> None:
+    def _add_shared(self, shared: Shared, *, follows: bool) -> None:
+        """A value that is moved once for all its readers; in the layout in which it is made, if what makes it follows
+        what it reads."""
         index = shared.value
         producer, specs = self._defines[index]
         choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in shared.users))
+        if follows and choices is specs and specs.distinct:
+            if shared.kept:
+                self._bytes[producer] += self._kept_bytes(index, specs)
+            return
         node = self._node(choices, np.zeros(len(choices)))
         self.shared_node[index] = node
         times = self.trips(shared.maker, index)
@@ -360,7 +375,7 @@ class IntraOpProblem:
                 index, times = read.value, read.times
                 source, specs = self._defines[index]
                 targets = operands[read.position]
-                if source != node:  # else it follows what makes the value
+                if source != node or specs is not targets:  # else it follows what makes the value
                     runs = 2 if read.of_parameters and self.gathers_again else read.runs
                     often = 1 / self.microbatches if read.waits and self.sums_numbers_last else times
                     self._connect(source, node, self._conversions(index, specs, targets, runs, often))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from .solved_stage import SolvedStage
+from .stage_problem import StageSeconds
 from .stage_solver import Place, StageSolver
 from .workspace import AS_BAD
 
@@ -64,6 +64,8 @@ class PartRows:
         self.late: Callable[[], bool] = lambda: False
         self._solver = solver
         self._rows: dict[tuple[Any, ...], PartRow] = {}
+        # Of a part on a logical mesh what its layouts take, by the choices of nodes.
+        self._taken: dict[tuple[Any, ...], dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -150,8 +152,16 @@ class PartRows:
                 rungs = list(enumerate(prices, start=1))
                 asked = {(rung, one): (price, one) for one in sorted(unknown) for rung, price in rungs}
             gap = may_be_loose(len(solver.cut(place.first, place.last).graph.operators))
-            for key, found in zip(asked, solver.priced(place, wish, list(asked.values()), gap=gap), strict=True):
-                self._rows[*about, *key] = part_row(*found) if found is not None else NO_PART
+            found = solver.choices_at(place, wish, list(asked.values()), gap=gap)
+            built = solver.problem(place, wish)
+            for key, one in zip(asked, found, strict=True):
+                if built is None or one is None or one.choices is None:
+                    self._rows[*about, *key] = NO_PART
+                    continue
+                same = self._taken.setdefault(about, {})  # many prices have the same answer
+                if one.choices not in same:
+                    same[one.choices] = built[0].seconds(one.choices), built[0].boundary_seconds(one.choices)
+                self._rows[*about, *key] = part_row(*same[one.choices], one.share)
         return self._rows[*about, number, in_flight]
 
     def _key(self, place: Place, remat: str) -> tuple[Any, ...]:
@@ -162,18 +172,18 @@ class PartRows:
             raise OutOfTime
 
 
-def part_row(stage: SolvedStage, share: float) -> PartRow:
+def part_row(seconds: StageSeconds, boundary: tuple[float, float], share: float) -> PartRow:
     """Of a part what it takes at least.
 
     Args:
-      stage: the part as solved.
+      seconds: of the layouts that have been found.
+      boundary: what it saves as a part of a longer range (`StageProblem.boundary_seconds`).
       share: of its seconds, what is certain to be needed.
     """
-    boundary, fixed = stage.boundary
-    one = stage.seconds
-    seconds = (
-        one.forward_seconds, one.backward_seconds, one.weight_seconds, boundary,
-        one.synchronise_seconds + one.update_seconds, fixed,
+    received, fixed = boundary
+    each = (
+        seconds.forward_seconds, seconds.backward_seconds, seconds.weight_seconds, received,
+        seconds.synchronise_seconds + seconds.update_seconds, fixed,
     )  # fmt: skip
-    row = (*(share * each for each in seconds), one.constant_bytes, one.in_flight_bytes, 0.0)
-    return row, one.workspace_bytes
+    row = (*(share * one for one in each), seconds.constant_bytes, seconds.in_flight_bytes, 0.0)
+    return row, seconds.workspace_bytes

@@ -108,15 +108,10 @@ class Passes:
     def _operators(self, picked: Sequence[int]) -> tuple[float, float]:
         """Of one microbatch forward, and of the backward pass what computes gradients of parameters."""
         problem = self._problem
+        prices, nodes = problem.operator_prices, problem.operator_node
         forward = weight = 0.0
-        for index, node in problem.operator_node.items():
-            known, number, operator = problem.operator_prices[index], picked[node], problem.graph.operators[index]
-            if number not in known.passes:
-                algorithm = known.choices[number].algorithm
-                known.passes[number] = problem.prices.operator_passes(
-                    problem.graph, operator, algorithm, problem.of_parameters
-                )
-            one = known.passes[number]
-            forward += operator.repeats * one[0]
-            weight += operator.repeats * one[1]
+        for operator in problem.operators:
+            known, number = prices[operator.index], picked[nodes[operator.index]]
+            forward += operator.repeats * known.forward_seconds.item(number)
+            weight += operator.repeats * known.weight_seconds.item(number)
         return forward, weight

@@ -80,6 +80,13 @@ class PricedProblem:
         return Forest(self._problem)
 
     @cached_property
+    def _second_forest(self) -> Forest:
+        """One that has the edges which the first leaves out and its choices pay for: those where memory has no price,
+        so that it is the same whatever is asked for first."""
+        choices, _, _ = self._forest.minimise_each(self._flat[0].numbers[:, None])
+        return Forest(self._problem, first=self._forest.paid_for(choices))
+
+    @cached_property
     def _flat(self) -> tuple[FlatNodes, FlatNodes]:
         """Seconds, and bytes once and for each microbatch in flight."""
         return FlatNodes(self._problem.costs), FlatNodes(self._constant, self._kept)
@@ -103,7 +110,7 @@ class PricedProblem:
         Raises:
           Infeasible: every assignment is forbidden.
         """
-        found = self.relaxed(prices)
+        found = self.relaxed(prices, gap=gap)
         left = [number for number, one in enumerate(found) if one.choices is None or 1 - one.share > gap]
         if left:
             wanted = [prices[number] for number in left]
@@ -116,11 +123,12 @@ class PricedProblem:
                     found[number] = _priced(best, *self._totals(best, price), bound)
         return found
 
-    def relaxed(self, prices: Sequence[tuple[float, float]]) -> list[Priced]:
-        """What the forest finds, and its bounds.
+    def relaxed(self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0) -> list[Priced]:
+        """What forests find, and their bounds: a second one is made where the first leaves more than a gap open.
 
         Args:
           prices: as of `best`.
+          gap: as of `best`.
 
         Raises:
           Infeasible: every assignment is forbidden.
@@ -129,10 +137,20 @@ class PricedProblem:
             return [Priced(choices=(), bound=0.0)] * len(prices)
         at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
         seconds, held = self._flat
-        choices, totals, bounds = self._forest.minimise_each(seconds.numbers[:, None] + _paid(held.numbers, at))
+        costs = seconds.numbers[:, None] + _paid(held.numbers, at)
+        choices, totals, bounds = self._forest.minimise_each(costs)
         if not np.isfinite(bounds).all():
             raise Infeasible.no_finite("the spanning forest")
         paid = (held.sum(choices) * at).sum(axis=1)
+        left = np.flatnonzero(totals - bounds > min(gap, 1.0) * np.where(np.isfinite(totals), totals - paid, 0.0))
+        if len(left):
+            again, lower, higher = self._second_forest.minimise_each(costs[:, left])
+            if not np.isfinite(higher).all():
+                raise Infeasible.no_finite("another spanning forest")
+            better = lower < totals[left]
+            choices[:, left[better]], totals[left[better]] = again[:, better], lower[better]
+            bounds[left] = np.maximum(bounds[left], higher)
+            paid = (held.sum(choices) * at).sum(axis=1)
         return [
             _priced(tuple(one), total - bytes_cost, bytes_cost, bound)
             if total < inf

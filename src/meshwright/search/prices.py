@@ -51,7 +51,7 @@ class OperatorPrices:
       results: of each result, the spec that each choice makes.
       forward_seconds: of one run of each choice.
       backward_seconds: of one run of each choice; rematerialised or not, both are the same.
-      passes: by number of a choice, the seconds forward and of weight gradients, as far as anybody has asked.
+      weight_seconds: of these, what computes gradients of parameters.
       in_step: what `seconds` has said.
     """
 
@@ -60,7 +60,7 @@ class OperatorPrices:
     results: tuple[SpecRow, ...]
     forward_seconds: np.ndarray
     backward_seconds: np.ndarray
-    passes: dict[int, tuple[float, float]] = field(default_factory=dict)
+    weight_seconds: np.ndarray
     in_step: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def seconds(self, forward_runs: int, times: int) -> np.ndarray:
@@ -162,8 +162,10 @@ class Prices:
             )
         return self._forward_tables[key]
 
-    def of_operator(self, graph: Graph, operator: Operator, choices: Choices) -> OperatorPrices:
-        """What is known of an operator that can be run in these ways."""
+    def of_operator(
+        self, graph: Graph, operator: Operator, choices: Choices, of_parameters: Container[int | None]
+    ) -> OperatorPrices:
+        """What is known of an operator that can be run in these ways; `of_parameters` as of `operator_parts`."""
         if is_plain(operator):
             # What a device writes says it all, and that is one of a few sizes.
             written = np.zeros(len(choices))
@@ -174,9 +176,11 @@ class Prices:
             seconds = {size: self.kernel(plain_kernel(size, stored=stored)) for size in set(sizes)}
             forward = np.array([seconds[size] for size in sizes])
             backward = forward * operator.differentiated
+            moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
+            weight = backward * (sum(v in of_parameters for v in moving) / max(len(moving), 1))
         else:
-            parts = self.operator_parts(graph, operator, [choice.algorithm for choice in choices])
-            forward, backward, inside, mirrored = np.array(parts, dtype=float).reshape(-1, 4).T
+            parts = self.operator_parts(graph, operator, [choice.algorithm for choice in choices], of_parameters)
+            forward, backward, inside, mirrored, weight = np.array(parts, dtype=float).reshape(-1, 5).T
             forward, backward = forward + inside, backward + mirrored
         return OperatorPrices(
             choices=choices,
@@ -184,6 +188,7 @@ class Prices:
             results=choices.results,
             forward_seconds=forward,
             backward_seconds=backward,
+            weight_seconds=weight,
         )
 
     def shared(self, made: SpecRow, read: tuple[SpecRow, ...]) -> SpecRow:
@@ -208,53 +213,42 @@ class Prices:
         Args:
           forward_runs: 2 if it is rematerialised, else 1.
         """
-        ((forward, backward, inside, mirrored),) = self.operator_parts(graph, operator, [algorithm])
+        ((forward, backward, inside, mirrored, _),) = self.operator_parts(graph, operator, [algorithm])
         return forward_runs * forward + backward, forward_runs * inside + mirrored
 
     def operator_parts(
-        self, graph: Graph, operator: Operator, algorithms: Sequence[Algorithm]
-    ) -> list[tuple[float, float, float, float]]:
+        self, graph: Graph, operator: Operator, algorithms: Sequence[Algorithm],
+        of_parameters: Container[int | None] = (),
+    ) -> list[tuple[float, float, float, float, float]]:  # fmt: skip
         """The same for many algorithms, each forward and backward apart: seconds of compute, and of collectives
-        inside."""
+        inside; and of compute backward what is for gradients of parameters.
+
+        Args:
+          graph: it belongs to.
+          operator: the operator.
+          algorithms: how it may be split.
+          of_parameters: the values that depend on parameters alone.
+        """
         if operator.is_link:
-            return [(*self._sliced(graph, operator, algorithm), 0.0, 0.0) for algorithm in algorithms]
+            # Backward it is taken again, which others wait for, and its gradient added to that of the stack.
+            adding = (SLICED_BACKWARD - 1) / SLICED_BACKWARD * (operator.operands[0] in of_parameters)
+            sliced = (self._sliced(graph, operator, algorithm) for algorithm in algorithms)
+            return [(forward, backward, 0.0, 0.0, adding * backward) for forward, backward in sliced]
         stored = is_stored(graph, operator)
         parts = []
         for algorithm in algorithms:
             found = operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
-            backward = sum(one.runs * self.kernel(one.kernel) for one in found.gradients)
-            inside = mirrored = 0.0
+            backward = weight = inside = mirrored = 0.0
+            for gradient in found.gradients:
+                seconds = gradient.runs * self.kernel(gradient.kernel)
+                backward += seconds
+                weight += (operator.operands[gradient.operand] in of_parameters) * seconds
             for one in self.inner_collectives(graph, operator, algorithm):
                 seconds = self.collective(one.kind, one.size_bytes, one.axes)
                 inside += seconds
                 mirrored += one.mirrored * seconds
-            parts.append((self.kernel(found.forward), backward, inside, mirrored))
+            parts.append((self.kernel(found.forward), backward, inside, mirrored, weight))
         return parts
-
-    def operator_passes(
-        self, graph: Graph, operator: Operator, algorithm: Algorithm, of_parameters: Container[int | None]
-    ) -> tuple[float, float]:
-        """Seconds of one run of an operator forward, with the collectives inside, and of its derivative what computes
-        gradients of parameters.
-
-        Args:
-          of_parameters: the values that depend on parameters alone.
-        """
-        if operator.is_link:
-            forward, backward = self._sliced(graph, operator, algorithm)
-            # Backward it is taken again, which others wait for, and its gradient added to that of the stack.
-            adding = (SLICED_BACKWARD - 1) / SLICED_BACKWARD * (operator.operands[0] in of_parameters)
-            return forward, adding * backward
-        found = self.kernels(graph, operator, algorithm)
-        inside = sum(
-            self.collective(c.kind, c.size_bytes, c.axes) for c in self.inner_collectives(graph, operator, algorithm)
-        )
-        weight = sum(
-            one.runs * self.kernel(one.kernel)
-            for one in found.gradients
-            if operator.operands[one.operand] in of_parameters
-        )
-        return self.kernel(found.forward) + inside, weight
 
     def _sliced(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[float, float]:
         """Seconds of one run of a scan's link forward and backward: what it takes out of a stack may be copied."""

@@ -44,11 +44,6 @@ class SolvedStage:
         solution = self.chosen.solution
         return solution.lower_bound / solution.objective if solution.objective > 0 else 1.0
 
-    @property
-    def boundary(self) -> tuple[float, float]:
-        """What it saves as a part of a longer range (`StageProblem.boundary_seconds`)."""
-        return self.problem.boundary_seconds(self.chosen)
-
     def certain(self, share: float) -> SolvedStage:
         """The same where this share of its seconds is certain to be needed: it may have been found first at another
         price of memory, where something else was."""

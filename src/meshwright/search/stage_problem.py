@@ -35,6 +35,9 @@ from .workspace import AS_BAD, Moment, Workspace
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
 _ROUNDS_OF_PRICES = 3
 
+# At every price forests look for better than this, relative; of a problem of few nodes, as a scan's, elimination does.
+_CLOSE, _FEW_NODES = 1e-3, 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
@@ -165,7 +168,7 @@ class StageProblem(IntraOpProblem):
         graph, (node, specs) = self.graph, self._defines[value]
         users = graph.consumers.get(value, ())
         readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
-        if shared := (value in self.shared_node or not readers):
+        if shared := (value in self._wiring.shared or not readers):
             rows[node] += share * self.local_bytes(value, specs)
             readers = [one for one in readers if reads_gathered(graph, graph.operators[one[1]], value)]
         for reader, user, at in readers[:1]:
@@ -216,7 +219,7 @@ class StageProblem(IntraOpProblem):
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        return self._free.relaxed([(0.0, 1)])[0]
+        return self._free.relaxed([(0.0, 1)], gap=_CLOSE)[0]
 
     def needs_at_best(self, in_flight: int) -> float:
         """Bytes on a device, workspace included, of the fastest layouts.
@@ -254,6 +257,7 @@ class StageProblem(IntraOpProblem):
 
     def _by_prices(self, limit_bytes: float, gap: float) -> IntraOpSolution | None:
         ready, in_flight = self._free, self.in_flight
+        best_at = ready.best if len(self.choices) <= _FEW_NODES else ready.relaxed
         free = self.fastest
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
@@ -263,7 +267,7 @@ class StageProblem(IntraOpProblem):
             over, best = None, (ready.seconds(over), over)
         prices = unit * np.array(_FIRST_PRICES)
         for _ in range(_ROUNDS_OF_PRICES):
-            found = ready.relaxed([(price, in_flight) for price in prices.tolist()])
+            found = best_at([(price, in_flight) for price in prices.tolist()], gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
                 bound = max(bound, one.bound - price * limit_bytes)
                 if one.choices is None:
@@ -279,7 +283,7 @@ class StageProblem(IntraOpProblem):
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
         if best is None:
             return None
-        if best[0] - bound > gap * abs(best[0]):
+        if best[0] - bound > _CLOSE * abs(best[0]):
             # Prices alone miss what uses the last bytes of memory.
             choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
             best = min(best, (ready.seconds(choices), choices))
@@ -326,11 +330,15 @@ class StageProblem(IntraOpProblem):
         """Bytes throughout, of the workspace and for each microbatch in flight."""
         return FlatNodes(self._throughout, self._workspace, self._kept_by_node)
 
-    def seconds(self, chosen: IntraOpSolution) -> StageSeconds:
-        """What a solution of this problem takes."""
-        picked = chosen.solution.choices
-        passes = self._passes.seconds(picked, chosen.solution.objective)
-        constant, workspace, kept = self._flat_bytes.sum(np.array(picked, dtype=int)).tolist()
+    def seconds(self, choices: tuple[int, ...], objective: float | None = None) -> StageSeconds:
+        """What choices of layouts take.
+
+        Args:
+          choices: of all nodes.
+          objective: their seconds in a step, if they are known.
+        """
+        passes = self._passes.seconds(choices, self._free.seconds(choices) if objective is None else objective)
+        constant, workspace, kept = self._flat_bytes.sum(np.array(choices, dtype=int)).tolist()
         return StageSeconds(
             forward_seconds=passes.forward,
             backward_seconds=passes.backward,
@@ -342,18 +350,19 @@ class StageProblem(IntraOpProblem):
             in_flight_bytes=kept,
         )
 
-    def boundary_seconds(self, chosen: IntraOpSolution) -> tuple[float, float]:
+    def boundary_seconds(self, choices: tuple[int, ...]) -> tuple[float, float]:
         """What a range of equations saves when it is no stage of its own but part of a larger one: the writing of what
-        it receives, a microbatch, and the fixed cost of the one collective that sums its gradients, a step."""
-        graph = self.graph
-        spec_of = dict(zip(graph.inputs, chosen.inputs, strict=True))
-        received = sum(
-            elementwise_seconds(graph.values[v].bytes / spec_of[v].shards(self.sizes), self.prices.device)
-            for v in self._received
-        )
-        picked = chosen.solution.choices
-        fixed = sum(float(one.fixed_seconds[picked[node]]) for node, one in self.parameter_prices.items())
-        return received, fixed
+        it receives, a microbatch, and the fixed cost of the one collective that sums its gradients, a step.
+
+        Args:
+          choices: of all nodes.
+        """
+        written = 0.0
+        for value in self._received:
+            node, row = self._defines[value]
+            written += self.graph.values[value].bytes / self.prices.shards(row).item(choices[node])
+        fixed = sum(one.fixed_seconds.item(choices[node]) for node, one in self.parameter_prices.items())
+        return elementwise_seconds(written, self.prices.device), fixed
 
 
 def _least(rows: Sequence[np.ndarray]) -> float:

@@ -15,6 +15,7 @@ from ..program.staged import StagedProgram
 from ..solve import Infeasible, Unsolved
 from .intra_op import IntraOpSolution, ParameterInfo
 from .pins import Pins
+from .priced import Priced
 from .ranges import Ranges
 from .solved_stage import SolvedStage
 from .stage_problem import StageProblem
@@ -264,19 +265,27 @@ class StageSolver:
           prices: in seconds per byte, each with the microbatches in flight.
           gap: at which to stop, relative to the seconds.
         """
+        found = self.choices_at(place, remat, prices, gap=gap)
+        built = self.problem(place, remat)
+        return [
+            None
+            if built is None or one is None or one.choices is None
+            else (self._once(place, remat, built, one.choices, one.share), one.share)
+            for one in found
+        ]
+
+    def choices_at(
+        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float
+    ) -> list[Priced | None]:
+        """The best choices of layouts for a range where memory has a price; arguments as of `priced`."""
         built = self.problem(place, remat)
         if built is None:
             return [None] * len(prices)
-        problem = built[0]
         self.solves += len(prices)
         try:
-            found = problem.priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)
+            return [*built[0].priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)]
         except Infeasible:
-            return self.priced(place, remat, prices, gap=gap) if self._relax(place) else [None] * len(prices)
-        return [
-            None if one.choices is None else (self._once(place, remat, built, one.choices, one.share), one.share)
-            for one in found
-        ]
+            return self.choices_at(place, remat, prices, gap=gap) if self._relax(place) else [None] * len(prices)
 
     def _once(
         self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...],
@@ -345,7 +354,7 @@ class StageSolver:
         problem, segments, cut = built
         return SolvedStage(
             cut=cut, problem=problem, chosen=chosen, mesh=self.meshes[place.kind][place.mesh],
-            segments=segments, seconds=problem.seconds(chosen),
+            segments=segments, seconds=problem.seconds(chosen.solution.choices, chosen.solution.objective),
         )  # fmt: skip
 
 

@@ -1,25 +1,25 @@
 """What the nodes of an intra-operator problem read, whatever the mesh is: found out once for a graph.
 
-Operators that follow the one whose result they read have its node. A value that one operator makes and one reads could
-be converted between the two; where what both take follows from what they write, and each reads one large array, the
-conversion may as well come where such a chain begins or ends. Alpa (OSDI '22) merges them too; here a follower has to
-have the same layouts.
+An operator may follow the one large array that it reads: it has the node of what defines that, and so its layout, if
+what it takes follows from what it writes and it makes nothing larger. A conversion of what it reads would be no less
+than one of what it makes, which is still there to be chosen. So a value that is read several times has the node of what
+makes it, too. Alpa (OSDI '22) merges operators into what they read as well; here a follower has to have the same
+layouts.
 
-Known limit: where a chain casts its values to a narrower type and back, a conversion in its middle can cost less.
+Known limit: that an array is cut for one of its readers alone, which then does less, is not considered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..program.graph import Graph, Operator, once_for_each
 from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
 from ..sharding.deferred_sums import waiting_reads
 from .choices import values_of_parameters
 from .operator_kernels import is_plain
-from .spec_row import SpecRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,44 +70,14 @@ class Wiring:
     Args:
       operators: that have choices: all but those that depend on no input.
       reads: of each of these, in their order, what it reads.
-      shared: in the order in which values are first read.
-      followers: of each operator that another may follow, that one and which of its operands it follows.
+      shared: by value.
+      continued: of each operator that may follow what it reads, which of its operands that is.
     """
 
     operators: tuple[Operator, ...]
     reads: tuple[tuple[Read, ...], ...]
-    shared: tuple[Shared, ...]
-    followers: Mapping[int, tuple[int, int]]
-
-
-class _Rows(Protocol):
-    """Layouts of an operator."""
-
-    @property
-    def operands(self) -> tuple[SpecRow, ...]: ...
-
-    @property
-    def results(self) -> tuple[SpecRow, ...]: ...
-
-
-def leaders(wiring: Wiring, rows: Mapping[int, _Rows]) -> dict[int, int]:
-    """Of each operator the last of its chain, which is itself if none follows it.
-
-    Args:
-      wiring: of the graph.
-      rows: by operator, how each choice lays out what it reads and makes.
-    """
-    found: dict[int, int] = {}
-    for operator in reversed(wiring.operators):
-        index = operator.index
-        found[index] = index
-        if index in wiring.followers:
-            reader, at = wiring.followers[index]
-            (made,) = rows[index].results
-            # Rows that are equal are one object. A choice for each that the other can take, and no other one.
-            if made is rows[reader].operands[at] and made.distinct:
-                found[index] = found[reader]
-    return found
+    shared: Mapping[int, Shared]
+    continued: Mapping[int, int]
 
 
 @once_for_each
@@ -136,8 +106,8 @@ def wiring_of(graph: Graph) -> Wiring:
             runs = forward_runs_of(graph, value, operator)
             found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
         reads.append(tuple(found))
-    followers = {o.index: one for o in operators if (one := _follower(graph, known, o)) is not None}
-    return Wiring(operators=operators, reads=tuple(reads), shared=tuple(shared.values()), followers=followers)
+    continued = {o.index: at for o in operators if (at := _continued(graph, o)) is not None}
+    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued)
 
 
 def _is_constant(graph: Graph, operator: Operator) -> bool:
@@ -180,30 +150,15 @@ def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
     return 2 if operator.region is not None and value in needed_again(graph)[1] else 1
 
 
-def _follower(graph: Graph, known: set[int], operator: Operator) -> tuple[int, int] | None:
-    """What may follow an operator, and the operand by which it does: it alone reads the result, and nothing else that
-    is as large as what it makes."""
-    if len(operator.results) != 1 or operator.results[0] is None or not _continues(graph, operator):
-        return None
-    value = operator.results[0]
-    readers = [(user, at) for user, at in graph.consumers.get(value, ()) if user in known]
-    if len(readers) != 1:
-        return None
-    reader = graph.operators[readers[0][0]]
-    if reader.region != operator.region or value in graph.outputs:
-        return None  # conversions run more often on one side, or there is one that leaves the graph
-    largest = _continues(graph, reader) and graph.values[value].bytes >= _made_bytes(graph, reader)
-    return readers[0] if largest else None
-
-
-def _continues(graph: Graph, operator: Operator) -> bool:
-    """Whether what an operator takes follows from what it writes (`is_plain`), and it reads no more than one array that
-    is as large as that."""
+def _continued(graph: Graph, operator: Operator) -> int | None:
+    """The operand that an operator may follow: the one array that is as large as what it makes, if there is one, and
+    what it takes follows from what it writes."""
     if not is_plain(operator):
-        return False
+        return None
     made = _made_bytes(graph, operator)
-    operands = (graph.values[v] for v in operator.operands if v is not None)
-    return sum(value.bytes >= made and not value.constant for value in operands) <= 1
+    operands = enumerate(None if v is None else graph.values[v] for v in operator.operands)
+    large = [at for at, value in operands if value is not None and not value.constant and value.bytes >= made]
+    return large[0] if len(large) == 1 else None
 
 
 def _made_bytes(graph: Graph, operator: Operator) -> float:

@@ -10,6 +10,7 @@ Cost: for all cases together about ten microseconds a node and edge, as long as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -32,12 +33,13 @@ class Forest:
 
     Args:
         problem: of which the edges are looked at, and of nodes how many choices they have.
+        first: edges to take before others, as far as they are a forest.
 
     Attributes:
         edges: of the problem.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, first: Sequence[tuple[int, int]] = ()) -> None:
         nodes, sizes = len(problem.costs), problem.sizes
         self.edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
         # Nodes with one choice are in no forest: the other end of an edge is charged what it costs.
@@ -51,7 +53,8 @@ class Forest:
             else:
                 edges[u, v] = table
         open_ = Problem.unchecked(costs=tuple(charges), edges=edges)
-        kept = dict.fromkeys(spanning_forest(open_))
+        kept = dict.fromkeys(spanning_forest(open_, first))
+        self._left_out = {pair: table for pair, table in edges.items() if pair not in kept}
         # And what edges that are left out cost at least, by the choice of one end.
         self._charges = FlatNodes(relaxed(open_, kept).costs)
         self._settled = [start for start, k in zip(self._charges.starts.tolist(), sizes, strict=True) if k == 1]
@@ -85,6 +88,18 @@ class Forest:
             if (u, v) not in kept:
                 later, earlier, back = (u, v, table.T) if position[v] < position[u] else (v, u, table)
                 self._before[later].append((earlier, back))
+
+    def paid_for(self, choices: np.ndarray) -> list[tuple[int, int]]:
+        """The left-out edges that cost more than they are charged, the dearest first.
+
+        Args:
+            choices: shape (nodes, cases).
+        """
+        more = {
+            (u, v): float((table[choices[u], choices[v]] - table.min(axis=1)[choices[u]]).sum())
+            for (u, v), table in self._left_out.items()
+        }
+        return sorted((pair for pair in more if more[pair] > 0), key=lambda pair: (-more[pair], pair))
 
     def minimise_each(self, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """An assignment of little total cost in each case.

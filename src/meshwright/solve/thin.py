@@ -8,7 +8,7 @@ orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -39,9 +39,14 @@ def thin(problem: Problem) -> Problem:
     return relaxed(problem, pairs[:fewest])
 
 
-def spanning_forest(problem: Problem) -> list[tuple[int, int]]:
-    """Edges without a cycle that touch every node with an edge, those of large spread first."""
-    return _by_importance(problem)[0]
+def spanning_forest(problem: Problem, first: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """Edges without a cycle that touch every node with an edge, those of large spread first.
+
+    Args:
+        problem: the problem.
+        first: edges that come before all others.
+    """
+    return _by_importance(problem, first)[0]
 
 
 def relaxed(problem: Problem, kept: Iterable[tuple[int, int]]) -> Problem:
@@ -59,8 +64,10 @@ def relaxed(problem: Problem, kept: Iterable[tuple[int, int]]) -> Problem:
     return Problem.unchecked(costs=tuple(costs), edges=edges, memory=problem.memory, memory_limit=problem.memory_limit)
 
 
-def _by_importance(problem: Problem) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The edges of a spanning forest, and the others; both by importance."""
+def _by_importance(
+    problem: Problem, first: Sequence[tuple[int, int]] = ()
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The edges of a spanning forest, and the others; both by importance, after those that come first."""
     spread = {}
     known: dict[int, tuple[bool, float]] = {}  # many edges have the same table
     for pair, table in problem.edges.items():
@@ -70,7 +77,7 @@ def _by_importance(problem: Problem) -> tuple[list[tuple[int, int]], list[tuple[
             most = float(table.max(where=np.isfinite(table), initial=0.0)) if forbids else most
             known[id(table)] = forbids, most - min(float(table.min()), most)
         spread[pair] = known[id(table)]
-    ranked = sorted(problem.edges, key=lambda pair: (not spread[pair][0], -spread[pair][1], pair))
+    ranked = sorted(problem.edges.keys() - set(first), key=lambda pair: (not spread[pair][0], -spread[pair][1], pair))
     part = list(range(len(problem.costs)))
 
     def find(v: int) -> int:
@@ -80,7 +87,7 @@ def _by_importance(problem: Problem) -> tuple[list[tuple[int, int]], list[tuple[
         return v
 
     forest, others = [], []
-    for u, v in ranked:
+    for u, v in (*first, *ranked):
         a, b = find(u), find(v)
         (others if a == b else forest).append((u, v))
         part[a] = b
