@@ -10,20 +10,19 @@ differentiated runs once more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from ..cluster import Device
 from ..cost.kernels import ATTENTION_BACKWARD, Kernel
 from ..program.factors import Rule
 from ..program.graph import Graph, Operator
-from ..sharding import Algorithm
+from ..sharding import Algorithm, Spec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
+class Gradient(NamedTuple):
     """A part of an operator's derivative.
 
     Args:
@@ -37,8 +36,7 @@ class Gradient:
     runs: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorKernels:
+class OperatorKernels(NamedTuple):
     """What one device runs for an operator.
 
     Args:
@@ -63,20 +61,101 @@ def operator_kernels(
       device: what it runs on.
       stored: whether its result is written to memory, if it is no product.
     """
-    moving = [i for i, v in enumerate(operator.operands) if v is not None and graph.values[v].differentiated]
-    if not operator.differentiated:
-        moving = []
-    if operator.name == "dot_general":
-        return _product(graph, operator, algorithm, sizes, moving)
-    if operator.name == "conv_general_dilated":
-        return _convolution(graph, operator, algorithm, sizes, moving, device)
-    if operator.matmul:
-        attention = _is_attention(operator)
-        flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-        kernel = Kernel("attention" if attention else "product", flops, moved, dtype)
-        return _again(kernel, moving, ATTENTION_BACKWARD if attention else float(len(moving)))
-    kernel = plain_kernel(_bytes(graph, operator.results, algorithm.results, sizes), stored=stored)
-    return _again(kernel, moving or [0] * operator.differentiated, 1.0)
+    return KernelsOf(graph, operator, sizes, device, stored=stored)(algorithm)
+
+
+class KernelsOf:
+    """The kernels of an operator, by its algorithm: what is the same for all of them is looked up once.
+
+    Args:
+      graph: as of `operator_kernels`, like all others.
+      operator: the same.
+      sizes: the same.
+      device: the same.
+      stored: the same.
+    """
+
+    def __init__(
+        self, graph: Graph, operator: Operator, sizes: Mapping[str, int], device: Device, *, stored: bool
+    ) -> None:
+        self._operator, self._sizes, self._device, self._stored = operator, sizes, device, stored
+        operands = [None if v is None else graph.values[v] for v in operator.operands]
+        moving = [i for i, value in enumerate(operands) if value is not None and value.differentiated]
+        self._moving = moving if operator.differentiated else []
+        self._bytes = [0.0 if value is None else value.bytes for value in operands]
+        self._made_bytes = [0.0 if v is None else graph.values[v].bytes for v in operator.results]
+        # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
+        multiplied = [value for value in operands if value is not None]
+        self._dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
+        self._extents = [factor.size for factor in operator.rule.factors]
+
+    def __call__(self, algorithm: Algorithm) -> OperatorKernels:
+        """Under this algorithm."""
+        if self._operator.name == "dot_general":
+            return self._product(algorithm)
+        if self._operator.name == "conv_general_dilated":
+            return self._convolution(algorithm)
+        if self._operator.matmul:
+            attention = _is_attention(self._operator)
+            kernel = Kernel("attention" if attention else "product", *self._whole(algorithm, self._cuts(algorithm)))
+            return _again(kernel, self._moving, ATTENTION_BACKWARD if attention else float(len(self._moving)))
+        kernel = plain_kernel(sum(self._local(self._made_bytes, algorithm.results)), stored=self._stored)
+        return _again(kernel, self._moving or [0] * self._operator.differentiated, 1.0)
+
+    def _cuts(self, algorithm: Algorithm) -> list[int]:
+        """Into how many parts each factor is cut."""
+        sizes = self._sizes
+        return [prod([sizes[axis] for axis in split]) if split else 1 for split in algorithm.axes]
+
+    def _local(self, whole: Sequence[float], specs: Sequence[Spec]) -> list[float]:
+        """Bytes of values on one device."""
+        return [size / spec.shards(self._sizes) if size else 0.0 for size, spec in zip(whole, specs, strict=True)]
+
+    def _whole(self, algorithm: Algorithm, cuts: Sequence[int]) -> tuple[float, float, str]:
+        """FLOPs and bytes of a product on one device, and the type it runs at."""
+        moved = sum(self._local(self._bytes, algorithm.operands)) + sum(
+            self._local(self._made_bytes, algorithm.results)
+        )
+        return self._operator.flops / prod(cuts), moved, self._dtype
+
+    def _extent(self, factors: Set[int], cuts: Sequence[int]) -> float:
+        """The local extent of factors together."""
+        return prod([self._extents[f] / cuts[f] for f in factors])
+
+    def _product(self, algorithm: Algorithm) -> OperatorKernels:
+        cuts = self._cuts(algorithm)
+        whole = self._whole(algorithm, cuts)
+        batch, m, n, k = (self._extent(factors, cuts) for factors in _product_factors(self._operator.rule))
+        shapes = {0: (batch, m, k, n), 1: (batch, k, n, m)}
+        return OperatorKernels(
+            forward=Kernel("product", *whole, (batch, m, n, k)),
+            gradients=tuple(
+                Gradient(operand=i, kernel=Kernel("product", *whole, shapes[i]), runs=1.0) for i in self._moving
+            ),
+        )
+
+    def _convolution(self, algorithm: Algorithm) -> OperatorKernels:
+        cuts = self._cuts(algorithm)
+        flops, moved, dtype = self._whole(algorithm, cuts)
+        image, kernel, made = _factors(self._operator.rule)
+        forward = Kernel("convolution", flops, moved, dtype, (self._extent(kernel & made, cuts),))
+        of_image = forward._replace(shape=(self._extent(kernel & image, cuts),))
+        if not self._device.transpose_bandwidth_bytes_per_second:
+            gradients = [Gradient(operand=i, kernel=(of_image, forward)[i], runs=1.0) for i in self._moving]
+            return OperatorKernels(forward=forward, gradients=tuple(gradients))
+        image_bytes, kernel_bytes = self._local(self._bytes, algorithm.operands)
+        (made_bytes,) = self._local(self._made_bytes, algorithm.results)
+        # What takes the kernel's place is packed: written once more, and read.
+        packed, by_cotangent = moved + 2 * kernel_bytes, moved + 2 * made_bytes
+        # Of a kernel neighbouring dims change places, which takes no longer than any copy.
+        turned = Kernel("stored", 0.0, kernel_bytes)
+        both = (Kernel("transpose", 0.0, size) for size in (image_bytes, made_bytes))
+        runs = {
+            0: (of_image._replace(moved_bytes=packed), turned),
+            1: (forward._replace(moved_bytes=by_cotangent), *both, turned),
+        }
+        gradients = [Gradient(operand=i, kernel=one, runs=1.0) for i in self._moving for one in runs[i]]
+        return OperatorKernels(forward=forward._replace(moved_bytes=packed), gradients=tuple(gradients))
 
 
 def is_plain(operator: Operator) -> bool:
@@ -109,71 +188,7 @@ def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
     return OperatorKernels(forward=kernel, gradients=gradients)
 
 
-def _bytes(graph: Graph, values: tuple[int | None, ...], specs: tuple, sizes: Mapping[str, int]) -> float:
-    return sum(
-        graph.values[v].bytes / spec.shards(sizes) for v, spec in zip(values, specs, strict=True) if v is not None
-    )
-
-
-def _whole(
-    graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int]
-) -> tuple[float, float, str]:
-    """FLOPs and bytes of a product on one device, and the type it runs at."""
-    flops = operator.flops / prod(sizes[axis] for split in algorithm.axes for axis in split)
-    moved = _bytes(graph, operator.operands, algorithm.operands, sizes)
-    moved += _bytes(graph, operator.results, algorithm.results, sizes)
-    # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
-    multiplied = [graph.values[v] for v in operator.operands if v is not None]
-    dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
-    return flops, moved, dtype
-
-
-def _product(
-    graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int], moving: list[int]
-) -> OperatorKernels:
-    flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-    extent = _Extent(operator, algorithm, sizes)
-    batch, m, n, k = map(extent, _product_factors(operator.rule))
-    shapes = {0: (batch, m, k, n), 1: (batch, k, n, m)}
-    return OperatorKernels(
-        forward=Kernel("product", flops, moved, dtype, (batch, m, n, k)),
-        gradients=tuple(
-            Gradient(operand=i, kernel=Kernel("product", flops, moved, dtype, shapes[i]), runs=1.0) for i in moving
-        ),
-    )
-
-
-def _convolution(
-    graph: Graph,
-    operator: Operator,
-    algorithm: Algorithm,
-    sizes: Mapping[str, int],
-    moving: list[int],
-    device: Device,
-) -> OperatorKernels:
-    flops, moved, dtype = _whole(graph, operator, algorithm, sizes)
-    image, kernel, made = _factors(operator.rule)
-    extent = _Extent(operator, algorithm, sizes)
-    forward = Kernel("convolution", flops, moved, dtype, (extent(kernel & made),))
-    of_image = forward._replace(shape=(extent(kernel & image),))
-    if not device.transpose_bandwidth_bytes_per_second:
-        gradients = [Gradient(operand=i, kernel=(of_image, forward)[i], runs=1.0) for i in moving]
-        return OperatorKernels(forward=forward, gradients=tuple(gradients))
-    tensors = zip((*operator.operands, *operator.results), (*algorithm.operands, *algorithm.results), strict=True)
-    image_bytes, kernel_bytes, made_bytes = (_bytes(graph, (v,), (spec,), sizes) for v, spec in tensors)
-    # What takes the kernel's place is packed: written once more, and read.
-    packed, by_cotangent = moved + 2 * kernel_bytes, moved + 2 * made_bytes
-    # Of a kernel neighbouring dims change places, which takes no longer than any copy.
-    turned = Kernel("stored", 0.0, kernel_bytes)
-    both = (Kernel("transpose", 0.0, size) for size in (image_bytes, made_bytes))
-    runs = {
-        0: (of_image._replace(moved_bytes=packed), turned),
-        1: (forward._replace(moved_bytes=by_cotangent), *both, turned),
-    }
-    gradients = [Gradient(operand=i, kernel=one, runs=1.0) for i in moving for one in runs[i]]
-    return OperatorKernels(forward=forward._replace(moved_bytes=packed), gradients=tuple(gradients))
-
-
+@lru_cache(maxsize=1 << 12)
 def _factors(rule: Rule) -> tuple[Set[int], Set[int], Set[int]]:
     """The factors of the first two operands and of the result."""
     left, right, result = (
@@ -187,19 +202,6 @@ def _product_factors(rule: Rule) -> tuple[Set[int], Set[int], Set[int], Set[int]
     """The factors of a product's batch, and of M, N and K."""
     left, right, result = _factors(rule)
     return left & right & result, (left & result) - right, (right & result) - left, (left & right) - result
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """The local extent of factors together."""
-
-    operator: Operator
-    algorithm: Algorithm
-    sizes: Mapping[str, int]
-
-    def __call__(self, factors: Set[int]) -> float:
-        axes, known = self.algorithm.axes, self.operator.rule.factors
-        return prod(known[f].size / prod(self.sizes[axis] for axis in axes[f]) for f in factors)
 
 
 def _is_attention(operator: Operator) -> bool:

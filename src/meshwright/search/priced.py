@@ -84,7 +84,8 @@ class PricedProblem:
         """One that has the edges which the first leaves out and its choices pay for: those where memory has no price,
         so that it is the same whatever is asked for first."""
         choices, _, _ = self._forest.minimise_each(self._flat[0].numbers[:, None])
-        return Forest(self._problem, first=self._forest.paid_for(choices))
+        first = self._forest.paid_for(choices)
+        return Forest(self._problem, first=first) if first else self._forest
 
     @cached_property
     def _flat(self) -> tuple[FlatNodes, FlatNodes]:

@@ -19,7 +19,7 @@ from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .choices import Choices
 from .conversion_prices import conversion_prices
-from .operator_kernels import OperatorKernels, is_plain, moves_nothing, operator_kernels, plain_kernel
+from .operator_kernels import KernelsOf, OperatorKernels, is_plain, moves_nothing, operator_kernels, plain_kernel
 from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
@@ -234,16 +234,17 @@ class Prices:
             adding = (SLICED_BACKWARD - 1) / SLICED_BACKWARD * (operator.operands[0] in of_parameters)
             sliced = (self._sliced(graph, operator, algorithm) for algorithm in algorithms)
             return [(forward, backward, 0.0, 0.0, adding * backward) for forward, backward in sliced]
-        stored = is_stored(graph, operator)
+        kernels_of = KernelsOf(graph, operator, self.sizes, self.device, stored=is_stored(graph, operator))
+        still = moves_nothing(operator)
         parts = []
         for algorithm in algorithms:
-            found = operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
+            found = kernels_of(algorithm)
             backward = weight = inside = mirrored = 0.0
             for gradient in found.gradients:
                 seconds = gradient.runs * self.kernel(gradient.kernel)
                 backward += seconds
                 weight += (operator.operands[gradient.operand] in of_parameters) * seconds
-            for one in self.inner_collectives(graph, operator, algorithm):
+            for one in () if still else self.inner_collectives(graph, operator, algorithm):
                 seconds = self.collective(one.kind, one.size_bytes, one.axes)
                 inside += seconds
                 mirrored += one.mirrored * seconds

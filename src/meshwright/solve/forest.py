@@ -95,10 +95,11 @@ class Forest:
         Args:
             choices: shape (nodes, cases).
         """
-        more = {
-            (u, v): float((table[choices[u], choices[v]] - table.min(axis=1)[choices[u]]).sum())
-            for (u, v), table in self._left_out.items()
-        }
+        more: dict[tuple[int, int], float] = {}
+        for (u, v), table in self._left_out.items():
+            least = table.min(axis=1)[choices[u]]
+            over = table[choices[u], choices[v]]
+            more[u, v] = float(np.subtract(over, least, out=np.zeros(len(over)), where=np.isfinite(least)).sum())
         return sorted((pair for pair in more if more[pair] > 0), key=lambda pair: (-more[pair], pair))
 
     def minimise_each(self, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
