@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -92,6 +92,23 @@ def test_what_no_solver_finds_in_time_is_told_by_the_forest(monkeypatch: pytest.
             told += 1
             assert one == ready.relaxed([(0.5, 2)])[0]
     assert told > 0
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.05])
+def test_what_is_found_at_a_price_does_not_depend_on_the_others(gap: float) -> None:
+    """Processes ask for different ones together. To the last digit."""
+    second = 0
+    for seed in range(100):
+        problem, constant, kept = random_problem(seed)
+        ready, other = (PricedProblem(problem, constant=constant, kept=kept) for _ in range(2))
+        try:
+            together = ready.relaxed(PRICES, gap=gap)
+        except Infeasible:
+            continue
+        for number, pair in enumerate(pairwise(PRICES)):
+            assert other.relaxed(pair, gap=gap) == together[number : number + 2], seed
+        second += "_second_forest" in vars(ready)
+    assert second > 0
 
 
 def test_a_problem_without_nodes() -> None:

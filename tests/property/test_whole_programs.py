@@ -311,6 +311,10 @@ class Priced:
             for value, spec in zip(graph.operators[index].results, operators[index].algorithm.results, strict=True):
                 if value is not None:
                     have[value] = spec
+        shared = wiring_of(graph).shared
+        for value in self.kept & (shared.keys() - problem.shared_node.keys()):  # their readers follow
+            maker = graph.operators[graph.producer[value][0]]
+            size += maker.repeats * self.shard_bytes(value, have[value])
         for value, node in problem.shared_node.items():
             maker = graph.operators[graph.producer[value][0]]
             runs = 2 if maker.region is not None and value in self.read_again else 1
@@ -329,7 +333,7 @@ class Priced:
                 target = algorithm.operands[position]
                 often = 1 if self.is_summed_last(value) else m * operator.operand_repeats[position]
                 seconds += often * self.move_seconds(value, have[value], target, runs)
-                if value in self.kept and value in graph.producer and value not in problem.shared_node:
+                if value in self.kept and value in graph.producer and value not in shared:
                     size += graph.operators[graph.producer[value][0]].repeats * self.shard_bytes(value, target)
                 elif value not in gathered and self.is_kept_gathered(operator, value):
                     gathered.add(value)

@@ -20,11 +20,12 @@ from meshwright.program.cut import Cutter
 from meshwright.program.rules import Rules
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
+from meshwright.search import stage_problem
 from meshwright.search.inter_op_problem import Crossing
 from meshwright.search.intra_op import IntraOpProblem
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
-from meshwright.search.priced import Priced
+from meshwright.search.priced import Priced, PricedProblem
 from meshwright.search.program_parts import in_parts
 from meshwright.search.solved_stage import better_of
 from meshwright.search.stage_costs import StageCosts, option_of
@@ -332,6 +333,35 @@ def test_prices_of_memory_trade_it_for_seconds() -> None:
         seconds = problem.seconds(choices)
         assert 0 < seconds.weight_seconds <= seconds.backward_seconds
     assert program.marked
+
+
+def test_what_forests_leave_open_of_a_small_problem_elimination_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, staged = program_of("gpt-tiny")
+    cluster = load_cluster("cpu")
+    cut = staged.cutter.cut(*staged.layers[3])
+
+    def shares(few_nodes: int) -> list[float]:
+        monkeypatch.setattr(stage_problem, "_FEW_NODES", few_nodes)
+        problem = StageProblem(
+            cut, cut.graph, cluster.logical_mesh((8,)), cluster.device,
+            parameters=costs_of("gpt-tiny").solver.parameters_of(cut), microbatches=4, pins=Pins(),
+            split_dims=staged.split_dims,
+        )  # fmt: skip
+        least, most = problem.least_bytes.held(1), problem.needs_at_best(1)
+        found = [problem.within(least + part * (most - least), gap=1e-2) for part in (0.3, 0.6, 0.9)]
+        return [one.solution.lower_bound / one.solution.objective for one in found if one is not None]
+
+    plain = PricedProblem.relaxed
+
+    def loose(problem: PricedProblem, prices: Any, **options: Any) -> list[Priced]:
+        """The same choices, of which next to nothing is known."""
+        return [replace(one, bound=0.5 * one.bound, share=0.5 * one.share) for one in plain(problem, prices, **options)]
+
+    known = shares(100)
+    monkeypatch.setattr(PricedProblem, "relaxed", loose)
+    assert shares(100) == pytest.approx(known)
+    assert len(known) == 3
+    assert max(shares(0)) < 0.6
 
 
 def test_what_layers_share() -> None:

@@ -8,12 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
+from meshwright.cost.compute import elementwise_seconds
 from meshwright.program.build import build_graph
+from meshwright.program.cut import Cutter
 from meshwright.program.graph import Graph
+from meshwright.program.residuals import kept_values
 from meshwright.program.rules import Rules
-from meshwright.search.intra_op import IntraOpProblem
+from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
 from meshwright.search.pins import Pins
+from meshwright.search.stage_problem import StageProblem
 
 
 def graph_of(function: Any, *shapes: tuple[int, ...]) -> Graph:
@@ -60,17 +65,80 @@ def test_a_reduction_follows_and_what_reads_it_does_not() -> None:
     assert found["sqrt"] != found["reduce_sum"]
 
 
-def test_what_is_read_twice_has_the_node_of_what_makes_it_if_that_follows() -> None:
-    """Else it may be moved once for all its readers: a sum of two arrays may be made where both are."""
+def test_what_all_readers_follow_is_not_moved_for_them() -> None:
+    """All but one may follow; and a sum of two arrays may be made where both are, and then moved."""
 
-    def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        alone, joined = jnp.exp(x), x + y
-        return jnp.sum(alone * jnp.max(alone)) + jnp.sum(joined * jnp.max(joined))
+    def step(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
+        once, twice, joined = jnp.exp(x), jnp.tan(x), x + y
+        return jnp.sum(once) + jnp.sum(once @ w) + jnp.sum(twice @ w) + jnp.sum(twice @ w.T) + jnp.sum(joined * joined)
 
-    problem = problem_of(graph_of(step, (16, 32), (16, 32)))
-    values = {problem.graph.operators[problem.graph.producer[v][0]].name: v for v in problem.shared_node}
-    assert set(values) == {"add"}
-    assert problem.shared_node[values["add"]] != nodes(problem)["add"]
+    problem = problem_of(graph_of(step, (16, 32), (16, 32), (32, 32)))
+    graph = problem.graph
+    moved = {graph.operators[graph.producer[value][0]].name for value in problem.shared_node}
+    assert moved == {"tan", "add"}
+    found = nodes(problem)
+    assert found["exp"] == problem.input_node[graph.inputs[0]]
+
+
+def test_what_is_narrowed_and_read_by_several_is_moved_once_for_them() -> None:
+    """Of a cast the result is half as large: it is moved by itself, not what is cast, nor once for each reader."""
+
+    def step(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+        narrow = x.astype(jnp.bfloat16)
+        return [narrow @ w.astype(jnp.bfloat16) for w in weights]
+
+    problem = problem_of(graph_of(step, (64, 64), (64, 512), (64, 512), (64, 512)), (8,))
+    graph = problem.graph
+    assert {graph.operators[graph.producer[value][0]].name for value in problem.shared_node} == {"convert_element_type"}
+
+
+def test_what_followers_of_a_received_value_keep_is_kept_for_each_microbatch() -> None:
+    """A running sum follows what the stage receives, of which nothing is kept, and what it makes is."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jax.lax.cumsum(2.0 * x, 1)) * w)
+
+    closed = inline(jax.make_jaxpr(step)(jnp.zeros((16, 15)), jnp.zeros((16, 15))))
+    graph = build_graph(closed, Rules(), parameters=[0, 1], losses=[0])
+    cut = Cutter(graph).cut(1, len(open_jaxpr(closed).eqns))
+    cluster = load_cluster("cpu")
+    problem = StageProblem(
+        cut, cut.graph, cluster.logical_mesh((8,)), cluster.device,
+        parameters=[ParameterInfo(name="w", optimizer_bytes=0.0)], microbatches=4, pins=Pins(), split_dims=(),
+    )  # fmt: skip
+    (received,) = (v for v in cut.graph.inputs if v not in [cut.graph.inputs[p] for p in cut.graph.parameters])
+    node = problem.input_node[received]
+    following = [operator.name for operator in problem.operators if problem.operator_node[operator.index] == node]
+    assert {"cumsum", "tanh"} <= set(following)
+    (kept,) = kept_values(cut.graph) & cut.graph.producer.keys()
+    assert cut.graph.operators[cut.graph.producer[kept][0]].name == "cumsum"
+    for number, spec in enumerate(problem.choices[node]):
+        choices = [number if n == node else 0 for n in range(len(problem.choices))]
+        held = []
+        for problem.in_flight in (1, 2):
+            held.append(problem.problem(float("inf")).memory_of(choices))
+        assert held[1] - held[0] >= 4 * 16 * 15 / spec.shards(problem.sizes)
+    assert problem.least_bytes.received == 0.0
+
+
+def test_what_a_node_makes_and_reads_in_another_layout_is_paid_for() -> None:
+    """A sum of what is split is left as summands, and read as a number by what follows the same array."""
+    problem = problem_of(graph_of(lambda x: jax.lax.clamp(jnp.sum(x), x, 9.0), (16, 32)), (8,))
+    (value,) = problem.graph.inputs
+    node, found = problem.input_node[value], nodes(problem)
+    assert found["reduce_sum"] == found["clamp"] == node
+    inside = [one for one in problem.moves if one.source == one.target == node]
+    (move,) = (one for one in inside if one.value not in problem.graph.outputs)
+    numbers = problem.problem(float("inf"))
+    for number, spec in enumerate(problem.choices[node]):
+        summed = problem.prices.collective("all_reduce", 4.0, ["x"]) if spec.sharded_axes else 0.0
+        table = problem.prices.conversion_table(
+            move.sources, move.targets, 4.0, forward_runs=1, differentiated=False
+        )  # fmt: skip
+        assert table[number, number] == pytest.approx(summed)
+        others = sum(problem.operator_prices[one.index].seconds(1, 1)[number] for one in problem.operators)
+        written = elementwise_seconds(4 * 16 * 32 / spec.shards(problem.sizes), problem.prices.device)
+        assert numbers.objective([number]) == pytest.approx(written + others + summed)
 
 
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)])

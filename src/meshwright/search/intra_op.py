@@ -1,8 +1,9 @@
 """Intra-operator parallelism: the best algorithm of every operator of one stage on one logical mesh.
 
 The problem (design of Alpa, OSDI '22, with compute, both passes and storage in the objective): nodes are operators,
-inputs, parameters and *shared values* (a value with several readers is moved once for all of them); an edge costs the
-conversion between what its producer leaves and what its reader needs. One memory row bounds parameters, optimizer
+inputs, parameters and *shared values* (a value with several readers is moved once for all of them), each with the
+operators that follow it (`wiring`); an edge costs the conversion between what its producer leaves and what its reader
+needs. One memory row bounds parameters, optimizer
 state, gradients and the activations kept for the backward pass. `solve` proves the optimum or prints its gap.
 """
 
@@ -57,7 +58,8 @@ class Move(NamedTuple):
 
     Args:
       source: node whose choices say what there is.
-      target: node whose choices say what is read; the same where sums are taken and no more.
+      target: node whose choices say what is read; the same where an output's sums are taken and no more, or where
+        followers of one array read each other.
       value: that is converted.
       times: in a microbatch.
       sources: of each choice of the one node, the spec.
@@ -176,10 +178,11 @@ class IntraOpProblem:
         self.of_parameters = values_of_parameters(graph)
         self._wiring = wiring_of(graph)
         self.operators = self._wiring.operators
-        # Node tables: choices, seconds, bytes; and the spec each choice gives each value it defines.
+        # Node tables: choices, seconds, bytes (of inputs apart); and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []
         self._seconds: list[np.ndarray] = []
         self._bytes: list[np.ndarray] = []
+        self._input_bytes: dict[int, np.ndarray] = {}
         self._edges: dict[tuple[int, int], np.ndarray] = {}
         self.operator_node: dict[int, int] = {}
         self.operator_prices: dict[int, OperatorPrices] = {}
@@ -214,7 +217,7 @@ class IntraOpProblem:
                 known = self._parameter_prices(index, info)
                 node = self._node(known.choices, known.seconds(self.microbatches))
                 self.parameter_prices[node] = known
-                self._bytes[node] += known.held_bytes
+                self._input_bytes[node] = known.held_bytes
                 self._defines[index] = (node, known.uses)
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
@@ -226,7 +229,7 @@ class IntraOpProblem:
                 held = value.bytes * self.microbatches / self.prices.shards(row)
                 # Whatever a device is given has to be written to its memory.
                 node = self._node(row, elementwise_seconds(1.0, self.prices.device) * held)
-                self._bytes[node] += held
+                self._input_bytes[node] = held
                 self._defines[index] = (node, row)
             self.input_node[index] = node
 
@@ -294,7 +297,7 @@ class IntraOpProblem:
             index = operator.index
             known = prices[index]
             seconds = known.seconds(self.forward_runs(operator), m * operator.repeats)
-            node = self._followed(operator, known)
+            node = self._followed(operator)
             if node is None:
                 node = self._node(known.choices, seconds)
             else:
@@ -304,31 +307,37 @@ class IntraOpProblem:
                 if value is not None:
                     self._defines[value] = (node, row)
                     if value in self._wiring.shared:
-                        self._add_shared(self._wiring.shared[value], follows=index in self._wiring.continued)
+                        self._add_shared(self._wiring.shared[value])
 
-    def _followed(self, operator: Operator, known: OperatorPrices) -> int | None:
+    def _followed(self, operator: Operator) -> int | None:
         """The node of what an operator follows, each choice of which is one of its own."""
         at = self._wiring.continued.get(operator.index, -1)
         value = operator.operands[at] if at >= 0 else None
         if value is None or value not in self._defines:  # a loop carries it, and nobody has made it yet
             return None
         node, row = self._defines[value]
+        return node if self._follows(operator.index, at, row) else None
+
+    def _follows(self, index: int, at: int, row: SpecRow) -> bool:
+        """Whether an operator follows an operand that is laid out so."""
         # Rows that are equal are one object.
-        return node if row is known.operands[at] and row.distinct else None
+        return (
+            self._wiring.continued.get(index) == at and row is self.operator_prices[index].operands[at] and row.distinct
+        )
 
     def _is_of_parameters(self, operator: Operator) -> bool:
         return all(v in self.of_parameters for v in operator.results if v is not None)
 
-    def _add_shared(self, shared: Shared, *, follows: bool) -> None:
-        """A value that is moved once for all its readers; in the layout in which it is made, if what makes it follows
-        what it reads."""
+    def _add_shared(self, shared: Shared) -> None:
+        """A value that is moved once for all its readers, or that they follow (`wiring`)."""
         index = shared.value
         producer, specs = self._defines[index]
-        choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in shared.users))
-        if follows and choices is specs and specs.distinct:
+        others = sum(not self._follows(user, at, specs) for user, at in shared.users)
+        if others <= 1 and shared.maker.index in self._wiring.as_large:
             if shared.kept:
                 self._bytes[producer] += self._kept_bytes(index, specs)
             return
+        choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in shared.users))
         node = self._node(choices, np.zeros(len(choices)))
         self.shared_node[index] = node
         times = self.trips(shared.maker, index)
@@ -423,7 +432,7 @@ class IntraOpProblem:
         return Problem(
             costs=tuple(self._seconds),
             edges=dict(self._edges),
-            memory=tuple(self._bytes),
+            memory=tuple(size + self._input_bytes.get(node, 0.0) for node, size in enumerate(self._bytes)),
             memory_limit=memory_limit_bytes,
         )
 

@@ -64,8 +64,6 @@ class PartRows:
         self.late: Callable[[], bool] = lambda: False
         self._solver = solver
         self._rows: dict[tuple[Any, ...], PartRow] = {}
-        # Of a part on a logical mesh what its layouts take, by the choices of nodes.
-        self._taken: dict[tuple[Any, ...], dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -158,10 +156,7 @@ class PartRows:
                 if built is None or one is None or one.choices is None:
                     self._rows[*about, *key] = NO_PART
                     continue
-                same = self._taken.setdefault(about, {})  # many prices have the same answer
-                if one.choices not in same:
-                    same[one.choices] = built[0].seconds(one.choices), built[0].boundary_seconds(one.choices)
-                self._rows[*about, *key] = part_row(*same[one.choices], one.share)
+                self._rows[*about, *key] = part_row(*built[0].taken(one.choices), one.share)
         return self._rows[*about, number, in_flight]
 
     def _key(self, place: Place, remat: str) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """One problem at many prices of memory: what is forbidden and the order of elimination are found once.
 
 The stage search asks of every layer what it would do if a byte cost so and so much. A price changes the costs of nodes
-and nothing else: not the forest that bounds all prices at once (`solve.forest`), and mostly finds what is best or as
-good; and where it does not, not which choices have no finite edge, not which others are never better, nor the order in
+and nothing else: not the forests that bound all prices at once (`solve.forest`), and mostly find what is best or as
+good; and where they do not, not which choices have no finite edge, not which others are never better, nor the order in
 which nodes are best eliminated, and nothing at nodes that hold no memory, most of which are eliminated once for all
 prices. What is left is eliminated at all prices at once where tables are little: ten prices take hardly longer than
 one. Where they are large, one price is looked at after another, and none between two that have the same best choices:
@@ -124,6 +124,15 @@ class PricedProblem:
                     found[number] = _priced(best, *self._totals(best, price), bound)
         return found
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether `solved` finds the best, and soon.
+
+        Raises:
+          Infeasible: some node has no choice left.
+        """
+        return self._exact.is_exact
+
     def relaxed(self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0) -> list[Priced]:
         """What forests find, and their bounds: a second one is made where the first leaves more than a gap open.
 
@@ -145,12 +154,13 @@ class PricedProblem:
         paid = (held.sum(choices) * at).sum(axis=1)
         left = np.flatnonzero(totals - bounds > min(gap, 1.0) * np.where(np.isfinite(totals), totals - paid, 0.0))
         if len(left):
-            again, lower, higher = self._second_forest.minimise_each(costs[:, left])
-            if not np.isfinite(higher).all():
+            # At all prices: sums of a single one are rounded otherwise, and nothing may depend on how many are left.
+            others, their_totals, their_bounds = self._second_forest.minimise_each(costs)
+            if not np.isfinite(their_bounds).all():
                 raise Infeasible.no_finite("another spanning forest")
-            better = lower < totals[left]
-            choices[:, left[better]], totals[left[better]] = again[:, better], lower[better]
-            bounds[left] = np.maximum(bounds[left], higher)
+            better = left[their_totals[left] < totals[left]]
+            choices[:, better], totals[better] = others[:, better], their_totals[better]
+            bounds[left] = np.maximum(bounds[left], their_bounds[left])
             paid = (held.sum(choices) * at).sum(axis=1)
         return [
             _priced(tuple(one), total - bytes_cost, bytes_cost, bound)

@@ -35,7 +35,8 @@ from .workspace import AS_BAD, Moment, Workspace
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
 _ROUNDS_OF_PRICES = 3
 
-# At every price forests look for better than this, relative; of a problem of few nodes, as a scan's, elimination does.
+# Where a forest leaves more than this open, relative, another one is tried; and then elimination, if there are no more
+# nodes than these, as where a scan runs over the layers.
 _CLOSE, _FEW_NODES = 1e-3, 100
 
 
@@ -127,6 +128,7 @@ class StageProblem(IntraOpProblem):
         )  # fmt: skip
         self.in_flight = 1
         self._within: dict[tuple[float, int, float], IntraOpSolution | None] = {}
+        self._taken: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         self._workspace = self._workspace_by_node(workspace)
@@ -137,15 +139,17 @@ class StageProblem(IntraOpProblem):
                 node, specs = self._defines[value]
                 self._workspace[node] = self._workspace[node] + self.local_bytes(value, specs)
         nothing = [np.zeros(len(size)) for size in self._bytes]
-        self._throughout = [size if n in constant else nothing[n] for n, size in enumerate(self._bytes)]
+        self._throughout = [self._input_bytes[n] if n in constant else nothing[n] for n in range(len(nothing))]
         self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
-        kept = [nothing[n] if n in constant else size for n, size in enumerate(self._bytes)]
         stays = kept_inputs(graph)
+        self._kept_by_node = [*self._bytes]
+        self._received_bytes = []
         for value in self._received:
             # The whole program's inputs are there for all microbatches; what is received, for those in flight, unless
             # only the forward pass reads it: a loop keeps its carry itself.
-            kept[self.input_node[value]] = kept[self.input_node[value]] / microbatches * (value in stays)
-        self._kept_by_node = kept
+            node = self.input_node[value]
+            self._received_bytes.append(self._input_bytes[node] / microbatches * (value in stays))
+            self._kept_by_node[node] = self._kept_by_node[node] + self._received_bytes[-1]
 
     def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
         """Bytes on one device, by the choice of each node."""
@@ -214,7 +218,7 @@ class StageProblem(IntraOpProblem):
 
     @cached_property
     def fastest(self) -> Priced:
-        """The fastest layouts, whatever their memory, as far as a forest finds them.
+        """The fastest layouts, whatever their memory, as far as forests find them.
 
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
@@ -234,9 +238,9 @@ class StageProblem(IntraOpProblem):
         return self._held(free.choices, in_flight) if free.choices is not None else 0.0
 
     def within(self, limit_bytes: float, *, gap: float) -> IntraOpSolution | None:
-        """The best solution within a limit of memory that forests find at prices of memory (Everett, 1963), with
-        `in_flight` microbatches kept, and what they prove: at every price what is best there bounds all that fits from
-        below.
+        """The best solution within a limit of memory that forests, and elimination if there are few nodes, find at
+        prices of memory (Everett, 1963), with `in_flight` microbatches kept, and what they prove: at every price what
+        is best there bounds all that fits from below.
 
         Args:
           limit_bytes: on a device, workspace included.
@@ -257,7 +261,7 @@ class StageProblem(IntraOpProblem):
 
     def _by_prices(self, limit_bytes: float, gap: float) -> IntraOpSolution | None:
         ready, in_flight = self._free, self.in_flight
-        best_at = ready.best if len(self.choices) <= _FEW_NODES else ready.relaxed
+        few = len(self.choices) <= _FEW_NODES
         free = self.fastest
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
@@ -267,7 +271,10 @@ class StageProblem(IntraOpProblem):
             over, best = None, (ready.seconds(over), over)
         prices = unit * np.array(_FIRST_PRICES)
         for _ in range(_ROUNDS_OF_PRICES):
-            found = best_at([(price, in_flight) for price in prices.tolist()], gap=_CLOSE)
+            at = [(price, in_flight) for price in prices.tolist()]
+            found = ready.relaxed(at, gap=_CLOSE)
+            if few and any(one.share < 1 - _CLOSE for one in found) and ready.is_exact:
+                found = ready.best(at, gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
                 bound = max(bound, one.bound - price * limit_bytes)
                 if one.choices is None:
@@ -318,7 +325,7 @@ class StageProblem(IntraOpProblem):
         """No choice needs less on a device."""
         return LeastBytes(
             constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._kept_by_node),
-            received=_least([self._kept_by_node[self.input_node[value]] for value in self._received]),
+            received=_least(self._received_bytes),
         )  # fmt: skip
 
     @cached_property
@@ -349,6 +356,16 @@ class StageProblem(IntraOpProblem):
             workspace_bytes=workspace,
             in_flight_bytes=kept,
         )
+
+    def taken(self, choices: tuple[int, ...]) -> tuple[StageSeconds, tuple[float, float]]:
+        """What choices of layouts take, and `boundary_seconds`: many prices of memory have the same ones.
+
+        Args:
+          choices: of all nodes.
+        """
+        if choices not in self._taken:
+            self._taken[choices] = self.seconds(choices), self.boundary_seconds(choices)
+        return self._taken[choices]
 
     def boundary_seconds(self, choices: tuple[int, ...]) -> tuple[float, float]:
         """What a range of equations saves when it is no stage of its own but part of a larger one: the writing of what

@@ -2,9 +2,11 @@
 
 An operator may follow the one large array that it reads: it has the node of what defines that, and so its layout, if
 what it takes follows from what it writes and it makes nothing larger. A conversion of what it reads would be no less
-than one of what it makes, which is still there to be chosen. So a value that is read several times has the node of what
-makes it, too. Alpa (OSDI '22) merges operators into what they read as well; here a follower has to have the same
-layouts.
+than one of what it makes, which is still there to be chosen. Alpa (OSDI '22) merges operators into what they read as
+well; here a follower has to have the same layouts.
+
+A value that several operators read has a node of its own, in whose layout it is moved once for all of them; unless all
+of them follow it, or all but one: then it has the node of what makes it, if moving what that reads is no more.
 
 Known limit: that an array is cut for one of its readers alone, which then does less, is not considered.
 """
@@ -72,12 +74,14 @@ class Wiring:
       reads: of each of these, in their order, what it reads.
       shared: by value.
       continued: of each operator that may follow what it reads, which of its operands that is.
+      as_large: of these operators those that make as much as they read there.
     """
 
     operators: tuple[Operator, ...]
     reads: tuple[tuple[Read, ...], ...]
     shared: Mapping[int, Shared]
     continued: Mapping[int, int]
+    as_large: frozenset[int]
 
 
 @once_for_each
@@ -107,7 +111,13 @@ def wiring_of(graph: Graph) -> Wiring:
             found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
         reads.append(tuple(found))
     continued = {o.index: at for o in operators if (at := _continued(graph, o)) is not None}
-    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued)
+    as_large = frozenset(
+        index
+        for index, at in continued.items()
+        if graph.values[graph.operators[index].operands[at] or 0].bytes
+        == max(_made_bytes(graph, graph.operators[index]))
+    )
+    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued, as_large=as_large)
 
 
 def _is_constant(graph: Graph, operator: Operator) -> bool:
@@ -157,9 +167,13 @@ def _continued(graph: Graph, operator: Operator) -> int | None:
         return None
     made = _made_bytes(graph, operator)
     operands = enumerate(None if v is None else graph.values[v] for v in operator.operands)
-    large = [at for at, value in operands if value is not None and not value.constant and value.bytes >= made]
-    return large[0] if len(large) == 1 else None
+    large = [
+        (at, value.bytes)
+        for at, value in operands
+        if value is not None and not value.constant and value.bytes >= min(made)
+    ]
+    return large[0][0] if len(large) == 1 and large[0][1] >= max(made) else None
 
 
-def _made_bytes(graph: Graph, operator: Operator) -> float:
-    return min((graph.values[v].bytes for v in operator.results if v is not None), default=0.0)
+def _made_bytes(graph: Graph, operator: Operator) -> list[float]:
+    return [graph.values[v].bytes for v in operator.results if v is not None] or [0.0]
