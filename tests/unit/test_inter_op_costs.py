@@ -20,12 +20,11 @@ from meshwright.program.cut import Cutter
 from meshwright.program.rules import Rules
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
-from meshwright.search import stage_problem
 from meshwright.search.inter_op_problem import Crossing
 from meshwright.search.intra_op import IntraOpProblem
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
-from meshwright.search.priced import Priced, PricedProblem
+from meshwright.search.priced import Priced
 from meshwright.search.program_parts import in_parts
 from meshwright.search.solved_stage import better_of
 from meshwright.search.stage_costs import StageCosts, option_of
@@ -146,29 +145,6 @@ def test_a_whole_program_is_one_stage() -> None:
     assert best == pytest.approx(whole.solution.objective, rel=1e-2)
     (option,) = options
     assert 0.4 < option.forward_seconds / option.backward_seconds < 1.1
-
-
-def test_memory_counts_what_is_in_flight() -> None:
-    program, staged = program_of("gpt-tiny")
-    cluster = load_cluster("cpu")
-    cut = staged.cutter.cut(*staged.layers[3])
-    costs = costs_of("gpt-tiny")
-    problem = StageProblem(
-        cut, cut.graph, cluster.logical_mesh((8,)), cluster.device, parameters=costs.solver.parameters_of(cut),
-        microbatches=4, pins=Pins(), split_dims=staged.split_dims,
-    )  # fmt: skip
-    free = problem.solve(UNLIMITED)
-    seconds = problem.seconds(free.solution.choices)
-    for count in (1, 3):
-        problem.in_flight = count
-        held = seconds.constant_bytes + count * seconds.in_flight_bytes
-        assert problem.problem(UNLIMITED).memory_of(free.solution.choices) == pytest.approx(held)
-    least = problem.least_bytes
-    assert least.workspace == seconds.workspace_bytes == 0
-    assert least.constant <= seconds.constant_bytes
-    assert 0 < least.received <= least.kept <= seconds.in_flight_bytes
-    assert least.held(3) == least.constant + 3 * least.kept
-    assert program.marked
 
 
 def gradient_bytes(costs: StageCosts, first: int, last: int) -> float:
@@ -302,66 +278,6 @@ def test_what_stands_before_and_after_equal_layers_is_a_part_of_its_own() -> Non
     )
     numbers = [costs.estimates.solver.number(part, part + 1) for part in range(6)]
     assert numbers[1] == numbers[2] == numbers[3] == numbers[4]
-
-
-def test_prices_of_memory_trade_it_for_seconds() -> None:
-    program, staged = program_of("gpt-tiny")
-    cluster = load_cluster("cpu")
-    cut = staged.cutter.cut(*staged.layers[3])
-    problem = StageProblem(
-        cut, cut.graph, cluster.logical_mesh((8,)), cluster.device,
-        parameters=costs_of("gpt-tiny").solver.parameters_of(cut), microbatches=4, pins=Pins(),
-        split_dims=staged.split_dims,
-    )  # fmt: skip
-    problem.in_flight = 3
-    numbers = problem.problem(UNLIMITED)
-    before = (0.0, float("inf"))
-    for price in (0.0, 1e-12, 1e-9, 1e-6, 1.0):
-        (one,) = problem.priced([(price, 3)], gap=0.0, time_limit_seconds=60.0)
-        choices = one.choices
-        assert choices is not None
-        assert numbers.memory is not None
-        costs = tuple(seconds + price * size for seconds, size in zip(numbers.costs, numbers.memory, strict=True))
-        best = solve(Problem(costs=costs, edges=numbers.edges))
-        here = numbers.objective(choices), numbers.memory_of(choices)
-        assert here[0] + price * here[1] == pytest.approx(best.objective, rel=1e-9)
-        assert before[0] <= here[0] * (1 + 1e-12)
-        assert here[1] <= before[1] * (1 + 1e-12)
-        before = here
-        chosen = problem.chosen(choices)
-        assert chosen.solution.memory == pytest.approx(here[1])
-        seconds = problem.seconds(choices)
-        assert 0 < seconds.weight_seconds <= seconds.backward_seconds
-    assert program.marked
-
-
-def test_what_forests_leave_open_of_a_small_problem_elimination_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, staged = program_of("gpt-tiny")
-    cluster = load_cluster("cpu")
-    cut = staged.cutter.cut(*staged.layers[3])
-
-    def shares(few_nodes: int) -> list[float]:
-        monkeypatch.setattr(stage_problem, "_FEW_NODES", few_nodes)
-        problem = StageProblem(
-            cut, cut.graph, cluster.logical_mesh((8,)), cluster.device,
-            parameters=costs_of("gpt-tiny").solver.parameters_of(cut), microbatches=4, pins=Pins(),
-            split_dims=staged.split_dims,
-        )  # fmt: skip
-        least, most = problem.least_bytes.held(1), problem.needs_at_best(1)
-        found = [problem.within(least + part * (most - least), gap=1e-2) for part in (0.3, 0.6, 0.9)]
-        return [one.solution.lower_bound / one.solution.objective for one in found if one is not None]
-
-    plain = PricedProblem.relaxed
-
-    def loose(problem: PricedProblem, prices: Any, **options: Any) -> list[Priced]:
-        """The same choices, of which next to nothing is known."""
-        return [replace(one, bound=0.5 * one.bound, share=0.5 * one.share) for one in plain(problem, prices, **options)]
-
-    known = shares(100)
-    monkeypatch.setattr(PricedProblem, "relaxed", loose)
-    assert shares(100) == pytest.approx(known)
-    assert len(known) == 3
-    assert max(shares(0)) < 0.6
 
 
 def test_what_layers_share() -> None:
