@@ -19,7 +19,7 @@ from meshwright.program.graph import Graph, Operator
 from meshwright.program.residuals import is_stored
 from meshwright.program.traces import Traces
 from meshwright.search.choices import operator_choices, parameter_choices
-from meshwright.search.operator_kernels import OperatorKernels, operator_kernels
+from meshwright.search.operator_kernels import KernelsOf, OperatorKernels
 from meshwright.search.parameter_prices import parameter_prices
 from meshwright.search.prices import prices_of
 from meshwright.search.spec_row import SpecRow
@@ -52,7 +52,7 @@ def algorithms(graph: Graph, operator: Operator) -> list[Algorithm]:
 
 
 def kernels(graph: Graph, operator: Operator, algorithm: Algorithm, device: Device = A100) -> OperatorKernels:
-    return operator_kernels(graph, operator, algorithm, SIZES, device, stored=True)
+    return KernelsOf(graph, operator, SIZES, device, stored=True)(algorithm)
 
 
 def product_graph() -> Graph:

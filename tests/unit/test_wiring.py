@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from meshwright import zoo
 from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.cost.compute import elementwise_seconds
@@ -16,9 +18,12 @@ from meshwright.program.cut import Cutter
 from meshwright.program.graph import Graph
 from meshwright.program.residuals import kept_values
 from meshwright.program.rules import Rules
+from meshwright.program.traces import Traces
+from meshwright.search import intra_op
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
 from meshwright.search.pins import Pins
 from meshwright.search.stage_problem import StageProblem
+from meshwright.search.wiring import wiring_of
 
 
 def graph_of(function: Any, *shapes: tuple[int, ...]) -> Graph:
@@ -114,10 +119,10 @@ def test_what_followers_of_a_received_value_keep_is_kept_for_each_microbatch() -
     assert cut.graph.operators[cut.graph.producer[kept][0]].name == "cumsum"
     for number, spec in enumerate(problem.choices[node]):
         choices = [number if n == node else 0 for n in range(len(problem.choices))]
-        held = []
-        for problem.in_flight in (1, 2):
-            held.append(problem.problem(float("inf")).memory_of(choices))
-        assert held[1] - held[0] >= 4 * 16 * 15 / spec.shards(problem.sizes)
+        problem.in_flight = 1
+        one = problem.problem(float("inf")).memory_of(choices)
+        problem.in_flight = 2
+        assert problem.problem(float("inf")).memory_of(choices) - one >= 4 * 16 * 15 / spec.shards(problem.sizes)
     assert problem.least_bytes.received == 0.0
 
 
@@ -147,11 +152,31 @@ def test_followers_do_what_their_node_chooses(mesh: tuple[int, ...]) -> None:
     problem = problem_of(graph_of(lambda x: jnp.sum(jnp.tanh(jnp.exp(x) * 3.0), axis=0), (16, 32)), mesh)
     node = problem.input_node[problem.graph.inputs[0]]
     values = problem.graph.values
+    assert set(problem.operator_node.values()) == {node}
     for number, spec in enumerate(problem.choices[node]):
         chosen = problem.operator_choices([number if n == node else 0 for n in range(len(problem.choices))])
         for operator in problem.operators:
             choice = chosen[operator.index]
             assert choice is not None
-            if problem.operator_node[operator.index] == node:
-                (at,) = (i for i, v in enumerate(operator.operands) if v is not None and not values[v].constant)
-                assert choice.algorithm.operands[at] == spec
+            (at,) = (i for i, v in enumerate(operator.operands) if v is not None and not values[v].constant)
+            assert choice.algorithm.operands[at] == spec
+
+
+@pytest.mark.parametrize(("name", "most"), [("wresnet-tiny", 0.6), ("gpt-tiny", 0.75)])
+def test_models_have_fewer_nodes_by_their_followers(name: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = zoo.build(name, global_batch=8)
+    graph = Traces(target.step).program((target.example_state, target.example_batch)).graph
+    infos = [ParameterInfo(name=graph.values[graph.inputs[p]].name, optimizer_bytes=0.0) for p in graph.parameters]
+    cluster = load_cluster("cpu")
+
+    def count() -> int:
+        return len(
+            IntraOpProblem(
+                graph, cluster.logical_mesh((2, 4)), cluster.device, parameters=infos, microbatches=1, pins=Pins(),
+                carried=0,
+            ).choices
+        )  # fmt: skip
+
+    with_followers = count()
+    monkeypatch.setattr(intra_op, "wiring_of", lambda graph: replace(wiring_of(graph), continued={}))
+    assert with_followers <= most * count()

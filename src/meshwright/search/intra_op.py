@@ -3,8 +3,8 @@
 The problem (design of Alpa, OSDI '22, with compute, both passes and storage in the objective): nodes are operators,
 inputs, parameters and *shared values* (a value with several readers is moved once for all of them), each with the
 operators that follow it (`wiring`); an edge costs the conversion between what its producer leaves and what its reader
-needs. One memory row bounds parameters, optimizer
-state, gradients and the activations kept for the backward pass. `solve` proves the optimum or prints its gap.
+needs. One memory row bounds parameters, optimizer state, gradients and the activations kept for the backward pass.
+`solve` proves the optimum or prints its gap.
 """
 
 from __future__ import annotations
@@ -311,19 +311,19 @@ class IntraOpProblem:
 
     def _followed(self, operator: Operator) -> int | None:
         """The node of what an operator follows, each choice of which is one of its own."""
-        at = self._wiring.continued.get(operator.index, -1)
-        value = operator.operands[at] if at >= 0 else None
-        if value is None or value not in self._defines:  # a loop carries it, and nobody has made it yet
-            return None
+        continued = self._wiring.continued.get(operator.index)
+        value = operator.operands[continued.position] if continued is not None else None
+        if continued is None or value is None or value not in self._defines:
+            return None  # or a loop carries it, and nobody has made it yet
         node, row = self._defines[value]
-        return node if self._follows(operator.index, at, row) else None
+        return node if self._follows(operator.index, continued.position, row) else None
 
     def _follows(self, index: int, at: int, row: SpecRow) -> bool:
         """Whether an operator follows an operand that is laid out so."""
-        # Rows that are equal are one object.
-        return (
-            self._wiring.continued.get(index) == at and row is self.operator_prices[index].operands[at] and row.distinct
-        )
+        continued = self._wiring.continued.get(index)
+        if continued is None or continued.position != at:
+            return False
+        return row is self.operator_prices[index].operands[at] and row.distinct  # rows that are equal are one object
 
     def _is_of_parameters(self, operator: Operator) -> bool:
         return all(v in self.of_parameters for v in operator.results if v is not None)
@@ -333,7 +333,8 @@ class IntraOpProblem:
         index = shared.value
         producer, specs = self._defines[index]
         others = sum(not self._follows(user, at, specs) for user, at in shared.users)
-        if others <= 1 and shared.maker.index in self._wiring.as_large:
+        made = self._wiring.continued.get(shared.maker.index)
+        if others <= 1 and made is not None and made.whole:
             if shared.kept:
                 self._bytes[producer] += self._kept_bytes(index, specs)
             return

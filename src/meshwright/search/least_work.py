@@ -7,7 +7,7 @@ from ..cost.efficiency import profile_of
 from ..cost.kernels import arithmetic_seconds
 from ..program.staged import StagedProgram
 from .choices import operator_choices
-from .operator_kernels import operator_kernels
+from .operator_kernels import KernelsOf
 
 
 def least_work_seconds(program: StagedProgram, cluster: Cluster) -> float:
@@ -27,7 +27,7 @@ def least_work_seconds(program: StagedProgram, cluster: Cluster) -> float:
         seconds = []
         for device in devices:
             profile = profile_of(device)
-            found = operator_kernels(graph, operator, whole.algorithm, {}, device, stored=False)
+            found = KernelsOf(graph, operator, {}, device, stored=False)(whole.algorithm)
             backward = sum(one.runs * arithmetic_seconds(one.kernel, device, profile) for one in found.gradients)
             seconds.append(arithmetic_seconds(found.forward, device, profile) + backward)
         total += operator.repeats * min(seconds)

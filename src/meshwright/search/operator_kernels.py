@@ -48,31 +48,15 @@ class OperatorKernels(NamedTuple):
     gradients: tuple[Gradient, ...]
 
 
-def operator_kernels(
-    graph: Graph, operator: Operator, algorithm: Algorithm, sizes: Mapping[str, int], device: Device, *, stored: bool
-) -> OperatorKernels:
-    """The kernels of an operator under an algorithm.
-
-    Args:
-      graph: it belongs to.
-      operator: no link of a scan.
-      algorithm: how it is split.
-      sizes: of the mesh axes.
-      device: what it runs on.
-      stored: whether its result is written to memory, if it is no product.
-    """
-    return KernelsOf(graph, operator, sizes, device, stored=stored)(algorithm)
-
-
 class KernelsOf:
     """The kernels of an operator, by its algorithm: what is the same for all of them is looked up once.
 
     Args:
-      graph: as of `operator_kernels`, like all others.
-      operator: the same.
-      sizes: the same.
-      device: the same.
-      stored: the same.
+      graph: it belongs to.
+      operator: no link of a scan.
+      sizes: of the mesh axes.
+      device: what it runs on.
+      stored: whether its result is written to memory, if it is no product.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ class PartRows:
                 if built is None or one is None or one.choices is None:
                     self._rows[*about, *key] = NO_PART
                     continue
-                self._rows[*about, *key] = part_row(*built[0].taken(one.choices), one.share)
+                self._rows[*about, *key] = part_row(*built[0].as_part(one.choices), one.share)
         return self._rows[*about, number, in_flight]
 
     def _key(self, place: Place, remat: str) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .choices import Choices
 from .conversion_prices import conversion_prices
-from .operator_kernels import KernelsOf, OperatorKernels, is_plain, moves_nothing, operator_kernels, plain_kernel
+from .operator_kernels import KernelsOf, OperatorKernels, is_plain, moves_nothing, plain_kernel
 from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
@@ -263,7 +263,7 @@ class Prices:
     def kernels(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> OperatorKernels:
         """What a device runs for an operator that is no link."""
         stored = is_stored(graph, operator)
-        return operator_kernels(graph, operator, algorithm, self.sizes, self.device, stored=stored)
+        return KernelsOf(graph, operator, self.sizes, self.device, stored=stored)(algorithm)
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one run of a kernel."""

@@ -128,7 +128,7 @@ class StageProblem(IntraOpProblem):
         )  # fmt: skip
         self.in_flight = 1
         self._within: dict[tuple[float, int, float], IntraOpSolution | None] = {}
-        self._taken: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
+        self._as_part: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         self._workspace = self._workspace_by_node(workspace)
@@ -273,7 +273,7 @@ class StageProblem(IntraOpProblem):
         for _ in range(_ROUNDS_OF_PRICES):
             at = [(price, in_flight) for price in prices.tolist()]
             found = ready.relaxed(at, gap=_CLOSE)
-            if few and any(one.share < 1 - _CLOSE for one in found) and ready.is_exact:
+            if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
                 found = ready.best(at, gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
                 bound = max(bound, one.bound - price * limit_bytes)
@@ -357,15 +357,16 @@ class StageProblem(IntraOpProblem):
             in_flight_bytes=kept,
         )
 
-    def taken(self, choices: tuple[int, ...]) -> tuple[StageSeconds, tuple[float, float]]:
-        """What choices of layouts take, and `boundary_seconds`: many prices of memory have the same ones.
+    def as_part(self, choices: tuple[int, ...]) -> tuple[StageSeconds, tuple[float, float]]:
+        """What choices of layouts take, and what they save as a part of a longer range (`boundary_seconds`): found out
+        once, since many prices of memory have the same ones.
 
         Args:
           choices: of all nodes.
         """
-        if choices not in self._taken:
-            self._taken[choices] = self.seconds(choices), self.boundary_seconds(choices)
-        return self._taken[choices]
+        if choices not in self._as_part:
+            self._as_part[choices] = self.seconds(choices), self.boundary_seconds(choices)
+        return self._as_part[choices]
 
     def boundary_seconds(self, choices: tuple[int, ...]) -> tuple[float, float]:
         """What a range of equations saves when it is no stage of its own but part of a larger one: the writing of what

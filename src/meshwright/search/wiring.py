@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..program.graph import Graph, Operator, once_for_each
 from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
@@ -48,9 +48,21 @@ class Read:
     holds: Literal["", "read", "gathered"]
 
 
+class Continued(NamedTuple):
+    """The operand that an operator may follow.
+
+    Args:
+      position: among its operands.
+      whole: whether the operator makes as many bytes as that has, and not fewer.
+    """
+
+    position: int
+    whole: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A value that is moved once for all who read it.
+    """A value that several operators read: it is moved once for all of them, or they follow it.
 
     Args:
       value: the value.
@@ -73,15 +85,13 @@ class Wiring:
       operators: that have choices: all but those that depend on no input.
       reads: of each of these, in their order, what it reads.
       shared: by value.
-      continued: of each operator that may follow what it reads, which of its operands that is.
-      as_large: of these operators those that make as much as they read there.
+      continued: of each operator that may follow what it reads, what that is.
     """
 
     operators: tuple[Operator, ...]
     reads: tuple[tuple[Read, ...], ...]
     shared: Mapping[int, Shared]
-    continued: Mapping[int, int]
-    as_large: frozenset[int]
+    continued: Mapping[int, Continued]
 
 
 @once_for_each
@@ -110,14 +120,8 @@ def wiring_of(graph: Graph) -> Wiring:
             runs = forward_runs_of(graph, value, operator)
             found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
         reads.append(tuple(found))
-    continued = {o.index: at for o in operators if (at := _continued(graph, o)) is not None}
-    as_large = frozenset(
-        index
-        for index, at in continued.items()
-        if graph.values[graph.operators[index].operands[at] or 0].bytes
-        == max(_made_bytes(graph, graph.operators[index]))
-    )
-    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued, as_large=as_large)
+    continued = {o.index: one for o in operators if (one := _continued(graph, o)) is not None}
+    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued)
 
 
 def _is_constant(graph: Graph, operator: Operator) -> bool:
@@ -160,20 +164,15 @@ def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
     return 2 if operator.region is not None and value in needed_again(graph)[1] else 1
 
 
-def _continued(graph: Graph, operator: Operator) -> int | None:
-    """The operand that an operator may follow: the one array that is as large as what it makes, if there is one, and
-    what it takes follows from what it writes."""
+def _continued(graph: Graph, operator: Operator) -> Continued | None:
+    """What an operator may follow: the one array that is as large as what it makes, if there is one, and what it takes
+    follows from what it writes."""
     if not is_plain(operator):
         return None
-    made = _made_bytes(graph, operator)
+    made = [graph.values[v].bytes for v in operator.results if v is not None] or [0.0]
     operands = enumerate(None if v is None else graph.values[v] for v in operator.operands)
-    large = [
-        (at, value.bytes)
-        for at, value in operands
-        if value is not None and not value.constant and value.bytes >= min(made)
-    ]
-    return large[0][0] if len(large) == 1 and large[0][1] >= max(made) else None
-
-
-def _made_bytes(graph: Graph, operator: Operator) -> list[float]:
-    return [graph.values[v].bytes for v in operator.results if v is not None] or [0.0]
+    read = [(at, value.bytes) for at, value in operands if value is not None and not value.constant]
+    large = [(at, size) for at, size in read if size >= min(made)]
+    if len(large) != 1 or large[0][1] < max(made):
+        return None
+    return Continued(large[0][0], whole=large[0][1] == max(made))
