@@ -48,11 +48,13 @@ def test_each_price_has_its_optimum(monkeypatch: pytest.MonkeyPatch, many: int, 
     assert 0 < impossible < 75
 
 
+@pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("most", [0, 1 << 24])
 @pytest.mark.parametrize("gap", [0.0, 0.1, float("inf")])
-def test_bounds_and_shares_hold(monkeypatch: pytest.MonkeyPatch, gap: float, most: int) -> None:
+def test_bounds_and_shares_hold(monkeypatch: pytest.MonkeyPatch, gap: float, most: int, few: int) -> None:
     """No assignment is below the bound; and none that holds no more takes less than the certain share."""
     monkeypatch.setattr(priced, "_MOST_ENTRIES", most)
+    monkeypatch.setattr(priced, "FEW_NODES", few)
     uncertain = 0
     for seed in range(150):
         problem, constant, kept = random_problem(seed)
@@ -72,6 +74,26 @@ def test_bounds_and_shares_hold(monkeypatch: pytest.MonkeyPatch, gap: float, mos
             assert 1 - one.share <= gap + 1e-9, seed
             uncertain += one.share < 1
     assert (uncertain > 0) == (gap > 0)
+
+
+def test_messages_bound_more_closely_than_forests_and_find_no_worse() -> None:
+    closer = better = 0
+    for seed in range(150):
+        problem, constant, kept = random_problem(seed)
+        totals = [problem.objective(choices) for choices in product(*(range(k) for k in problem.sizes))]
+        if not np.isfinite(min(totals)):
+            continue
+        ready, other = (PricedProblem(problem, constant=constant, kept=kept) for _ in range(2))
+        (known,) = ready.relaxed([(0.0, 1)])
+        passed = ready.passed((0.0, 1), known)
+        assert known.bound <= passed.bound <= min(totals) + 1e-9, seed
+        assert passed.choices is not None, seed
+        closer += passed.bound > known.bound + 1e-9
+        better += known.choices is None or problem.objective(passed.choices) < problem.objective(known.choices) - 1e-9
+        other.passed((50.0, 7), other.relaxed([(50.0, 7)])[0])
+        assert other.passed((0.0, 1), known) == passed, "what was asked before changes nothing"
+    assert closer > 4
+    assert better > 0
 
 
 def test_what_no_solver_finds_in_time_is_told_by_the_forest(monkeypatch: pytest.MonkeyPatch) -> None:

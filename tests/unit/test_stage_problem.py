@@ -82,9 +82,36 @@ def test_prices_of_memory_trade_it_for_seconds() -> None:
         assert 0 < seconds.weight_seconds <= seconds.backward_seconds
 
 
+def test_what_prices_leave_open_is_solved_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By message passing, or where that does not prove it by elimination and the like."""
+    monkeypatch.setattr(stage_problem, "FEW_NODES", 0)
+    plain = PricedProblem.relaxed
+
+    def loose(problem: PricedProblem, prices: Any, **options: Any) -> list[Priced]:
+        """The same choices, of which little is known."""
+        return [replace(one, bound=0.9 * one.bound, share=0.9 * one.share) for one in plain(problem, prices, **options)]
+
+    monkeypatch.setattr(PricedProblem, "relaxed", loose)
+    problem = problem_of_a_layer()
+    least, most = problem.least_bytes.held(1), problem.needs_at_best(1)
+    methods = set()
+    for part in (0.1, 0.3, 0.6, 0.9, 1.1):
+        limit = least + part * (most - least)
+        found = problem.within(limit, gap=1e-2)
+        assert found is not None
+        assert not found.solution.proven
+        one, best = problem.proven(limit, gap=1e-2, time_limit_seconds=60.0), problem.solve(limit)
+        methods.add(one.solution.method == found.solution.method)
+        assert one.solution.proven
+        assert one.solution.memory <= limit
+        assert one.solution.lower_bound <= best.solution.objective * (1 + 1e-9)
+        assert best.solution.objective <= one.solution.objective * (1 + 1e-9) <= 1.011 * best.solution.objective
+    assert methods == {False, True}
+
+
 def test_what_forests_leave_open_of_a_small_problem_elimination_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     def shares(few_nodes: int) -> list[float]:
-        monkeypatch.setattr(stage_problem, "_FEW_NODES", few_nodes)
+        monkeypatch.setattr(stage_problem, "FEW_NODES", few_nodes)
         problem = problem_of_a_layer()
         least, most = problem.least_bytes.held(1), problem.needs_at_best(1)
         found = [problem.within(least + part * (most - least), gap=1e-2) for part in (0.3, 0.6, 0.9)]

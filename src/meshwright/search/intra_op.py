@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
@@ -428,14 +429,19 @@ class IntraOpProblem:
             for index in range(len(self.graph.operators))
         )
 
+    @cached_property
+    def _numbers(self) -> Problem:
+        """The problem without memory, looked at once: nothing in it is negative or no number."""
+        return Problem(costs=tuple(self._seconds), edges=dict(self._edges))
+
+    def _memory(self) -> tuple[np.ndarray, ...]:
+        """Bytes on one device, by the choice of each node."""
+        return tuple(size + self._input_bytes.get(node, 0.0) for node, size in enumerate(self._bytes))
+
     def problem(self, memory_limit_bytes: float) -> Problem:
         """The problem as numbers."""
-        return Problem(
-            costs=tuple(self._seconds),
-            edges=dict(self._edges),
-            memory=tuple(size + self._input_bytes.get(node, 0.0) for node, size in enumerate(self._bytes)),
-            memory_limit=memory_limit_bytes,
-        )
+        costs, edges = self._numbers.costs, self._numbers.edges
+        return Problem.unchecked(costs=costs, edges=edges, memory=self._memory(), memory_limit=memory_limit_bytes)
 
     def solve(
         self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0,

@@ -24,7 +24,8 @@ from ..solve import Infeasible, Problem, Unsolved, solve
 from ..solve.eliminate import Elimination
 from ..solve.flat import FlatNodes
 from ..solve.forest import Forest
-from ..solve.presolve import presolve
+from ..solve.messages import Messages
+from ..solve.presolve import Reduction, presolve
 
 # Elimination of more table entries than these takes longer than what `solve` does instead.
 _MOST_ENTRIES = 1 << 24
@@ -35,6 +36,10 @@ _MANY_ENTRIES = 1 << 18
 
 # Sums of the same numbers in another order differ by less.
 _ROUNDING = 1e-12
+
+# Of so many nodes elimination takes no longer than messages, which pass so often: of half of moe-70b's layers on 4x4
+# devices they leave 0.4 percent open where two forests leave 1.3, in a quarter of the time that elimination takes.
+FEW_NODES, _PASSES = 100, 4
 
 
 # Choices, and by how many seconds with what their bytes cost they may be more than the best; None where there are none.
@@ -88,6 +93,11 @@ class PricedProblem:
         return Forest(self._problem, first=first) if first else self._forest
 
     @cached_property
+    def _allowed(self) -> Reduction:
+        """Without choices that have no finite edge."""
+        return presolve(self._problem, dominance=False, fold_degree=0)
+
+    @cached_property
     def _flat(self) -> tuple[FlatNodes, FlatNodes]:
         """Seconds, and bytes once and for each microbatch in flight."""
         return FlatNodes(self._problem.costs), FlatNodes(self._constant, self._kept)
@@ -112,17 +122,56 @@ class PricedProblem:
           Infeasible: every assignment is forbidden.
         """
         found = self.relaxed(prices, gap=gap)
-        left = [number for number, one in enumerate(found) if one.choices is None or 1 - one.share > gap]
-        if left:
+
+        def open_() -> list[int]:
+            return [number for number, one in enumerate(found) if one.choices is None or 1 - one.share > gap]
+
+        if len(self._problem.costs) > FEW_NODES:
+            for number in open_():
+                found[number] = self.passed(prices[number], found[number])
+        if left := open_():
             wanted = [prices[number] for number in left]
             solved = self.solved(wanted, gap=gap, time_limit_seconds=time_limit_seconds)
             for number, price, one in zip(left, wanted, solved, strict=True):
-                bound = max(one.bound, found[number].bound)
-                known = [choices for choices in (one.choices, found[number].choices) if choices is not None]
-                if known:  # where the graph is too wide for elimination the forest's may be better
-                    best = min(known, key=lambda choices, price=price: sum(self._totals(choices, price)))
-                    found[number] = _priced(best, *self._totals(best, price), bound)
+                # Where the graph is too wide for elimination the forest's may be better.
+                found[number] = self._better(price, one, found[number])
         return found
+
+    def passed(self, price: tuple[float, float], known: Priced) -> Priced:
+        """What is known at a price, or what message passing and a forest of what it leaves find there, with the closer
+        bound: that is the same whatever was asked before.
+
+        Args:
+          price: as of `best`.
+          known: what `relaxed` says of it.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        allowed = self._allowed
+        if not allowed.problem.costs:
+            return known
+        held = self._flat[1].numbers
+        paid = held[:, 0] * price[0] + held[:, 1] * (price[0] * price[1])
+        starts = self._flat[1].starts
+        costs = [
+            seconds + paid[starts[node] + names]
+            for seconds, node, names in zip(allowed.problem.costs, allowed.nodes, allowed.choices, strict=True)
+        ]
+        passed, rest = Messages(allowed.problem).bound(costs, passes=_PASSES)
+        choices, totals, bounds = Forest(rest).minimise_each(np.concatenate(rest.costs)[:, None])
+        found = tuple(choices[:, 0].tolist()) if np.isfinite(totals[0]) else None
+        restored = allowed.restore(found) if found is not None else None
+        return self._better(price, Priced(choices=restored, bound=passed + float(bounds[0])), known)
+
+    def _better(self, price: tuple[float, float], one: Priced, other: Priced) -> Priced:
+        """Of what was found at a price in two ways the better choices and the closer bound."""
+        bound = max(one.bound, other.bound)
+        known = [choices for choices in (one.choices, other.choices) if choices is not None]
+        if not known:
+            return Priced(choices=None, bound=bound)
+        best = min(known, key=lambda choices: sum(self._totals(choices, price)))
+        return _priced(best, *self._totals(best, price), bound)
 
     @property
     def is_exact(self) -> bool:

@@ -27,7 +27,7 @@ from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .passes import Passes
 from .pins import Pins
-from .priced import Priced, PricedProblem
+from .priced import FEW_NODES, Priced, PricedProblem
 from .wiring import reads_gathered
 from .workspace import AS_BAD, Moment, Workspace
 
@@ -35,9 +35,9 @@ from .workspace import AS_BAD, Moment, Workspace
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
 _ROUNDS_OF_PRICES = 3
 
-# Where a forest leaves more than this open, relative, another one is tried; and then elimination, if there are no more
-# nodes than these, as where a scan runs over the layers.
-_CLOSE, _FEW_NODES = 1e-3, 100
+# Where a forest leaves more than this open, relative, another one is tried; and then elimination, if there are few
+# nodes, as where a scan runs over the layers.
+_CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class StageProblem(IntraOpProblem):
             split_dims=dims,
         )  # fmt: skip
         self.in_flight = 1
-        self._within: dict[tuple[float, int, float], IntraOpSolution | None] = {}
+        self._within: dict[tuple[float, int, float], tuple[IntraOpSolution | None, float]] = {}
         self._as_part: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
@@ -192,10 +192,9 @@ class StageProblem(IntraOpProblem):
             specs = (known.results if made else known.operands)[at]
             rows[node] += share * times * self.local_bytes(value, specs)
 
-    def problem(self, memory_limit_bytes: float) -> Problem:
-        """The problem as numbers, with `in_flight` microbatches kept."""
-        memory = tuple(c + self.in_flight * k for c, k in zip(self._constant_bytes, self._kept_by_node, strict=True))
-        return replace(super().problem(memory_limit_bytes), memory=memory)
+    def _memory(self) -> tuple[np.ndarray, ...]:
+        """With `in_flight` microbatches kept."""
+        return tuple(c + self.in_flight * k for c, k in zip(self._constant_bytes, self._kept_by_node, strict=True))
 
     @cached_property
     def _free(self) -> PricedProblem:
@@ -252,21 +251,54 @@ class StageProblem(IntraOpProblem):
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        if limit_bytes <= 0:
-            return None
+        return self._known_within(limit_bytes, gap)[0] if limit_bytes > 0 else None
+
+    def proven(self, limit_bytes: float, *, gap: float, time_limit_seconds: float) -> IntraOpSolution:
+        """The best solution within a limit of memory, solved until no more than a gap is left open or the time is over;
+        with `in_flight` microbatches kept.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          gap: relative.
+          time_limit_seconds: for what `within` leaves open.
+
+        Raises:
+          solve.Infeasible: if no choice fits.
+          solve.Unsolved: if none was found in time.
+        """
+        found, price = self._known_within(limit_bytes, gap)
+        if found is None:
+            return self.solve(limit_bytes, gap=gap, time_limit_seconds=time_limit_seconds)
+        if found.solution.proven:
+            return found
+        if len(self.choices) > FEW_NODES:
+            at = price, self.in_flight
+            known = Priced(choices=found.solution.choices, bound=found.solution.lower_bound + price * limit_bytes)
+            passed = self._free.passed(at, known)
+            found = self._bounded(found.solution.choices, passed.bound - price * limit_bytes, gap)
+            if found.solution.proven:
+                return found
+        choices, bound = found.solution.choices, found.solution.lower_bound
+        solved = self.solve(limit_bytes, gap=gap, time_limit_seconds=time_limit_seconds, known=choices)
+        # What prices prove holds for whatever was found then.
+        proven = min(max(solved.solution.lower_bound, bound), solved.solution.objective)
+        return replace(solved, solution=replace(solved.solution, lower_bound=proven))
+
+    def _known_within(self, limit_bytes: float, gap: float) -> tuple[IntraOpSolution | None, float]:
+        """As `within`, and the price that bounds it most."""
         key = limit_bytes, self.in_flight, gap
         if key not in self._within:
             self._within[key] = self._by_prices(limit_bytes, gap)
         return self._within[key]
 
-    def _by_prices(self, limit_bytes: float, gap: float) -> IntraOpSolution | None:
+    def _by_prices(self, limit_bytes: float, gap: float) -> tuple[IntraOpSolution | None, float]:
         ready, in_flight = self._free, self.in_flight
-        few = len(self.choices) <= _FEW_NODES
+        few = len(self.choices) <= FEW_NODES
         free = self.fastest
         unit = max(free.bound, 1e-12) / limit_bytes
         cheap, dear = 0.0, inf
         best: tuple[float, tuple[int, ...]] | None = None
-        over, bound = free.choices, free.bound
+        over, bound, at_price = free.choices, free.bound, 0.0
         if over is not None and self._held(over, in_flight) <= limit_bytes:
             over, best = None, (ready.seconds(over), over)
         prices = unit * np.array(_FIRST_PRICES)
@@ -276,7 +308,8 @@ class StageProblem(IntraOpProblem):
             if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
                 found = ready.best(at, gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
-                bound = max(bound, one.bound - price * limit_bytes)
+                if one.bound - price * limit_bytes > bound:
+                    bound, at_price = one.bound - price * limit_bytes, price
                 if one.choices is None:
                     continue
                 if self._held(one.choices, in_flight) > limit_bytes:
@@ -289,13 +322,18 @@ class StageProblem(IntraOpProblem):
                 break
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
         if best is None:
-            return None
+            return None, at_price
         if best[0] - bound > _CLOSE * abs(best[0]):
             # Prices alone miss what uses the last bytes of memory.
             choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
             best = min(best, (ready.seconds(choices), choices))
-        share = min(max(bound / best[0], 0.0), 1.0) if best[0] > 0 else 1.0
-        return self.chosen(best[1], share, proven=share >= 1 - gap)
+        return self._bounded(best[1], bound, gap), at_price
+
+    def _bounded(self, choices: tuple[int, ...], bound: float, gap: float) -> IntraOpSolution:
+        """Choices as a solution, where no other takes less than so many seconds."""
+        seconds = self._free.seconds(choices)
+        share = min(max(bound / seconds, 0.0), 1.0) if seconds > 0 else 1.0
+        return self.chosen(choices, share, proven=share >= 1 - gap)
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
         constant, workspace, kept = self._flat_bytes.sum(np.array(choices, dtype=int)).tolist()

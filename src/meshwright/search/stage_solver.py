@@ -336,14 +336,9 @@ class StageSolver:
         self.solves += 1
         problem.in_flight = in_flight
         try:
-            chosen = found = problem.within(limit, gap=RANGE_GAP)
-            if chosen is None or not (loosely or chosen.solution.proven):
-                known = chosen.solution.choices if chosen is not None else None
-                chosen = problem.solve(limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, known=known)
-            if found is not None:  # what it proves holds for whatever was found then
-                solution = chosen.solution
-                proven = min(max(solution.lower_bound, found.solution.lower_bound), solution.objective)
-                chosen = replace(chosen, solution=replace(solution, lower_bound=proven))
+            chosen = problem.within(limit, gap=RANGE_GAP) if loosely else None
+            if chosen is None:
+                chosen = problem.proven(limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
         except (Infeasible, Unsolved):
             return None
         finally:

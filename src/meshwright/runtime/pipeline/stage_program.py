@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ..._jax.accumulate import accumulate_in_scans
 from ..._jax.jaxpr import ClosedJaxpr, Equation, open_jaxpr
 from ..._jax.passes import Halves, least_effort_first, part_of, size_bytes, split_program, trace_local
+from ..._jax.reverse import vjp
 from ...errors import PlanError
 from ...plan import Plan, Stage
 from ...program.cut import Cut
@@ -284,7 +285,7 @@ class StageProgram:
 
         parameters = [given[slot] for slot in self.parameters]
         moving = [given[slot] for slot in self._moving_received]
-        results, pull, outs = jax.vjp(run, parameters, moving, has_aux=True)
+        results, pull, outs = vjp(run, parameters, moving)
         found = {Slot(Role.SENT, v): outs[out_of[v]] for v in self.cut.sent}
         for slot in self.collected:
             found[slot] = outs[out_of[self._output_value(slot)]]
