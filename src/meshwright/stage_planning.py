@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cached_property
 from math import inf, isfinite, prod
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from .presets.planned import planned_preset
 from .presets.priced import PricedPreset
 from .presets.prices import PresetPrices
 from .presets.written import held_bytes
+from .program.expected import Unexpected
 from .program.graph import Graph, Value
-from .program.staged import StagedProgram
 from .program.trace import Program
 from .replica_planning import REPLICAS
 from .search.memory_reserve import MissedMemory
@@ -34,6 +33,7 @@ from .search.scout import Scout
 from .search.stage_request import INTERLEAVED
 from .sharding import Spec, convert
 from .simulate import simulate_plan
+from .step_programs import StepPrograms
 
 # How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
 _ATTEMPTS = 12
@@ -78,8 +78,12 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     if asked.preset is not None:
         return _plan_preset(asked, asked.preset)
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
-    with Scout() as scout:
-        return _plan_in_orders(asked, stages, orders, scout, faster_than_seconds=faster_than_seconds)
+    try:
+        with Scout() as scout:
+            return _plan_in_orders(asked, stages, orders, scout, faster_than_seconds=faster_than_seconds)
+    except Unexpected:
+        asked.traces.are_as_expected = False
+        return plan_stages(asked, stages, faster_than_seconds=faster_than_seconds)
 
 
 def _plan_in_orders(
@@ -158,13 +162,13 @@ def _searched(
 class _Begun(NamedTuple):
     """What all searches in one order of the hosts share: programs, and what has been found out of their stages."""
 
-    programs: _Programs
+    programs: StepPrograms
     search: StageSearch
 
 
 def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
     """The beginning of a search, with a scout at what it will ask if the program is large."""
-    programs = _Programs(asked, stages, microbatch_counts(asked))
+    programs = StepPrograms(asked, stages, microbatch_counts(asked))
     search = StageSearch(_request(asked, stages, programs))
     if is_large(programs.any.source):
         search.costs.reserve = MissedMemory(MARGIN)
@@ -172,7 +176,7 @@ def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
     return _Begun(programs, search)
 
 
-def _request(asked: PlanRequest, stages: int | None, programs: _Programs) -> StageRequest:
+def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
     """What is asked of the stage search.
 
     Raises:
@@ -200,7 +204,7 @@ def _plan_in_order(
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, which bounds the others. It is written out only where it may be the answer.
     """
-    programs, begun = begun_with or (_Programs(asked, stages, microbatch_counts(asked)), None)
+    programs, begun = begun_with or (StepPrograms(asked, stages, microbatch_counts(asked)), None)
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
@@ -268,7 +272,7 @@ def _plan_in_order(
             finer, nothing = finer_counts(asked, max(programs)), nothing or error
             if not finer:
                 break
-            programs = _Programs(asked, stages, finer)
+            programs = StepPrograms(asked, stages, finer)
             request = replace(request, programs=programs, begin_with=None, known_interleaved=None)
             search = StageSearch(request, scout=mine)
             continue
@@ -360,76 +364,6 @@ def _planning(
         seconds=time.perf_counter() - asked.started, trace_seconds=trace_seconds, solve_seconds=solve_seconds,
         considered=result.considered, alternatives=result.alternatives,
     )  # fmt: skip
-
-
-class _Programs(Mapping[int, StagedProgram]):
-    """The step for every number of microbatches to be considered, in layers, each traced when it is first asked for.
-
-    Raises:
-      PlanError: on asking, if the step cannot be cut so, or has no loss function that is marked.
-    """
-
-    def __init__(self, asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> None:
-        self._asked, self._stages, self._counts = asked, stages, counts
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._counts)
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __getitem__(self, count: int) -> StagedProgram:
-        # Cut alike, so that what a few microbatches take bounds what more of them do.
-        return self._cut(count, self.any)
-
-    def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:
-        asked, begun = self._asked, time.perf_counter()
-        asked.tell(f"tracing {count} microbatches")
-        program = _traced(asked, count)
-        if not program.marked:
-            raise PlanError(
-                refused=f"a plan of {self._stages or 'several'} stages",
-                got="a step without meshwright.value_and_grad",
-                needed="a step whose loss function is marked: its forward program is what is cut",
-                where=getattr(asked.traces, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
-                "a step that computes no gradients",
-            )  # fmt: skip
-        staged = like if like is not None and like.source is program else asked.traces.staged(program, like)
-        self.seconds += time.perf_counter() - begun
-        return staged
-
-    @cached_property
-    def any(self) -> StagedProgram:
-        """The one of the fewest microbatches that there is."""
-        refused: PlanError | None = None
-        for count in sorted(self._counts):
-            try:
-                return self._cut(count, None)
-            except PlanError as error:
-                # Some steps cannot be cut so finely: these numbers were our idea.
-                refused = refused or error
-        assert refused is not None
-        raise refused
-
-
-def _traced(asked: PlanRequest, count: int) -> Program:
-    """The step in so many microbatches; without gradients where it is to run forwards only.
-
-    Raises:
-      PlanError: if it cannot be cut so, or is to run forwards only and computes gradients.
-    """
-    if asked.schedule != "inference":
-        return asked.program(count)
-    whole = asked.program(1)
-    if whole.marked or whole.state_inputs:
-        raise PlanError(
-            refused="the schedule inference", got="a step that computes gradients or returns its state",
-            needed="one of forwards only: (weights, batch) -> results", where="schedule=",
-            try_="one_f_one_b for training, or the forward function alone",
-        )  # fmt: skip
-    return asked.traces.inference(asked.args, microbatches=count, batch_axis=asked.batch_axis)
 
 
 def check_stages(stages: Any, schedule: Any) -> None:

@@ -220,7 +220,7 @@ def test_what_a_copy_found_too_slow_is_not_looked_at_again(monkeypatch: pytest.M
     def program(count: int) -> Any:
         if count == 32:
             raise PlanError(refused="a step", got="32 parts", needed="fewer", where="here", try_="8")
-        return SimpleNamespace(program=SimpleNamespace(source=None), count=count)
+        return SimpleNamespace(program=SimpleNamespace(alike=None), count=count)
 
     monkeypatch.setattr(copied, "can_copy", lambda: copies and not copied.is_copy())
     monkeypatch.setattr(interleaving, "main_scan", lambda source: ("scan", 96))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,40 +21,48 @@ class StagedProgram:
     """The core of a program, at the size of one microbatch, in layers.
 
     Args:
-      core: the core with its scans split; stages are ranges of its top-level equations.
       graph: its operators.
-      rules: their factor rules.
       rows: equations of `core` that take rows out of an input (`scan_split.stacked_rows`).
       scan_splits: what was split: by position of the scan in the unsplit core, the trips of each piece.
       layers: ranges of top-level equations of `core`, in order.
-      source: the program as traced, its scans whole.
       piece_starts: the first equation of each piece of a scan, by position of the scan in the unsplit core and number
         of the piece.
+      split_dims: for each input that is not differentiated, the dim that microbatches cut, or None.
+      microbatches: into how many parts the batch is cut.
+      alike: a traced program of the same equations, in this number of microbatches or another.
+      trace: the core with its scans split, and the program as traced, its scans whole; of a program that is expected
+        (`expected`) they are made when they are first asked for.
     """
 
-    core: ClosedJaxpr
     graph: Graph
-    rules: Rules
     rows: Mapping[int, tuple[int, int, int]]
     scan_splits: Mapping[int, tuple[int, ...]]
     layers: tuple[tuple[int, int], ...]
-    source: Program
     piece_starts: Mapping[tuple[int, int], int]
+    split_dims: tuple[int | None, ...]
+    microbatches: int
+    alike: Program
+    trace: Callable[[], tuple[ClosedJaxpr, Program]]
 
     @property
-    def split_dims(self) -> tuple[int | None, ...]:
-        """For each input that is not differentiated, the dim that microbatches cut, or None."""
-        return self.source.split_dims
+    def core(self) -> ClosedJaxpr:
+        """With its scans split; stages are ranges of its top-level equations."""
+        return self.trace()[0]
+
+    @property
+    def source(self) -> Program:
+        """As traced, its scans whole."""
+        return self.trace()[1]
+
+    @property
+    def rules(self) -> Rules:
+        """The factor rules of its operators."""
+        return self.alike.rules
 
     @property
     def fingerprint(self) -> str:
         """Of the program."""
         return self.source.fingerprint
-
-    @property
-    def microbatches(self) -> int:
-        """Into how many parts the batch is cut."""
-        return self.source.microbatches
 
     @property
     def equations(self) -> int:
@@ -219,7 +227,7 @@ def _staged(
         losses = [0] if program.marked else []
         graph = build_graph(core, program.rules, parameters=graph.parameters, losses=losses, input_names=names)
     return StagedProgram(
-        core=core, graph=graph, rules=program.rules, rows=stacked_rows(core), scan_splits=splits, source=program,
+        graph=graph, rows=stacked_rows(core), scan_splits=splits, piece_starts=starts,
         layers=cluster_layers(graph, len(open_jaxpr(core).eqns), at_most=layers, cuts=cuts, exactly=exactly),
-        piece_starts=starts,
+        split_dims=program.split_dims, microbatches=program.microbatches, alike=program, trace=lambda: (core, program),
     )  # fmt: skip

@@ -60,7 +60,7 @@ def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: in
     """
     if ranks < 2 or devices % ranks or microbatches % ranks:
         return ()
-    scan = main_scan(program.source)
+    scan = main_scan(program.alike)
     if scan is None:
         return _CHUNKS
     trips = scan[1]
@@ -194,7 +194,7 @@ class Interleaving:
           late: whether the time is over.
         """
         tries = self._tries(finished, looked_at, below_seconds, costs_in) if not late() else []
-        is_scan = bool(tries) and main_scan(costs_in(looked_at[0]).program.source) is not None
+        is_scan = bool(tries) and main_scan(costs_in(looked_at[0]).program.alike) is not None
         with self._ahead(tries if is_scan else (), below_seconds, costs_in, scheduled) as ahead:
             yield from self._tried(tries, ahead, below_seconds, costs_in, scheduled, late)
 
@@ -291,7 +291,7 @@ class Interleaving:
           PlanError: if the program cannot be cut into so many stages.
         """
         program = costs.program
-        if main_scan(program.source) is None:
+        if main_scan(program.alike) is None:
             return costs
         key = program.microbatches, ranks, chunks
         if key not in self._cut:

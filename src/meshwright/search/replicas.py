@@ -160,9 +160,8 @@ class Replicas:
         """The costs of the program where a step runs it so many times."""
         if times not in self._costs:
             request = self.request
-            source = replace(request.program.source, microbatches=times)
             self._costs[times] = StageCosts(
-                replace(request.program, source=source), parameters=request.parameters, submeshes=self._submeshes,
+                replace(request.program, microbatches=times), parameters=request.parameters, submeshes=self._submeshes,
                 pins=request.pins, remat=request.remat,
             )  # fmt: skip
         return self._costs[times]

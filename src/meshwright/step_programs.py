@@ -1,0 +1,101 @@
+"""The step in every number of microbatches that a search may look at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from .errors import PlanError
+from .plan_request import PlanRequest
+from .program.expected import expected
+from .program.staged import StagedProgram
+from .program.trace import Program
+
+
+class StepPrograms(Mapping[int, StagedProgram]):
+    """The step for every number of microbatches to be considered, in layers, made when it is first asked for: two are
+    traced, the others are what these let expect.
+
+    Raises:
+      PlanError: on asking, if the step cannot be cut so, or has no loss function that is marked.
+    """
+
+    def __init__(self, asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> None:
+        self._asked, self._stages, self._counts = asked, stages, counts
+        self._known: dict[int, StagedProgram] = {}
+        self._second: StagedProgram | None = None
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, count: int) -> StagedProgram:
+        if count == self.any.microbatches:
+            return self.any
+        if count not in self._known:
+            self._known[count] = self._expected(count) or self._other(count)
+        return self._known[count]
+
+    def _expected(self, count: int) -> StagedProgram | None:
+        """As two others let expect, if there are two and they say anything."""
+        if self._second is None or not self._asked.traces.are_as_expected:
+            return None
+        return expected(self.any, self._second, count, lambda: self._cut(count, self.any))
+
+    def _other(self, count: int) -> StagedProgram:
+        """Cut like the first, so that what a few microbatches take bounds what more of them do."""
+        staged = self._cut(count, self.any)
+        self._second = self._second or staged
+        return staged
+
+    def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:
+        asked, begun = self._asked, time.perf_counter()
+        asked.tell(f"tracing {count} microbatches")
+        program = _traced(asked, count)
+        if not program.marked:
+            raise PlanError(
+                refused=f"a plan of {self._stages or 'several'} stages",
+                got="a step without meshwright.value_and_grad",
+                needed="a step whose loss function is marked: its forward program is what is cut",
+                where=getattr(asked.traces, "__name__", "the step"),
+                try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
+                "a step that computes no gradients",
+            )  # fmt: skip
+        staged = asked.traces.staged(program, like)
+        self.seconds += time.perf_counter() - begun
+        return staged
+
+    @cached_property
+    def any(self) -> StagedProgram:
+        """The one of the fewest microbatches that there is."""
+        refused: PlanError | None = None
+        for count in sorted(self._counts):
+            try:
+                return self._cut(count, None)
+            except PlanError as error:
+                # Some steps cannot be cut so finely: these numbers were our idea.
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+
+def _traced(asked: PlanRequest, count: int) -> Program:
+    """The step in so many microbatches; without gradients where it is to run forwards only.
+
+    Raises:
+      PlanError: if it cannot be cut so, or is to run forwards only and computes gradients.
+    """
+    if asked.schedule != "inference":
+        return asked.program(count)
+    whole = asked.program(1)
+    if whole.marked or whole.state_inputs:
+        raise PlanError(
+            refused="the schedule inference", got="a step that computes gradients or returns its state",
+            needed="one of forwards only: (weights, batch) -> results", where="schedule=",
+            try_="one_f_one_b for training, or the forward function alone",
+        )  # fmt: skip
+    return asked.traces.inference(asked.args, microbatches=count, batch_axis=asked.batch_axis)
