@@ -74,6 +74,12 @@ class PlanRequest:
             self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction
         )
 
+    def is_traced(self, microbatches: int) -> bool:
+        """Whether that program has been asked for."""
+        return self.traces.is_traced(
+            self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:

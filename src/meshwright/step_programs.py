@@ -41,8 +41,9 @@ class StepPrograms(Mapping[int, StagedProgram]):
         return self._known[count]
 
     def _expected(self, count: int) -> StagedProgram | None:
-        """As two others let expect, if there are two and they say anything."""
-        if self._second is None or not self._asked.traces.are_as_expected:
+        """As two others let expect, if there are two and they say anything; None also where it is traced."""
+        asked = self._asked
+        if self._second is None or not asked.traces.are_as_expected or asked.is_traced(count):
             return None
         return expected(self.any, self._second, count, lambda: self._cut(count, self.any))
 

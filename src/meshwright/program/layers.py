@@ -9,8 +9,8 @@ solved once: a program of twelve equal blocks that may have sixteen layers gets 
 What crosses a cut: values computed before it and read after it, twice where their cotangents come back; parameters,
 inputs, and values that depend on no input (every stage makes those for itself) do not count.
 
-Cost: n L steps over windows of at most n numbers, for n equations and L layers. Known limit: an equation is never cut;
-scans are, before, by `scan_split`.
+Cost: L steps of sorting n numbers, for n equations and L layers, and of looking at cuts of equal bytes. Known limit: an
+equation is never cut; scans are, before, by `scan_split`.
 """
 
 from __future__ import annotations
@@ -153,18 +153,27 @@ def _cuts_within(share: float, work: np.ndarray, crossing: np.ndarray, at_most: 
     spread = [np.full(count + 1, np.inf)]
     sizes[0][0] = spread[0][0] = 0.0
     before: list[np.ndarray] = []
+    stops = np.arange(1, count + 1)
+    first, past = np.minimum(earliest[1:], stops - 1), np.minimum(latest[1:], stops)
     for _ in range(min(at_most, count)):
         size, uneven, start = np.full(count + 1, np.inf), np.full(count + 1, np.inf), np.zeros(count + 1, dtype=int)
         entering = sizes[-1] + np.where(np.arange(count + 1) > 0, crossing, 0.0)
-        for stop in range(1, count + 1):
-            window = slice(min(int(earliest[stop]), stop - 1), min(int(latest[stop]), stop))
-            least = entering[window].min(initial=np.inf)
-            if np.isinf(least):
-                continue
-            squares = spread[-1][window] + (done[stop] - done[window]) ** 2
-            squares[entering[window] > least] = np.inf
-            best = int(squares.argmin())
-            size[stop], uneven[stop], start[stop] = least, squares[best], window.start + best
+        bytes_of, rank = np.unique(entering, return_inverse=True)
+        least = _least_within(rank, first, past, none=len(bytes_of))
+        reached = np.flatnonzero(np.isfinite(np.append(bytes_of, np.inf)[least]))
+        # Where a layer that enters with the fewest bytes may begin: positions in order of bytes, and then of place.
+        keys = np.sort(rank * (count + 1) + np.arange(count + 1))
+        low, high = (np.searchsorted(keys, least[reached] * (count + 1) + ends[reached]) for ends in (first, past))
+        begun, of = _ranges(low, high)
+        starts = keys[begun] % (count + 1)
+        here = stops[reached]
+        squares = spread[-1][starts] + (done[here][of] - done[starts]) ** 2
+        if len(reached):
+            offsets = np.cumsum(high - low) - (high - low)
+            fewest = np.minimum.reduceat(squares, offsets)
+            ties = np.flatnonzero(squares == fewest[of])
+            best = ties[np.searchsorted(ties, offsets)]
+            size[here], uneven[here], start[here] = bytes_of[least[reached]], squares[best], starts[best]
         sizes.append(size)
         spread.append(uneven)
         before.append(start)
@@ -176,6 +185,28 @@ def _cuts_within(share: float, work: np.ndarray, crossing: np.ndarray, at_most: 
                 bounds.append(int(before[n - 1][bounds[-1]]))
             found.append(bounds[::-1])
     return found
+
+
+def _least_within(ranks: np.ndarray, first: np.ndarray, past: np.ndarray, none: int) -> np.ndarray:
+    """The least of these numbers in each window, from its first place to before the one past it; `none` for an empty
+    window."""
+    table = [ranks]  # of 1, 2, 4, ... numbers from each place on
+    while 2 << (len(table) - 1) <= len(ranks):
+        half = 1 << (len(table) - 1)
+        table.append(np.minimum(table[-1][:-half], table[-1][half:]))
+    found = np.full(len(first), none)
+    widths = past - first
+    for level, least in enumerate(table):
+        at = np.flatnonzero((widths >= 1 << level) & (widths < 2 << level))
+        found[at] = np.minimum(least[first[at]], least[past[at] - (1 << level)])
+    return found
+
+
+def _ranges(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers of some ranges, one range after another, and of each which range it is of."""
+    lengths = high - low
+    of = np.repeat(np.arange(len(low)), lengths)
+    return np.arange(len(of)) - (np.cumsum(lengths) - lengths - low)[of], of
 
 
 def _refusal(got: str, needed: str, try_: str) -> PlanError:

@@ -59,6 +59,10 @@ class Traces:
             )  # fmt: skip
         return self._programs[key]
 
+    def is_traced(self, args: Sequence[Any], *, microbatches: int, batch_axis: int, reduction: str | None) -> bool:
+        """Whether `program` has been asked for that."""
+        return (*self._key(args), microbatches, batch_axis, reduction) in self._programs
+
     def inference(self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0) -> Program:
         """As `trace_inference`."""
         key = ("inference", *self._key(args), microbatches, batch_axis)

@@ -41,29 +41,30 @@ def cross_over(problem: Problem, first: Sequence[int], rest: Sequence[int]) -> t
         The assignment, or `None` when no cut gives one.
     """
     nodes = len(problem.costs)
-    # Indexed by the cut: how the total changes when the cut passes each node; infinities are counted, not added.
-    cost, forbidden, memory = np.zeros(nodes + 1), np.zeros(nodes + 1), np.zeros(nodes + 1)
-
-    def add(where: int, seconds: float, sign: int) -> None:
-        if np.isfinite(seconds):
-            cost[where] += sign * seconds
-        else:
-            forbidden[where] += sign
-
-    for v, vector in enumerate(problem.costs):
-        add(0, vector[rest[v]], 1)
-        add(v + 1, vector[rest[v]], -1)
-        add(v + 1, vector[first[v]], 1)
-        if problem.memory is not None:
-            memory[0] += problem.memory[v][rest[v]]
-            memory[v + 1] += problem.memory[v][first[v]] - problem.memory[v][rest[v]]
-    for (u, v), table in problem.edges.items():
-        neither, mixed, both = table[rest[u], rest[v]], table[first[u], rest[v]], table[first[u], first[v]]
-        add(0, neither, 1)
-        add(u + 1, neither, -1)
-        add(u + 1, mixed, 1)
-        add(v + 1, mixed, -1)
-        add(v + 1, both, 1)
+    v = np.arange(nodes)
+    pairs = np.array(list(problem.edges), dtype=int).reshape(-1, 2)
+    edges = [(table, first[u], rest[u], first[w], rest[w]) for (u, w), table in problem.edges.items()]
+    own, other = (np.array([row[c] for row, c in zip(problem.costs, one, strict=True)]) for one in (first, rest))
+    # What is paid while the cut is from one place on to before another: indexed by the cut, how the total changes when
+    # it passes each node; infinities are counted, not added.
+    spans = [
+        (np.zeros(nodes, dtype=int), v + 1, other),
+        (v + 1, np.full(nodes, nodes + 1), own),
+        (np.zeros(len(edges), dtype=int), pairs[:, 0] + 1, np.array([t[b, d] for t, _, b, _, d in edges])),
+        (pairs[:, 0] + 1, pairs[:, 1] + 1, np.array([t[a, d] for t, a, _, _, d in edges])),
+        (pairs[:, 1] + 1, np.full(len(edges), nodes + 1), np.array([t[a, c] for t, a, _, c, _ in edges])),
+    ]
+    cost, forbidden, memory = np.zeros(nodes + 2), np.zeros(nodes + 2), np.zeros(nodes + 1)
+    for start, stop, seconds in spans:
+        finite = np.isfinite(seconds)
+        for into, what in ((cost, np.where(finite, seconds, 0.0)), (forbidden, (~finite).astype(float))):
+            np.add.at(into, start, what)
+            np.subtract.at(into, stop, what)
+    cost, forbidden = cost[:-1], forbidden[:-1]
+    if problem.memory is not None:
+        held = [np.array([row[c] for row, c in zip(problem.memory, one, strict=True)]) for one in (first, rest)]
+        memory[0] = held[1].sum()
+        memory[1:] = held[0] - held[1]
     allowed = (np.cumsum(forbidden) < 0.5) & (np.cumsum(memory) <= problem.memory_limit)
     if not allowed.any():
         return None
