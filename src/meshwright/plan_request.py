@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any
@@ -16,6 +16,7 @@ from .errors import PlanError
 from .plan import Plan
 from .presets import Preset
 from .program.batch import batch_extents
+from .program.expected import Expectations
 from .program.trace import Program, abstract
 from .program.traces import Traces
 from .schedule import WORTH_SPLITTING
@@ -45,6 +46,7 @@ class PlanRequest:
       started: when the work began, by `time.perf_counter`.
       time_limit_seconds: from then on.
       tell: called with a few words at each part of the work.
+      expectations: of the step's programs.
     """
 
     traces: Traces
@@ -62,6 +64,7 @@ class PlanRequest:
     started: float
     time_limit_seconds: float
     tell: Callable[[str], None]
+    expectations: Expectations = field(default_factory=Expectations)
 
     @property
     def left_seconds(self) -> float:

@@ -64,7 +64,8 @@ def is_large(program: Program) -> bool:
 
 def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = float("inf")) -> Planning:
     """The fastest plan with so many stages, or with any number of them. Where hosts are of several kinds, their groups
-    are put in every order: which kind has the first stages, and which the last.
+    are put in every order: which kind has the first stages, and which the last. Where the step is in some number of
+    microbatches another program than was expected, all begins again.
 
     Args:
       asked: the request.
@@ -79,11 +80,17 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         return _plan_preset(asked, asked.preset)
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
     try:
-        with Scout() as scout:
-            return _plan_in_orders(asked, stages, orders, scout, faster_than_seconds=faster_than_seconds)
+        try:
+            with Scout() as scout:
+                found = _plan_in_orders(asked, stages, orders, scout, faster_than_seconds=faster_than_seconds)
+        except (NothingFaster, MemoryExceeded):
+            asked.expectations.check()
+            raise
+        asked.expectations.check()
     except Unexpected:
-        asked.traces.are_as_expected = False
+        asked.expectations.give_up()
         return plan_stages(asked, stages, faster_than_seconds=faster_than_seconds)
+    return replace(found, seconds=time.perf_counter() - asked.started)
 
 
 def _plan_in_orders(

@@ -6,16 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+from .ahead import is_copy
 from .errors import PlanError
 from .plan_request import PlanRequest
-from .program.expected import expected
 from .program.staged import StagedProgram
 from .program.trace import Program
 
 
 class StepPrograms(Mapping[int, StagedProgram]):
     """The step for every number of microbatches to be considered, in layers, made when it is first asked for: two are
-    traced, the others are what these let expect.
+    traced, the others are what these let expect, as long as that comes true.
 
     Raises:
       PlanError: on asking, if the step cannot be cut so, or has no loss function that is marked.
@@ -43,14 +43,15 @@ class StepPrograms(Mapping[int, StagedProgram]):
     def _expected(self, count: int) -> StagedProgram | None:
         """As two others let expect, if there are two and they say anything; None also where it is traced."""
         asked = self._asked
-        if self._second is None or not asked.traces.are_as_expected or asked.is_traced(count):
+        if self._second is None or asked.is_traced(count):
             return None
-        return expected(self.any, self._second, count, lambda: self._cut(count, self.any))
+        return asked.expectations.of(self.any, self._second, count, lambda: self._cut(count, self.any))
 
     def _other(self, count: int) -> StagedProgram:
         """Cut like the first, so that what a few microbatches take bounds what more of them do."""
         staged = self._cut(count, self.any)
-        self._second = self._second or staged
+        if not is_copy():  # what a copy expects the search expects too
+            self._second = self._second or staged
         return staged
 
     def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:

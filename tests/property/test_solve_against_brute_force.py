@@ -26,6 +26,7 @@ from meshwright.solve import (
     solve_by_milp,
     solve_by_multiplier,
 )
+from meshwright.solve.improve import cross_over
 from meshwright.solve.thin import thin
 
 
@@ -239,3 +240,22 @@ def test_a_thousand_nodes_like_a_transformer() -> None:
     assert solve(problem).choices == limited.choices
     with pytest.raises(Unsolved):
         solve_by_elimination(problem)
+
+
+def test_crossing_over_takes_the_best_cut() -> None:
+    crossed = 0
+    for seed in range(400):
+        problem = random_problem(seed)
+        rng = np.random.default_rng(seed)
+        first, rest = (tuple(int(rng.integers(k)) for k in problem.sizes) for _ in range(2))
+        every = [(*first[:cut], *rest[cut:]) for cut in range(len(first) + 1)]
+        fitting = [problem.objective(one) for one in every if problem.fits(problem.memory_of(one))]
+        found = cross_over(problem, first, rest)
+        if found is not None:
+            assert found in every
+            assert problem.fits(problem.memory_of(found))
+            assert problem.objective(found) == pytest.approx(min(fitting))
+            crossed += first != found != rest
+        else:
+            assert min(fitting, default=math.inf) == math.inf
+    assert crossed > 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright import value_and_grad, zoo
-from meshwright.errors import PlanError
+from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning import plan_for
-from meshwright.program.expected import Unexpected, expected
+from meshwright.program.expected import Expectations, Unexpected
 from meshwright.program.staged import StagedProgram
 from meshwright.program.traces import Traces
-from meshwright.step_programs import StepPrograms
 
 SIZES = {"gpt-tiny": 64, "moe-tiny": 64, "wresnet-tiny": 32, "unet-tiny": 32}
 
@@ -24,100 +24,134 @@ def staged(traces: Traces, args: Any, count: int, like: StagedProgram | None = N
     return traces.staged(traces.program(args, microbatches=count), like)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_it_is_what_tracing_gives(name: str) -> None:
-    target = zoo.registry.build(name, global_batch=SIZES[name])
+def pair(name: str, batch: int, second: int) -> tuple[Callable[[int], StagedProgram], StagedProgram, StagedProgram]:
+    """What traces a program of the zoo, and two of its numbers of microbatches."""
+    target = zoo.registry.build(name, global_batch=batch)
     traces, args = Traces(target.step), (target.example_state, target.example_batch)
     first = staged(traces, args, 1)
-    second = staged(traces, args, 4, first)
+    return lambda count: staged(traces, args, count, first), first, staged(traces, args, second, first)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_it_is_what_tracing_gives(name: str) -> None:
+    traced, first, second = pair(name, SIZES[name], 4)
     for count in (2, 8):
-        traced = staged(traces, args, count, first)
-        found = expected(first, second, count, lambda traced=traced: traced)
+        found = Expectations().of(first, second, count, lambda count=count: traced(count))
         assert found is not None
-        assert found.graph == traced.graph
-        assert found.rows == traced.rows
-        assert found.layers == traced.layers
-        assert found.split_dims == traced.split_dims
-        assert (found.microbatches, found.fingerprint) == (count, traced.fingerprint)
-        assert found.source is traced.source
-        assert found.core is traced.core
+        assert found == traced(count)
+        assert found.fingerprint == traced(count).fingerprint
+        assert found.source is traced(count).source
+        assert found.core is traced(count).core
+        assert found != second
 
 
 def test_nothing_is_expected_of_one_sample_or_of_other_equations() -> None:
-    target = zoo.registry.build("gpt-tiny", global_batch=8)
-    traces, args = Traces(target.step), (target.example_state, target.example_batch)
-    first = staged(traces, args, 1)
-    second = staged(traces, args, 2, first)
-    assert expected(first, second, 4, lambda: first) is not None
-    assert expected(first, second, 8, lambda: first) is None
-    other = zoo.registry.build("moe-tiny", global_batch=8)
-    others = staged(Traces(other.step), (other.example_state, other.example_batch), 2)
-    assert expected(first, others, 4, lambda: first) is None
-    assert expected(first, replace(second, layers=second.layers[:-1]), 4, lambda: first) is None
+    _, first, second = pair("gpt-tiny", 8, 2)
+    expectations = Expectations()
+    assert expectations.of(first, second, 4, lambda: first) is not None
+    assert expectations.of(first, second, 8, lambda: first) is None
+    _, _, other = pair("moe-tiny", 8, 2)
+    assert expectations.of(first, other, 4, lambda: first) is None
+    assert expectations.of(first, replace(second, layers=second.layers[:-1]), 4, lambda: first) is None
+    expectations.give_up()
+    assert expectations.of(first, second, 4, lambda: first) is None
 
 
 def test_what_is_another_program_is_found_out_when_it_is_traced() -> None:
-    target = zoo.registry.build("gpt-tiny", global_batch=8)
-    traces, args = Traces(target.step), (target.example_state, target.example_batch)
-    first = staged(traces, args, 1)
-    second = staged(traces, args, 2, first)
+    _, first, second = pair("gpt-tiny", 8, 2)
 
     def refuse() -> StagedProgram:
         raise PlanError(refused="a", got="b", needed="c", where="d", try_="e")
 
     for trace in (lambda: second, refuse):
-        found = expected(first, second, 4, trace)
+        expectations = Expectations()
+        found = expectations.of(first, second, 4, trace)
         assert found is not None
         with pytest.raises(Unexpected):
             _ = found.core
+        with pytest.raises(Unexpected):
+            expectations.check()
 
 
-def squares() -> tuple[Any, tuple[Any, Any], set[int]]:
+def test_one_is_traced_if_none_has_been() -> None:
+    traced, first, second = pair("gpt-tiny", 16, 2)
+    for asked in (False, True):
+        expectations, counts = Expectations(), []
+
+        def trace(count: int, counts: list[int] = counts) -> StagedProgram:
+            counts.append(count)
+            return traced(count)
+
+        made = [expectations.of(first, second, count, lambda count=count: trace(count)) for count in (4, 8)]
+        if asked:
+            assert made[0] is not None
+            _ = made[0].source
+        expectations.check()
+        assert counts == ([4] if asked else [8])
+
+
+Loss = Callable[[list[jax.Array], jax.Array], jax.Array]
+
+
+def plain(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def quadratic(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Every sample looks at all others of its microbatch."""
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+        x = jax.nn.softmax(x @ x.T) @ x
+    return jnp.mean(x**2)
+
+
+def least(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """A part of the samples goes on, but 16 at least."""
+    x = x[: max(16, x.shape[0] // 8)]
+    return plain(weights, x)
+
+
+def step_of(loss: Loss) -> tuple[Callable[..., Any], tuple[Any, Any], set[int]]:
     """A step, its arguments, and the sizes of microbatches that it has been traced in."""
     traced: set[int] = set()
 
-    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    def watched(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         traced.add(x.shape[0])
-        for weight in weights:
-            x = jnp.tanh(x @ weight)
-        return jnp.mean(x**2)
+        return loss(weights, x)
 
     def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        value, gradients = value_and_grad(loss)(weights, x)
+        value, gradients = value_and_grad(watched)(weights, x)
         return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
 
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
-    return step, (weights, jax.ShapeDtypeStruct((256, 256), jnp.float32)), traced
+    return step, (weights, jax.ShapeDtypeStruct((1024, 256), jnp.float32)), traced
 
 
-def test_a_search_traces_two_numbers_and_the_one_it_takes() -> None:
-    step, args, traced = squares()
-    found = plan_for(step, args, cluster="p3.16xlarge:2", stages=2)
-    assert {256, 256 // found.plan.microbatches} <= traced
-    assert len(traced) <= 3
+def planned(loss: Loss, **options: Any) -> tuple[Any, set[int]]:
+    step, args, traced = step_of(loss)
+    return plan_for(step, args, cluster="p3.16xlarge:1", stages=2, reduction="mean", **options), traced
+
+
+def test_a_search_traces_two_numbers_and_a_third() -> None:
+    found, traced = planned(plain)
+    assert {1024, 1024 // found.plan.microbatches} <= traced
+    assert len(traced) == 3
     looked_at = {one.split()[0] for one in found.considered if "not searched" not in one}
     assert len(looked_at) > 3
 
 
-def test_where_a_plan_is_of_another_program_than_expected_the_search_begins_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step, args, traced = squares()
-    wanted = plan_for(step, args, cluster="p3.16xlarge:2", stages=2).plan
-    few = len(traced)
-    asked = []
+@pytest.mark.parametrize("loss", [quadratic, least])
+def test_a_step_that_is_not_linear_is_traced_in_every_number(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, traced = planned(loss)
+    monkeypatch.setattr(Expectations, "of", lambda self, first, second, microbatches, trace: None)
+    wanted, every = planned(loss)
+    assert found.plan == wanted.plan
+    assert found.considered == wanted.considered
+    assert traced == every
 
-    def refuse() -> Any:
-        raise Unexpected
 
-    def wrong(self: StepPrograms, count: int) -> StagedProgram | None:
-        if not self._asked.traces.are_as_expected:
-            return None
-        asked.append(count)
-        return replace(self._cut(count, self.any), trace=refuse)
-
-    monkeypatch.setattr(StepPrograms, "_expected", wrong)
-    found = plan_for(step, args, cluster="p3.16xlarge:2", stages=2).plan
-    assert asked, "nothing was expected"
-    assert found == wanted
-    assert len(traced) > few
+def test_where_nothing_fits_that_is_said_of_traced_programs() -> None:
+    with pytest.raises(MemoryExceeded):
+        planned(plain, memory_per_device=1e4)

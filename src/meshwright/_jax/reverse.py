@@ -28,6 +28,9 @@ def vjp(
 
     Returns:
       The results, the function from their cotangents to those of the primals, and what else was made.
+
+    Raises:
+      TypeError: a primal or a result is not differentiable, which `jax.vjp` allows.
     """
     made: list[Any] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from .._jax.jaxpr import ClosedJaxpr, open_jaxpr, scan_parts
@@ -30,8 +30,9 @@ class StagedProgram:
       split_dims: for each input that is not differentiated, the dim that microbatches cut, or None.
       microbatches: into how many parts the batch is cut.
       alike: a traced program of the same equations, in this number of microbatches or another.
-      trace: the core with its scans split, and the program as traced, its scans whole; of a program that is expected
-        (`expected`) they are made when they are first asked for.
+      trace: the core with its scans split, and the program as traced, its scans whole. Of a program that is expected
+        (`program.expected`) they are made when they are first asked for, as `core` or `source` or `fingerprint`, which
+        takes as long as tracing and raises `Unexpected` where it is another program.
     """
 
     graph: Graph
@@ -41,8 +42,8 @@ class StagedProgram:
     piece_starts: Mapping[tuple[int, int], int]
     split_dims: tuple[int | None, ...]
     microbatches: int
-    alike: Program
-    trace: Callable[[], tuple[ClosedJaxpr, Program]]
+    alike: Program = field(compare=False)
+    trace: Callable[[], tuple[ClosedJaxpr, Program]] = field(compare=False)
 
     @property
     def core(self) -> ClosedJaxpr:

@@ -25,13 +25,9 @@ class Traces:
 
     Args:
       step: of the user.
-
-    Attributes:
-      are_as_expected: whether the step is in every number of microbatches what two let expect, as far as is known.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
-        self.are_as_expected = True
         functools.update_wrapper(self, step, updated=())
         self._step = step
         self._whole: dict[Any, TracedStep] = {}

@@ -37,9 +37,12 @@ _MANY_ENTRIES = 1 << 18
 # Sums of the same numbers in another order differ by less.
 _ROUNDING = 1e-12
 
-# Of so many nodes elimination takes no longer than messages, which pass so often: of half of moe-70b's layers on 4x4
-# devices they leave 0.4 percent open where two forests leave 1.3, in a quarter of the time that elimination takes.
-FEW_NODES, _PASSES = 100, 4
+# Of no more nodes than these elimination takes no longer than messages do.
+FEW_NODES = 100
+
+# How often messages pass. On half of moe-70b's layers on 4x4 devices they leave 0.4 percent open then, where two
+# forests leave 1.3, in a quarter of the time that elimination takes.
+_PASSES = 4
 
 
 # Choices, and by how many seconds with what their bytes cost they may be more than the best; None where there are none.
@@ -93,9 +96,18 @@ class PricedProblem:
         return Forest(self._problem, first=first) if first else self._forest
 
     @cached_property
-    def _allowed(self) -> Reduction:
-        """Without choices that have no finite edge."""
-        return presolve(self._problem, dominance=False, fold_degree=0)
+    def _allowed(self) -> tuple[Reduction, np.ndarray, np.ndarray]:
+        """The problem without choices that have no finite edge, and the nodes that are gone with it, whatever the
+        price, with their choices."""
+        allowed = presolve(self._problem, held=self._held, dominance=False, fold_degree=0)
+        whole = np.array(allowed.restore((0,) * len(allowed.nodes)), dtype=int)
+        gone = np.setdiff1d(np.arange(len(whole)), allowed.nodes)
+        return allowed, gone, whole[gone]
+
+    @property
+    def _held(self) -> list[np.ndarray]:
+        """Bytes of each choice of each node, once and for each microbatch in flight."""
+        return [np.stack([once, each], axis=1) for once, each in zip(self._constant, self._kept, strict=True)]
 
     @cached_property
     def _flat(self) -> tuple[FlatNodes, FlatNodes]:
@@ -104,8 +116,7 @@ class PricedProblem:
 
     @cached_property
     def _exact(self) -> _Exact:
-        held = [np.stack([once, each], axis=1) for once, each in zip(self._constant, self._kept, strict=True)]
-        return _Exact(self._problem, held)
+        return _Exact(self._problem, self._held)
 
     def best(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
@@ -138,31 +149,30 @@ class PricedProblem:
         return found
 
     def passed(self, price: tuple[float, float], known: Priced) -> Priced:
-        """What is known at a price, or what message passing and a forest of what it leaves find there, with the closer
-        bound: that is the same whatever was asked before.
+        """What is known at a price, or what message passing and a forest of what it leaves find there if that is
+        better, with the closer bound: the same whatever was asked before.
 
         Args:
           price: as of `best`.
-          known: what `relaxed` says of it.
+          known: choices and a bound, of whoever has found them.
 
         Raises:
           Infeasible: every assignment is forbidden.
         """
-        allowed = self._allowed
+        allowed, gone, their_choices = self._allowed
         if not allowed.problem.costs:
             return known
-        held = self._flat[1].numbers
+        held, starts = self._flat[1].numbers, self._flat[1].starts
         paid = held[:, 0] * price[0] + held[:, 1] * (price[0] * price[1])
-        starts = self._flat[1].starts
         costs = [
             seconds + paid[starts[node] + names]
             for seconds, node, names in zip(allowed.problem.costs, allowed.nodes, allowed.choices, strict=True)
         ]
         passed, rest = Messages(allowed.problem).bound(costs, passes=_PASSES)
         choices, totals, bounds = Forest(rest).minimise_each(np.concatenate(rest.costs)[:, None])
-        found = tuple(choices[:, 0].tolist()) if np.isfinite(totals[0]) else None
-        restored = allowed.restore(found) if found is not None else None
-        return self._better(price, Priced(choices=restored, bound=passed + float(bounds[0])), known)
+        found = allowed.restore(tuple(choices[:, 0].tolist())) if np.isfinite(totals[0]) else None
+        apart = allowed.offset_seconds + float(paid[starts[gone] + their_choices].sum())
+        return self._better(price, Priced(choices=found, bound=apart + passed + float(bounds[0])), known)
 
     def _better(self, price: tuple[float, float], one: Priced, other: Priced) -> Priced:
         """Of what was found at a price in two ways the better choices and the closer bound."""

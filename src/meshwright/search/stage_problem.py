@@ -251,7 +251,7 @@ class StageProblem(IntraOpProblem):
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
         """
-        return self._known_within(limit_bytes, gap)[0] if limit_bytes > 0 else None
+        return self._known_within(limit_bytes, gap)[0]
 
     def proven(self, limit_bytes: float, *, gap: float, time_limit_seconds: float) -> IntraOpSolution:
         """The best solution within a limit of memory, solved until no more than a gap is left open or the time is over;
@@ -272,10 +272,13 @@ class StageProblem(IntraOpProblem):
         if found.solution.proven:
             return found
         if len(self.choices) > FEW_NODES:
-            at = price, self.in_flight
-            known = Priced(choices=found.solution.choices, bound=found.solution.lower_bound + price * limit_bytes)
-            passed = self._free.passed(at, known)
-            found = self._bounded(found.solution.choices, passed.bound - price * limit_bytes, gap)
+            paid = price * limit_bytes
+            known = Priced(choices=found.solution.choices, bound=found.solution.lower_bound + paid)
+            passed = self._free.passed((price, self.in_flight), known)
+            # What is better with what its bytes cost there may be too large, or slower.
+            tried = [found.solution.choices, *([passed.choices] if passed.choices is not None else [])]
+            fitting = [one for one in tried if self._held(one, self.in_flight) <= limit_bytes]
+            found = self._bounded(min(fitting, key=self._free.seconds), passed.bound - paid, gap)
             if found.solution.proven:
                 return found
         choices, bound = found.solution.choices, found.solution.lower_bound
@@ -286,6 +289,8 @@ class StageProblem(IntraOpProblem):
 
     def _known_within(self, limit_bytes: float, gap: float) -> tuple[IntraOpSolution | None, float]:
         """As `within`, and the price that bounds it most."""
+        if limit_bytes <= 0:
+            return None, 0.0
         key = limit_bytes, self.in_flight, gap
         if key not in self._within:
             self._within[key] = self._by_prices(limit_bytes, gap)
