@@ -1,9 +1,10 @@
 """What a step is in one number of microbatches, expected from two others that are traced.
 
 Mostly the dims of arrays are linear in the size of a microbatch, or do not depend on it, and an operator has one index
-that does: then two programs of the same equations say what any other is, in a tenth of the time of tracing it. A search
-looks at half a dozen numbers of microbatches and takes one, whose program is traced when it is asked for and has to be
-the same. So two numbers and a third say that the step is such a one.
+that does: then two programs of the same equations say what any other is, in a fifth to a fifteenth of the time of
+tracing it (`benchmarks/tracing.py`). A search looks at half a dozen numbers of microbatches and takes one, whose
+program is traced when it is asked for and has to be the same. So two numbers and a third say that the step is such a
+one.
 
 Nothing is expected where a number that changes would be 1 or is: dims of one element are another structure. Known
 limit: a step that is linear at three numbers and not at a fourth (a capacity with a least size, say) is priced at the
