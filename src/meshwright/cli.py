@@ -106,7 +106,7 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan for TARGET on a cluster, and explain it."""
-    with _refusals(), _stdout_for_json(as_json), kept(), _progress() as tell:
+    with kept(), _refusals(), _stdout_for_json(as_json), _progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
@@ -155,7 +155,7 @@ def compare(
     as_json: _Json = False,
 ) -> None:
     """Price the best plan for TARGET beside data parallelism, ZeRO, Megatron, GPipe and the other presets."""
-    with _refusals(), _stdout_for_json(as_json), kept(), _progress() as tell:
+    with kept(), _refusals(), _stdout_for_json(as_json), _progress() as tell:
         options = _choices(microbatches, memory_per_device, None, None, None, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
