@@ -9,6 +9,7 @@ from functools import cached_property
 from .ahead import is_copy
 from .errors import PlanError
 from .plan_request import PlanRequest
+from .program.batch import batch_extents
 from .program.staged import StagedProgram
 from .program.trace import Program
 
@@ -50,9 +51,14 @@ class StepPrograms(Mapping[int, StagedProgram]):
     def _other(self, count: int) -> StagedProgram:
         """Cut like the first, so that what a few microbatches take bounds what more of them do."""
         staged = self._cut(count, self.any)
-        if not is_copy():  # what a copy expects the search expects too
+        # Microbatches of one sample say nothing of others. And what a copy expects the search expects too.
+        if all(extent > count for extent in self._extents) and not is_copy():
             self._second = self._second or staged
         return staged
+
+    @cached_property
+    def _extents(self) -> list[int]:
+        return batch_extents(self._asked.args, self._asked.batch_axis)
 
     def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:
         asked, begun = self._asked, time.perf_counter()

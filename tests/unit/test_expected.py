@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from meshwright.planning import plan_for
 from meshwright.program.expected import Expectations, Unexpected
 from meshwright.program.staged import StagedProgram
 from meshwright.program.traces import Traces
+from meshwright.step_programs import StepPrograms
 
 SIZES = {"gpt-tiny": 64, "moe-tiny": 64, "wresnet-tiny": 32, "unet-tiny": 32}
 
@@ -88,6 +90,24 @@ def test_one_is_traced_if_none_has_been() -> None:
             _ = made[0].source
         expectations.check()
         assert counts == ([4] if asked else [8])
+
+
+def test_a_number_that_says_nothing_is_followed_by_one_that_does() -> None:
+    """A microbatch of one sample has dims of another structure."""
+    target = zoo.registry.build("gpt-tiny", global_batch=16)
+    traces, args = Traces(target.step), (target.example_state, target.example_batch)
+    asked: Any = SimpleNamespace(
+        traces=traces, args=args, batch_axis=0, schedule=None, expectations=Expectations(), tell=lambda text: None,
+        program=lambda count: traces.program(args, microbatches=count),
+        is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
+    )  # fmt: skip
+    programs = StepPrograms(asked, None, [1, 2, 4, 8, 16])
+    for count in (16, 2, 8):
+        assert programs[count].microbatches == count
+    traced = [count for count in (1, 2, 4, 8, 16) if asked.is_traced(count)]
+    assert traced == [1, 2, 16]
+    assert programs[8].source is traces.program(args, microbatches=8)
+    assert programs[1] is programs.any
 
 
 Loss = Callable[[list[jax.Array], jax.Array], jax.Array]

@@ -56,10 +56,9 @@ class Expectations:
           another one, or the step cannot be cut so. None where these two are not made of the same equations, or nothing
           can be said of so many microbatches.
         """
-        program = _between(first, second, microbatches) if self._trusted else None
-        if program is None:
+        expected = _on_the_line(first, second, microbatches) if self._trusted else None
+        if expected is None:
             return None
-        expected = program
 
         @cache
         def made() -> tuple[ClosedJaxpr, Program]:
@@ -72,7 +71,7 @@ class Expectations:
             self._met = True
             return found.trace()
 
-        self._made[microbatches] = replace(program, trace=made)
+        self._made[microbatches] = replace(expected, trace=made)
         return self._made[microbatches]
 
     def check(self) -> None:
@@ -91,7 +90,8 @@ class Expectations:
         self._made.clear()
 
 
-def _between(first: StagedProgram, second: StagedProgram, microbatches: int) -> StagedProgram | None:
+def _on_the_line(first: StagedProgram, second: StagedProgram, microbatches: int) -> StagedProgram | None:
+    """As `Expectations.of`, made of the second's trace."""
     start, stop, here = (Fraction(1, count) for count in (first.microbatches, second.microbatches, microbatches))
     if first.layers != second.layers:
         return None

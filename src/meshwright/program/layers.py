@@ -10,8 +10,8 @@ What crosses a cut: values computed before it and read after it, twice where the
 inputs, and values that depend on no input (every stage makes those for itself) do not count.
 
 Cost: L steps of sorting n numbers, for n equations and L layers, and of all pairs of cuts of equal bytes that a layer
-may lie between. Known limits: these are held (150 MB for 20,000 equal equations); an equation is never cut; scans are,
-before, by `scan_split`.
+may lie between. Known limits: these are held, which are most of n squared over L where all equations are equal; an
+equation is never cut; scans are, before, by `scan_split`.
 """
 
 from __future__ import annotations

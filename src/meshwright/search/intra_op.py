@@ -431,8 +431,8 @@ class IntraOpProblem:
 
     @cached_property
     def _numbers(self) -> Problem:
-        """The problem without memory, looked at once: nothing in it is negative or no number."""
-        return Problem(costs=tuple(self._seconds), edges=dict(self._edges))
+        """The problem without a limit, looked at once: nothing in it is negative or no number."""
+        return Problem(costs=tuple(self._seconds), edges=dict(self._edges), memory=self._memory())
 
     def _memory(self) -> tuple[np.ndarray, ...]:
         """Bytes on one device, by the choice of each node."""
