@@ -3,14 +3,18 @@
 import os
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 # Most of a test's time is compilation of what runs once or twice. Machine code that is not optimised takes two thirds
-# of it; XLA's own passes, which decide on collectives and buffers, are the same.
+# of it, and code of fusions that is not made by way of MLIR, where XLA still can, half of the rest; XLA's own passes,
+# which decide on collectives and buffers, are the same.
 _HURRIED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if version("jax").startswith("0.10."):
+    _HURRIED += " --xla_cpu_use_fusion_emitters=false"
 
 # Read by JAX when it is first imported, which no test module does before this file has run. In XLA_FLAGS the last
 # occurrence of a flag wins, so what the caller set stays in force apart from the number of devices:

@@ -52,7 +52,7 @@ def test_four_processes_of_two_devices_add_up(tmp_path: Path) -> None:
     [
         (1, "raise ValueError('this is why')", 1, "ValueError: this is why"),
         pytest.param(0, "raise SystemExit(7)", 7, "status 7", marks=pytest.mark.slow),
-        (1, "os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+        pytest.param(1, "os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL", marks=pytest.mark.slow),
         # With process 0 goes the coordinator, and the others abort of themselves: it must be named all the same.
         (0, "os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
     ],
@@ -95,7 +95,9 @@ def test_others_that_never_come_are_an_error_in_time(tmp_path: Path, process_id:
     assert ("nobody listens" if process_id == 1 else "all 2 processes") in first
 
 
-@pytest.mark.parametrize("how", ["time.sleep(1000)", "raise ValueError('this is why')"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("time.sleep(1000)", marks=pytest.mark.slow), "raise ValueError('this is why')"]
+)
 def test_without_a_launcher_a_process_that_ends_ends_the_others(tmp_path: Path, how: str) -> None:
     join = (
         f'coordinator="127.0.0.1:{free_port()}", processes=2, process_id=place, '
@@ -163,7 +165,10 @@ def test_alone_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     initialize()
 
 
-@pytest.mark.parametrize("names", [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")])
+@pytest.mark.parametrize(
+    "names",
+    [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), pytest.param(("PMI_SIZE", "PMI_RANK"), marks=pytest.mark.slow)],
+)
 def test_mpi_launchers_tell_all_but_the_coordinator(tmp_path: Path, names: tuple[str, str]) -> None:
     script = write_script(tmp_path, JOINED + "\n    print('total', total, jax.process_index())\n")
     script.write_text(script.read_text().replace("MESHWRIGHT_PROCESS_ID", names[1]))

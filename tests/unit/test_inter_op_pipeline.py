@@ -389,7 +389,7 @@ def test_memory_decides() -> None:
     assert "microbatches" in caught.value.needed
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_a_repeated_search_is_as_good_as_a_new_one(share: float) -> None:
     """With less memory, the plans of the run before are looked at first, and bound the others."""
     asked = request("gpt-tiny", microbatches=(2, 4))

@@ -48,7 +48,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)])
 def test_the_search_counts_what_stages_keep(case: str, mesh: tuple[int, ...]) -> None:
     target = CASES[case]()
     program = traces_of(target.step).program((target.example_state, target.example_batch), microbatches=2)

@@ -172,8 +172,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("remat", ["none", "layer"])
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@pytest.mark.parametrize(
+    ("remat", "mesh"),
+    [
+        ("none", (4,)),
+        ("layer", (2, 2)),
+        pytest.param("none", (2, 2), marks=pytest.mark.slow),
+        pytest.param("layer", (4,), marks=pytest.mark.slow),
+    ],
+)
 def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[int, ...]) -> None:
     target = CASES[case]()
     program = traces_of(target.step).program((target.example_state, target.example_batch), microbatches=2)

@@ -93,7 +93,11 @@ def test_model_flops_are_those_of_the_traced_products(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "unet-tiny" else name for name in TINY]
+    "name",
+    [
+        name if name in ("gpt-tiny", "moe-tiny", "mlp-tiny") else pytest.param(name, marks=pytest.mark.slow)
+        for name in TINY
+    ],
 )
 def test_tiny_models_learn(name: str) -> None:
     target = zoo.build(name)
