@@ -3,9 +3,9 @@
     python benchmarks/calibration.py [--models gpt mlp] [--cluster cluster.toml] [--batch-scale 4] [--rounds 7] [--json]
 
 On eight virtual CPU devices: calibrates (or reads a calibration made before), then plans each small reference model in
-six ways that differ in what they compute and move, and times all six in turn in one process. Per model: predicted and
+ten ways that differ in what they compute and move, and times all ten in turn in one process. Per model: predicted and
 measured seconds of each plan and their rank correlation (Spearman). Over all models it is given twice: of seconds, and
-within models, of seconds over the geometric mean of the model's own six. Measured is the median over rounds of the
+within models, of seconds over the geometric mean of the model's own ten. Measured is the median over rounds of the
 fastest step of each: in a round the fastest is what other work on the machine disturbs least, and one lucky step of all
 rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties
 that no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
@@ -41,13 +41,11 @@ from meshwright.errors import PlanError
 from meshwright.planning import Planning, plan_for
 from meshwright.runtime.executable import executable
 
-PLANS = 6
-
 # Times the small models' own batch: enough that a step is more than calling it.
 SCALES = {"mlp": 32}
 SCALE = 4
 
-# Ways to plan, the first six of which that apply and differ are taken.
+# Ways to plan; those that a model has no use for are left out.
 WAYS: tuple[dict[str, Any], ...] = (
     {"preset": "data_parallel()"},
     {"preset": "zero(stage=3)"},
@@ -56,17 +54,16 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"preset": "megatron(tp=8)"},
     {"preset": "data_parallel()", "microbatches": 4},
     {"preset": "zero(stage=3)", "microbatches": 4},
-    {"preset": "data_parallel()", "microbatches": 2},
-    {"mesh": (8,), "zero": 3},
+    {"preset": "megatron(tp=2)", "microbatches": 4},
+    {"preset": "megatron(tp=8)", "microbatches": 4},
+    {"preset": "data_parallel()", "microbatches": 8},
 )
 
 
 def plans(target: Any, cluster: Cluster, *, seconds: float) -> list[tuple[str, Planning]]:
-    """Six plans of a model that differ."""
+    """Plans of a model that differ, in the order of `WAYS`."""
     found: list[tuple[str, Planning]] = []
     for way in WAYS:
-        if len(found) == PLANS:
-            break
         try:
             one = plan_for(
                 target.step, (target.example_state, target.example_batch), cluster=cluster, time_limit_seconds=seconds,
@@ -141,7 +138,7 @@ def row(family: str, cluster: Cluster, arguments: Any) -> dict[str, Any]:
     apart = [(a, b) for a, b in pairs if a["low_seconds"] > b["high_seconds"] or b["low_seconds"] > a["high_seconds"]]
     return {
         "model": target.name, "plans": entries, "rank_correlation": _correlation(entries),
-        "ties": len(pairs) - len(apart),
+        "pairs": len(pairs), "ties": len(pairs) - len(apart),
         "misordered": sum(
             (a["measured_seconds"] < b["measured_seconds"]) != (a["predicted_seconds"] < b["predicted_seconds"])
             for a, b in apart
@@ -184,7 +181,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"rank correlation over all models and plans {result['rank_correlation_of_all']:.2f}")
     print(f"rank correlation within models {result['rank_correlation_within_models']:.2f}")
     for one in result["results"]:
-        pairs = f"{one['ties']} of 15 pairs tied, {one['misordered']} misordered"
+        pairs = f"{one['ties']} of {one['pairs']} pairs tied, {one['misordered']} misordered"
         print(f"{one['model']}: rank correlation {one['rank_correlation']:.2f}, {pairs}")
         for plan in sorted(one["plans"], key=lambda plan: plan["measured_seconds"]):
             moved = ", ".join(f"{k} {v['count']} x {v['bytes'] / 1024:.0f} KiB" for k, v in plan["collectives"].items())
