@@ -20,8 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .jaxpr import ClosedJaxpr, Equation, Jaxpr, consts_of, inline, is_literal, open_jaxpr
 from .liveness_adapter import OWN_KERNEL
@@ -311,6 +309,9 @@ def _least_kept(
 
 def _sink_side(edges: Sequence[tuple[int, int, int]], size: int, source: int, sink: int) -> np.ndarray:
     """The sink's side of the minimum cut nearest to it: which nodes can still send to the sink under a maximum flow."""
+    from scipy.sparse import csr_array  # a sixth of a second, which most never need
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     starts, stops, capacities = (np.array(column, dtype=np.int64) for column in zip(*edges, strict=True))
     finite = capacities >= 0
     # SciPy counts in 32 bits. Capacities are rounded up to a common unit that lets all of them add up.

@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 # Ratios of rates up to this are kept exactly; others become multiples of 1/4096 of the smallest.
 _EXACT_RATE = 1 << 16
@@ -180,6 +178,8 @@ class _PaddedTable:
             [1 + p for p in range(rows + 2)] + [first_column + q for _, q, _ in edges] + [sink] * (columns + 2)
         )
         fixed = row_rate + [0] * len(edges) + column_rate
+        from scipy.sparse import csr_array  # a sixth of a second, which most never need
+
         # The places of the edges in the matrix's data never change: only capacities do.
         places = csr_array((np.arange(len(tails)) + 1, (tails, heads)), shape=(sink + 1, sink + 1))
         order = places.data - 1
@@ -224,6 +224,8 @@ class _PaddedTable:
 
     def _flow(self, duration: int) -> np.ndarray | None:
         """Rates of all pairs that keep every port busy and can be kept up for `duration`, or None."""
+        from scipy.sparse.csgraph import maximum_flow
+
         self.graph.data[self.place] = np.minimum(self.left_over // duration, _LARGEST_CAPACITY)
         result = maximum_flow(self.graph, self.source, self.sink)
         if result.flow_value < self.rate:

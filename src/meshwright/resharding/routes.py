@@ -30,7 +30,6 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from .bound import Bound
 from .flow import least_send_load
@@ -179,6 +178,8 @@ class _RelayProgram:
                 weight.append(copies)
                 relays.append(relay)
                 most.append(volume if relay else volume * (others + 1))
+        from scipy.sparse import csr_array  # a sixth of a second, which most never need
+
         column, columns, rows = np.arange(len(row)), len(row) + 1, len(self.tasks)
         self.most = most
         copies = sum(task.bytes * len(task.receivers) for _, task in self.tasks)

@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 import numpy as np
-from scipy import sparse
 
 from meshwright.solve.improve import descend
 from meshwright.solve.problem import Infeasible, OutOfTime, Problem, Solution, Unsolved
@@ -98,6 +97,8 @@ class _Program:
     """The linearised problem: columns are the choices of all nodes, then the allowed pairs of all edges."""
 
     def __init__(self, problem: Problem) -> None:
+        from scipy.sparse import csr_array  # a sixth of a second, which most never need
+
         sizes = problem.sizes
         self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         flat = np.concatenate([np.zeros(0), *problem.costs])
@@ -120,7 +121,7 @@ class _Program:
         self.cost = np.concatenate(costs)
         self.allowed = np.isfinite(self.cost)
         self.rows, self.columns = row, column
-        self.matrix = sparse.csr_array(
+        self.matrix = csr_array(
             (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(row, column)
         )
         self.right = np.zeros(row)
@@ -138,7 +139,7 @@ class _Program:
         self.typical = float(finite.max(initial=0.0)) or 1.0
 
     def run(self, *, scale: float, gap: float, seconds: float, margin: float) -> Any:
-        from scipy import optimize  # a third of a second, which most never need
+        from scipy import optimize, sparse  # a third of a second, which most never need
 
         if self.columns == 0:
             return optimize.OptimizeResult(status=_OPTIMAL, x=np.zeros(0), mip_dual_bound=0.0)
