@@ -3,9 +3,9 @@
     python benchmarks/calibration.py [--models gpt mlp] [--cluster cluster.toml] [--batch-scale 4] [--rounds 7] [--json]
 
 On eight virtual CPU devices: calibrates (or reads a calibration made before), then plans each small reference model in
-ten ways that differ in what they compute and move, and times all ten in turn in one process. Per model: predicted and
+up to ten ways that differ in what they compute and move, and times all in turn in one process. Per model: predicted and
 measured seconds of each plan and their rank correlation (Spearman). Over all models it is given twice: of seconds, and
-within models, of seconds over the geometric mean of the model's own ten. Measured is the median over rounds of the
+within models, of seconds over the geometric mean of the model's own. Measured is the median over rounds of the
 fastest step of each: in a round the fastest is what other work on the machine disturbs least, and one lucky step of all
 rounds decides nothing. Plans whose measured intervals overlap (`calibrate.sample`) are ties
 that no prediction can rank; they are counted, and so are pairs that the clock tells apart and the prediction has in the
@@ -45,7 +45,7 @@ from meshwright.runtime.executable import executable
 SCALES = {"mlp": 32}
 SCALE = 4
 
-# Ways to plan; those that a model has no use for are left out.
+# Ways to plan; what is refused for a model, or gives the plan of a way before it, is left out.
 WAYS: tuple[dict[str, Any], ...] = (
     {"preset": "data_parallel()"},
     {"preset": "zero(stage=3)"},

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 # Most of a test's time is compilation of what runs once or twice. Machine code that is not optimised takes two thirds
-# of it, and code of fusions that is not made by way of MLIR, where XLA still can, half of the rest; XLA's own passes,
-# which decide on collectives and buffers, are the same.
+# of it; XLA's own passes, which decide on collectives and buffers, are the same. Fusions that are not emitted by way of
+# MLIR, where XLA still can, save as much again on programs of many small operations; but XLA then fuses a little
+# differently and keeps other temporaries, so what is marked `compiled` is tested by itself without that.
 _HURRIED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if version("jax").startswith("0.10."):
     _HURRIED += " --xla_cpu_use_fusion_emitters=false"
 
 # Read by JAX when it is first imported, which no test module does before this file has run. In XLA_FLAGS the last
 # occurrence of a flag wins, so what the caller set stays in force apart from the number of devices:
-# XLA_FLAGS=--xla_backend_optimization_level=3 tests what users run. Processes that tests start inherit all of it.
+# XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true" tests what users run (with JAX 0.10;
+# newer ones do not know the second). Processes that tests start inherit all of it, unless a test says otherwise.
 os.environ["XLA_FLAGS"] = " ".join(
     [_HURRIED, os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 )

@@ -11,6 +11,8 @@ import pytest
 
 from meshwright._jax.convolutions import with_fast_convolutions
 
+pytestmark = pytest.mark.compiled
+
 IMAGE, KERNEL = (4, 6, 5, 3), (3, 2, 3, 7)
 
 

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from meshwright._jax.hlo import CompiledFacts, read_compiled, read_text
 from meshwright._jax.hlo_parse import parse_groups, parse_module
 
+pytestmark = pytest.mark.compiled
+
 ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))  # groups along "y" of a 2 x 4 mesh
 COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))  # groups along "x"
 

@@ -18,6 +18,8 @@ from meshwright.runtime.pipeline.transport import PlannedTransport
 from meshwright.runtime.resharding.layouts import layout_of
 from meshwright.runtime.resharding.one_program import OneProgram
 
+pytestmark = pytest.mark.compiled
+
 
 def program(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], size: int, chunks: int) -> OneProgram:
     """A move of float32 between hosts of some devices each."""

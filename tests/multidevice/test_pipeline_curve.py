@@ -14,6 +14,8 @@ from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.pipeline.local_stages import LocalStages
 
+pytestmark = pytest.mark.compiled
+
 CASES = [
     ("mlp", Pipeline(submeshes=(2, 2, 4))),
     pytest.param("llama-tiny", Pipeline(submeshes=(2, 2, 4)), marks=pytest.mark.slow),

@@ -24,6 +24,8 @@ from meshwright.runtime.pipeline.stage_memory import stage_memory
 from meshwright.runtime.pipeline.staged_array import StagedArray
 from meshwright.runtime.pipeline.step import PipelinedStep
 
+pytestmark = pytest.mark.compiled
+
 
 def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())

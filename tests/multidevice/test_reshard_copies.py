@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -28,6 +27,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright.resharding import uniform_network
+
+pytestmark = pytest.mark.compiled
 
 devices = np.array(jax.devices(), dtype=object)
 
@@ -69,11 +70,9 @@ print(move())
 def test_a_device_holds_two_chunks_and_no_more(target: str, network: str, dtype: str) -> None:
     """128 MiB in four blocks, in chunks of 1 MiB, onto one other device, four others, and onto some of the same: with
     copies inside the process, and with every device as a machine."""
-    compiled_as_by_users = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     found = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, target, network, dtype], env=compiled_as_by_users, capture_output=True,
-        text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", _SCRIPT, target, network, dtype], capture_output=True, text=True, timeout=120, check=True
+    )
     # Two chunks and what a piece is rounded up by, on each of eight devices; the rest is the interpreter's.
     assert int(found.stdout) <= 8 * 3 * _MIB + 8 * _MIB, found.stdout
 

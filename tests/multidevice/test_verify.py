@@ -20,6 +20,8 @@ from meshwright.targets import LoadedTarget, step_target, zoo_target
 from meshwright.verify import Verification, max_relative_error, verify
 from meshwright.zoo import mlp
 
+pytestmark = pytest.mark.compiled
+
 WHOLE = jax.ShapeDtypeStruct((64, 64), "float32")
 BATCH = jax.ShapeDtypeStruct((256, 64), "float32")
 

@@ -137,6 +137,7 @@ check(target.step, state, batch, Pipeline(submeshes=(2, 2, 4), microbatches=2))
     )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_no_process_holds_more_than_predicted(tmp_path: Path, schedule: str) -> None:
     """The programs that move values between processes need memory of their own, much beside layers as small as these:

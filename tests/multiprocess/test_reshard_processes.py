@@ -203,8 +203,8 @@ print("moved", len(wanted))
 @pytest.mark.parametrize(
     "what",
     [
-        "sharding", "in place",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("dtype", "cast", "host", "shape", "chunks", "donated")),
+        "sharding", "host",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("dtype", "cast", "in place", "shape", "chunks", "donated")),
     ],
 )  # fmt: skip
 def test_processes_that_disagree_are_told_before_a_byte_moves(tmp_path: Path, what: str) -> None:

@@ -25,6 +25,8 @@ from meshwright.cost.fusion import Fusion
 from meshwright.cost.kernel_order import copied_arguments, depth_first, greedy, heaviest_first, without_dead_code
 from meshwright.cost.liveness import PredictedMemory, predict
 
+pytestmark = pytest.mark.compiled
+
 N = 10_000  # elements of every array in the small programs
 BYTES = 4 * N
 

@@ -309,7 +309,7 @@ def _least_kept(
 
 def _sink_side(edges: Sequence[tuple[int, int, int]], size: int, source: int, sink: int) -> np.ndarray:
     """The sink's side of the minimum cut nearest to it: which nodes can still send to the sink under a maximum flow."""
-    from scipy.sparse import csr_array  # a sixth of a second, which most never need
+    from scipy.sparse import csr_array  # a sixth of a second, which a plan of one stage never needs
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     starts, stops, capacities = (np.array(column, dtype=np.int64) for column in zip(*edges, strict=True))

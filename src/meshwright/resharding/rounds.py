@@ -140,6 +140,8 @@ class _PaddedTable:
         rates: tuple[list[Fraction], list[Fraction]],
         core_rate: Fraction | None,
     ) -> None:
+        from scipy.sparse import csr_array  # a sixth of a second, which most never need
+
         rows, columns = len(rates[0]), len(rates[1])
         most = min(sum(rates[0], Fraction(0)), sum(rates[1], Fraction(0)))
         with_core = core_rate is not None and core_rate < most
@@ -178,8 +180,6 @@ class _PaddedTable:
             [1 + p for p in range(rows + 2)] + [first_column + q for _, q, _ in edges] + [sink] * (columns + 2)
         )
         fixed = row_rate + [0] * len(edges) + column_rate
-        from scipy.sparse import csr_array  # a sixth of a second, which most never need
-
         # The places of the edges in the matrix's data never change: only capacities do.
         places = csr_array((np.arange(len(tails)) + 1, (tails, heads)), shape=(sink + 1, sink + 1))
         order = places.data - 1

@@ -158,6 +158,8 @@ class _RelayProgram:
     """
 
     def __init__(self, demand: Demand) -> None:
+        from scipy.sparse import csr_array  # a sixth of a second, which most never need
+
         self.demand = demand
         self.tasks = [(i, task) for i, task in enumerate(demand.classes) if task.receivers and task.bytes]
         self.unit = max(task.bytes for _, task in self.tasks)
@@ -178,8 +180,6 @@ class _RelayProgram:
                 weight.append(copies)
                 relays.append(relay)
                 most.append(volume if relay else volume * (others + 1))
-        from scipy.sparse import csr_array  # a sixth of a second, which most never need
-
         column, columns, rows = np.arange(len(row)), len(row) + 1, len(self.tasks)
         self.most = most
         copies = sum(task.bytes * len(task.receivers) for _, task in self.tasks)

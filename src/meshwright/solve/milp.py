@@ -139,13 +139,14 @@ class _Program:
         self.typical = float(finite.max(initial=0.0)) or 1.0
 
     def run(self, *, scale: float, gap: float, seconds: float, margin: float) -> Any:
-        from scipy import optimize, sparse  # a third of a second, which most never need
+        from scipy import optimize  # a third of a second, which most never need
+        from scipy.sparse import csr_array
 
         if self.columns == 0:
             return optimize.OptimizeResult(status=_OPTIMAL, x=np.zeros(0), mip_dual_bound=0.0)
         constraints = [optimize.LinearConstraint(self.matrix, self.right, self.right)]
         if self.memory is not None:
-            row = sparse.csr_array(np.concatenate([self.memory, np.zeros(self.columns - self.binary)])[None])
+            row = csr_array(np.concatenate([self.memory, np.zeros(self.columns - self.binary)])[None])
             constraints.append(optimize.LinearConstraint(row, -np.inf, self.room - margin))
         integral = np.zeros(self.columns)
         integral[: self.binary] = 1
