@@ -19,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright.runtime.resharding.copies import cut
 
+pytestmark = pytest.mark.compiled
+
 _MIB = 1 << 20
 
 _SCRIPT = """
@@ -27,8 +29,6 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import meshwright as mw
 from meshwright.resharding import uniform_network
-
-pytestmark = pytest.mark.compiled
 
 devices = np.array(jax.devices(), dtype=object)
 

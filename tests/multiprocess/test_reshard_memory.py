@@ -22,8 +22,6 @@ def test_at_most_two_chunks_for_each_other_process(tmp_path: Path, processes: in
         f"""
 from meshwright.runtime.resharding import lanes
 
-pytestmark = pytest.mark.compiled
-
 def live():
     found = {{}}
     for x in jax.live_arrays():
