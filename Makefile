@@ -21,7 +21,7 @@ BIN_LATEST := .venv-latest/bin
 PYTEST_FLAGS := -q -n $(WORKERS) --dist worksteal --hypothesis-profile=ci
 
 # tests/conftest.py says what this undoes, and why. Newer versions of XLA know no such flag, and need none.
-FUSED_AS_BY_USERS := XLA_FLAGS="--xla_cpu_use_fusion_emitters=true $$XLA_FLAGS"
+FUSED_AS_BY_USERS := XLA_FLAGS="--xla_cpu_use_fusion_emitters=true $(XLA_FLAGS)"
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do printf '%-14s %s\n' "$$name" "$$what"; done
