@@ -66,7 +66,7 @@ def make():
 
 def timed(case: Case, target: str) -> dict[str, object]:
     """Run one command."""
-    command = [sys.executable, "-m", "meshwright.cli", "plan", target, "--cluster", case.cluster, "--json"]
+    command = [sys.executable, "-m", "meshwright", "plan", target, "--cluster", case.cluster, "--json"]
     command += ["--global-batch", str(case.batch)] if case.batch is not None else []
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         begun = time.perf_counter()

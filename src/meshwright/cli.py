@@ -492,7 +492,3 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, allow_nan=False))
-
-
-if __name__ == "__main__":
-    main()

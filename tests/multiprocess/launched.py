@@ -75,6 +75,6 @@ def started(*command: str | Path, **environment: str) -> Iterator[subprocess.Pop
 
 def command_line(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """`meshwright launch ...`, to its end."""
-    with started("-m", "meshwright.cli", "launch", *arguments) as process:
+    with started("-m", "meshwright", "launch", *arguments) as process:
         output, errors = process.communicate(timeout=LIMIT_SECONDS)
     return subprocess.CompletedProcess([], process.returncode, output, errors)

@@ -176,7 +176,7 @@ def test_what_a_script_started_ends_with_it(tmp_path: Path) -> None:
 )
 def test_a_stopped_launcher_ends_all(tmp_path: Path, number: int, status: int) -> None:
     script = write_script(tmp_path, STUBBORN.replace("place != 1", "True"))
-    with started("-m", "meshwright.cli", "launch", "--processes", "2", script) as launcher:
+    with started("-m", "meshwright", "launch", "--processes", "2", script) as launcher:
         pids = marked(tmp_path, "process-0", "process-1")
         launcher.send_signal(number)
         _, errors = launcher.communicate(timeout=ENDING_SECONDS)
@@ -188,7 +188,7 @@ def test_a_stopped_launcher_ends_all(tmp_path: Path, number: int, status: int) -
 def test_a_killed_launcher_leaves_no_orphans(tmp_path: Path) -> None:
     worker = '    import subprocess; mark(f"worker-{place}", subprocess.Popen(["sleep", "1000"]).pid)'
     script = write_script(tmp_path, worker + STUBBORN.replace("place != 1", "True"))
-    with started("-m", "meshwright.cli", "launch", "--processes", "3", script) as launcher:
+    with started("-m", "meshwright", "launch", "--processes", "3", script) as launcher:
         pids = marked(tmp_path, "process-0", "process-1", "process-2")
         assert all(alive(pid) for pid in pids)
         pids += marked(tmp_path, "worker-0", "worker-1", "worker-2")

@@ -150,7 +150,7 @@ steps(step, lambda number: time.sleep(1000) if place == 1 and number == 20 else 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_pipeline(tmp_path: Path) -> None:
     script = write_script(tmp_path, _HEAD + _PLAIN + "steps(step)")
-    command = ["-m", "meshwright.cli", "launch", "--processes", "2", "--devices-per-process", "1"]
+    command = ["-m", "meshwright", "launch", "--processes", "2", "--devices-per-process", "1"]
     with started(*command, "--log-dir", tmp_path, script, **_CPU) as launcher:
         pids = marked(tmp_path, "running-0", "running-1")
         launcher.send_signal(signal.SIGINT)

@@ -80,7 +80,7 @@ def order_violations(imports: Iterable[Import]) -> list[str]:
     found = []
     for one in imports:
         source = layer_of(one.file)
-        if source == "__init__" or not one.within("meshwright"):
+        if source in ("__init__", "__main__") or not one.within("meshwright"):
             continue
         target = one.module.split(".")[1] if "." in one.module else ""
         if target.startswith("__"):
