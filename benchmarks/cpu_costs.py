@@ -6,9 +6,10 @@ On eight virtual devices: collectives of 1 KiB of all kinds over two, four and e
 eight; `cost.collective_ways`), and a gather, a scatter and a sum over eight, one at a time and eight at once (those of
 parameters wait for nobody; `calibrate.cases`); four layers of 256 x 256 weights on 64 rows, scanned and unrolled,
 forward and with gradients (a loop copies what it slices; `cost.efficiency`); convolutions as a program has them beside
-the same in a form that XLA has fast code for (`_jax.convolutions`); and adding gradients up beside updating by Adam, on
-as many arrays as leave the caches, in bytes read and written each second. Prints one JSON object, in seconds where it
-says nothing else: medians of nine.
+the same in a form that XLA has fast code for (`_jax.convolutions`); adding gradients up beside updating by Adam, on as
+many arrays as leave the caches, in bytes read and written each second; and what chains and transposes take, in seconds
+for each element of such arrays, and how many additions of a chain that is (`cost.chains`). Prints one JSON object, in
+seconds where it says nothing else: medians of nine.
 """
 
 from __future__ import annotations
@@ -174,6 +175,72 @@ def updates(*, adam: bool) -> float:
     return 4 * 64 * PARAMETER_ROWS * PARAMETERS * (read + written) / taken
 
 
+def _chained(pairs: int) -> Callable[[jax.Array], jax.Array]:
+    def made(x: jax.Array) -> jax.Array:
+        for number in range(pairs):
+            sign = (-1) ** number
+            x = (1 + 1e-3 * sign) * x + 1e-3 * sign
+        return x
+
+    return made
+
+
+# Of what rows and columns of float32, and what is made of them.
+ELEMENTS: dict[str, tuple[tuple[int, ...], Callable[[jax.Array], jax.Array]]] = {
+    "1 multiplication and addition": ((4096, 64), _chained(1)),
+    "17 multiplications and additions": ((4096, 64), _chained(17)),
+    "division": ((4096, 64), lambda x: 1.0 / (x + 2.0)),
+    "square root": ((4096, 64), lambda x: jnp.sqrt(x + 2.0)),
+    "rsqrt": ((4096, 64), lambda x: jax.lax.rsqrt(x + 2.0)),
+    "exp": ((4096, 64), lambda x: jnp.exp(0.1 * x) - 1.0),
+    "log": ((4096, 64), lambda x: jnp.log(x + 1.5)),
+    "tanh": ((4096, 64), jnp.tanh),
+    "erf": ((4096, 64), jax.lax.erf),
+    "logistic": ((4096, 64), jax.nn.sigmoid),
+    "sum along rows of 32": ((8192, 32), lambda x: 0.5 * x + 1e-3 * x.sum(axis=1, keepdims=True)),
+    "sum along rows of 64": ((4096, 64), lambda x: 0.5 * x + 1e-3 * x.sum(axis=1, keepdims=True)),
+    "sum along rows of 256": ((1024, 256), lambda x: 0.5 * x + 1e-3 * x.sum(axis=1, keepdims=True)),
+    "maximum along rows of 64": ((4096, 64), lambda x: 0.5 * x + 1e-3 * x.max(axis=1, keepdims=True)),
+    "transpose of 256 x 64": ((256, 64), lambda x: (1.0001 * x.T).reshape(x.shape)),
+    "transpose of 512 x 512": ((512, 512), lambda x: 1.0001 * x.T),
+    "heads before positions": ((8, 32, 8, 8), lambda x: (1.0001 * x.transpose(0, 2, 1, 3)).reshape(x.shape)),
+}
+ARRAYS_BYTES = 2**23
+
+
+def elements(name: str) -> float:
+    """Of one element, on every device at once."""
+    shape, function = ELEMENTS[name]
+    size = int(np.prod(shape))
+    arrays = [jnp.full((8 * shape[0], *shape[1:]), 0.01) for _ in range(min(ARRAYS_BYTES // 4 // size, 64))]
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("x")
+
+    def run(times: jax.Array, arrays: Any) -> Any:
+        return jax.lax.fori_loop(0, times, lambda _, arrays: [function(x) for x in arrays], arrays)
+
+    program = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=split, check_vma=False)
+    )
+
+    def seconds(times: int) -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(program(np.int32(times), arrays))
+        return time.perf_counter() - begun
+
+    seconds(1)  # compiles
+    return _median(lambda: seconds(TIMES) - seconds(0)) / TIMES / len(arrays) / size
+
+
+def chains() -> dict[str, dict[str, float]]:
+    """Of all."""
+    taken = {name: elements(name) for name in ELEMENTS}
+    one, more = (taken[name] for name in list(ELEMENTS)[:2])
+    addition = (more - one) / 32
+    passing = one - 2 * addition
+    return {name: {"seconds": t, "additions": (t - passing) / addition} for name, t in taken.items()}
+
+
 def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(RUNS))
 
@@ -190,6 +257,7 @@ def main() -> None:
             for name in CONVOLUTIONS
         },
         "passed_bytes_per_second": {"sums of gradients": updates(adam=False), "updates by Adam": updates(adam=True)},
+        "elements": chains(),
         "weights_bytes": 4 * LAYERS * WIDTH * WIDTH,
         "layers_seconds": {
             f"{'forward and backward' if gradients else 'forward'}, {'scanned' if scanned else 'unrolled'}":

@@ -119,15 +119,8 @@ def test_two_transformer_layers(batch: int, hidden: int, count: int) -> None:
 
 
 def test_rematerialised_megatron_layers_repeat_their_forward_collectives() -> None:
-    pins = {
-        "*'qkv']": (None, None, "x", None), "*'qkv_bias']": (None, "x", None), "*'out']": ("x", None, None),
-        "*'in']": (None, "x"), "*'in_bias']": ("x",), "*'feed_forward']['out']": ("x", None),
-    }  # fmt: skip
-    pins["*'attention']['out']"] = pins.pop("*'out']")
-    pins["args[1]*"] = (None, None, None)
-    planning = planned(
-        zoo.bert_layers(layers=2, hidden=128, heads=8, batch=8), mesh=(8,), remat="layer", pins=pins, zero=0
-    )
+    target = zoo.bert_layers(layers=2, hidden=128, heads=8, batch=8)
+    planning = planned(target, remat="layer", preset="megatron(tp=8)")
     found = compiled_collectives(planning)
     assert_as_predicted(planning, found)
     layers = 2

@@ -50,6 +50,7 @@ def changed(cluster: Cluster) -> Cluster:
         memory_bandwidth_bytes_per_second=0.3 * host.device.memory_bandwidth_bytes_per_second, memory_overlap=0.6,
         kernel_launch_seconds=7e-6,
         transpose_bandwidth_bytes_per_second=0.7 * host.device.transpose_bandwidth_bytes_per_second,
+        vector_flops=1.6 * host.device.vector_flops,
     )  # fmt: skip
     link = replace(
         host.link, bandwidth_bytes_per_second=0.5 * host.link.bandwidth_bytes_per_second, latency_seconds=9e-6,
@@ -66,9 +67,9 @@ def close(a: Cluster, b: Cluster, tolerance: float) -> None:
         assert one.device.achievable_flops(dtype) == pytest.approx(two.device.achievable_flops(dtype), rel=tolerance)
     for name in ("memory_bandwidth_bytes_per_second", "memory_overlap", "kernel_launch_seconds"):
         assert getattr(one.device, name) == pytest.approx(getattr(two.device, name), rel=tolerance)
-    # Six cases tell of it, and the description holds it with a hundredth of one.
-    transposes = (device.transpose_bandwidth_bytes_per_second for device in (one.device, two.device))
-    assert next(transposes) == pytest.approx(next(transposes), rel=5 * tolerance)
+    # Few cases tell of these, and the description holds each with a hundredth of one.
+    for name in ("transpose_bandwidth_bytes_per_second", "vector_flops"):
+        assert getattr(one.device, name) == pytest.approx(getattr(two.device, name), rel=5 * tolerance)
     numbers = ("bandwidth_bytes_per_second", "latency_seconds", "launch_seconds", "exchange_efficiency")
     for name in (*numbers, "reduction_bandwidth_bytes_per_second", "sum_bandwidth_bytes_per_second"):
         assert getattr(one.link, name) == pytest.approx(getattr(two.link, name), rel=tolerance)

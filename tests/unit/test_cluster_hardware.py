@@ -35,6 +35,7 @@ HOST = Host(device=DEVICE, devices=4, link=LINK, nics=2, nic=LINK)
         (DEVICE, "efficiency", 0.0, "a finite number > 0 and <= 1"),
         (DEVICE, "efficiency", True, "a finite number > 0 and <= 1"),
         (DEVICE, "kernel_launch_seconds", -1e-9, "a finite number >= 0"),
+        (DEVICE, "vector_flops", float("inf"), "a finite number >= 0"),
         (DEVICE, "usable_memory_fraction", 2, "a finite number > 0 and <= 1"),
         (DEVICE, "peak_flops", {}, "a table of FLOP/s by dtype name, with at least 'float32'"),
         (DEVICE, "peak_flops", {"bfloat16": 1.0}, "a table of FLOP/s by dtype name, with at least 'float32'"),
@@ -145,6 +146,7 @@ def test_fingerprint_is_of_the_hardware_alone():
         dataclasses.replace(cluster, hosts=(HOST,)),
         dataclasses.replace(cluster, fabric_oversubscription=2.0),
         cluster.with_memory_limit(10.0),
+        Cluster(name="a", hosts=(dataclasses.replace(HOST, device=dataclasses.replace(DEVICE, vector_flops=1e9)),) * 2),
         dataclasses.replace(cluster, hosts=(HOST, dataclasses.replace(HOST, nics=1))),
     ):
         assert changed.fingerprint() != cluster.fingerprint()

@@ -58,6 +58,22 @@ def test_memory_passes_as_often_as_the_profile_says() -> None:
     assert fused == pytest.approx(expected / 4)
 
 
+def test_arithmetic_of_chains_comes_on_top_where_a_device_says_how_fast_it_is() -> None:
+    device = replace(A100, vector_flops=1e12)
+    for kind in ("stored", "fused"):
+        nothing, work = Kernel(kind, 0.0, 1e9), Kernel(kind, 3e9, 1e9)
+        assert kernel_seconds(work, A100, PLAIN) == kernel_seconds(nothing, A100, PLAIN)
+        more = kernel_seconds(work, device, PLAIN) - kernel_seconds(nothing, device, PLAIN)
+        assert more == pytest.approx(3e-3)
+
+
+def test_a_right_operand_that_is_packed_passes_more_often() -> None:
+    device, packed = replace(A100, memory_overlap=0.0), PLAIN.but(packed=2.0)
+    for kernel, right in ((product(8, 512, 256), 512 * 256), (product(512, 8, 256, batch=3), 3 * 8 * 256)):
+        more = kernel_seconds(kernel, device, packed) - kernel_seconds(kernel, device, PLAIN)
+        assert more == pytest.approx(2 * 2 * right / A100.memory_bandwidth_bytes_per_second)
+
+
 def test_what_does_not_hide_comes_on_top() -> None:
     kernel = product(8192, 8192, 8192)
     arithmetic = kernel.flops / (0.8 * 312e12)

@@ -46,7 +46,7 @@ def costs() -> StageCosts:
     program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=MICROBATCHES)
     return StageCosts(
         staged_program(program, layers=8), parameters=parameter_infos(program),
-        submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat=None,
+        submeshes=Submeshes(load_cluster("dgx-a100-80")), pins=Pins(), remat=None,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from meshwright.search.choices import operator_choices, parameter_choices
 from meshwright.search.operator_kernels import KernelsOf, OperatorKernels
 from meshwright.search.parameter_prices import parameter_prices
 from meshwright.search.prices import prices_of
+from meshwright.search.product_orders import product_orders, sliced_operands
 from meshwright.search.spec_row import SpecRow
 from meshwright.sharding import Algorithm, Spec, convert
 from meshwright.zoo.layers import fused_attention
@@ -83,6 +84,74 @@ def test_every_split_of_a_product_halves_one_of_its_extents() -> None:
     shapes = [kernels(graph, operator, one).forward.shape for one in split]
     assert sorted(set(shapes)) == [(3, 4, 6, 20), (3, 8, 3, 20), (3, 8, 6, 10)]
     assert all(2 * prod(shape) == operator.flops / 2 for shape in shapes)
+
+
+# Of an einsum, positions of the operands that are copied into another order: for the product itself, for the gradient
+# of the left operand, for that of the right one.
+ORDERS = {
+    # Matrices are read by columns as well as by rows.
+    "mk,kn->mn": ((), (), ()),
+    "mk,nk->mn": ((), (), ()),
+    # Of many matrices only right ones are.
+    "bmk,bkn->bmn": ((), (), (0,)),
+    # Activations [batch, positions, features] by a matrix: the gradient of the weights reads them by columns.
+    "bmk,kn->bmn": ((), (), (0,)),
+    # Weights [features, heads, features]: the gradient of the activations reads them in another order.
+    "mk,knh->mnh": ((), (1,), ()),
+    # Scores of attention, heads in the middle: both operands are reordered, and gradients back.
+    "bthd,bshd->bhts": ((0, 1), (1, 0), (0, 1)),
+}
+
+
+def orders(equation: str, *, sliced: frozenset[int] = frozenset()) -> tuple[tuple[int, ...], ...]:
+    sizes = {letter: 2 + number for number, letter in enumerate("bmkntshd")}
+    left, right = (array(*(sizes[letter] for letter in side)) for side in equation.split("->")[0].split(","))
+
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(jnp.einsum(equation, jnp.sin(params["l"] * x), jnp.sin(params["r"]))))
+
+    graph = graph_of(loss, {"l": left, "r": right}, left)
+    return product_orders(found(graph, "dot_general").rule, sliced)
+
+
+@pytest.mark.parametrize("equation", ORDERS)
+def test_products_have_one_order_of_dims(equation: str) -> None:
+    assert orders(equation) == ORDERS[equation]
+
+
+def test_a_matrix_that_a_loop_slices_is_read_in_one_order() -> None:
+    assert orders("mk,kn->mn", sliced=frozenset({1})) == ((), (1,), ())
+
+
+def test_products_copy_what_is_in_another_order_on_cpus_alone() -> None:
+    graph = product_graph()
+    operator = found(graph, "dot_general")
+    copies = {}
+    for one in algorithms(graph, operator):
+        plain, copied = (kernels(graph, operator, one, device) for device in (A100, CPU))
+        assert (plain.forward, plain.copies, copied.copies) == (copied.forward, (), ())
+        assert copied.gradients[: len(plain.gradients)] == plain.gradients
+        (more,) = copied.gradients[len(plain.gradients) :]
+        assert (more.operand, more.kernel.kind, more.runs) == (1, "transpose", 1.0)
+        copies[one.operands[0].shards(SIZES)] = more.kernel.moved_bytes
+    assert copies == {1: 4 * 3 * 8 * 20, 2: 2 * 3 * 8 * 20}
+
+
+def test_the_arithmetic_of_chains_is_told_where_it_matters() -> None:
+    graph = graph_of(lambda p, x: jnp.sum(jnp.max(jnp.tanh(p * x), axis=1)), array(8, 6), array(8, 6))
+    for name, work in (("tanh", 30), ("reduce_max", 30), ("mul", 1)):
+        operator = found(graph, name)
+        for one in algorithms(graph, operator):
+            parts = max(spec.shards(SIZES) for spec in (*one.operands, *one.results))
+            flops = [kernels(graph, operator, one, device).forward.flops for device in (CPU, A100)]
+            assert flops == [8 * 6 * work / parts, 0.0]
+
+
+def test_a_transpose_that_is_stored_has_its_own_rate_on_cpus() -> None:
+    graph = graph_of(lambda p, x: jnp.sum(jnp.transpose(jnp.sin(p * x), (0, 2, 1)) @ x), array(2, 8, 6), array(2, 8, 6))
+    operator = found(graph, "transpose")
+    one = algorithms(graph, operator)[0]
+    assert [kernels(graph, operator, one, device).forward.kind for device in (CPU, A100)] == ["transpose", "stored"]
 
 
 def convolution_graph() -> Graph:
@@ -196,10 +265,11 @@ def test_passes_add_up_to_what_an_operator_takes() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "moe-tiny"])
-def test_all_ways_to_run_an_operator_are_priced_as_each_of_them(name: str) -> None:
+@pytest.mark.parametrize("hosts", ["dgx-a100-80", "cpu"])
+def test_all_ways_to_run_an_operator_are_priced_as_each_of_them(name: str, hosts: str) -> None:
     target = zoo.build(name, global_batch=8)
     graph = Traces(target.step).program((target.example_state, target.example_batch)).graph
-    cluster = load_cluster("dgx-a100-80")
+    cluster = load_cluster(hosts)
     prices = prices_of(cluster.logical_mesh((2, 4)), cluster.device)
     names = set()
     for operator in graph.operators:
@@ -215,14 +285,15 @@ def test_all_ways_to_run_an_operator_are_priced_as_each_of_them(name: str) -> No
 
 
 def test_what_a_scan_slices_is_copied_on_cpus_alone() -> None:
-    """Four layers of [8, 8] weights: three quarters of a pass over each forward; three times that backward."""
+    """Four layers of [8, 8] weights: a pass over each forward; three times that backward."""
 
     def loss(params: Any, x: Any) -> jax.Array:
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0])
 
     graph = graph_of(loss, array(4, 8, 8), array(16, 8))
     link = found(graph, "scan_slice")
-    for device, passes in ((CPU, 0.75), (A100, 0.0)):
+    assert sliced_operands(graph, found(graph, "dot_general")) == {1}
+    for device, passes in ((CPU, 1.0), (A100, 0.0)):
         prices = prices_of(load_cluster("cpu").logical_mesh((2, 4), ("x", "y")), device)
         for algorithm in (one.algorithm for one in operator_choices(graph, link, prices.sizes, of_parameters=True)):
             ((forward, backward, *others),) = prices.operator_parts(graph, link, [algorithm])

@@ -136,6 +136,7 @@ def calibration_document(calibration: Calibration) -> dict[str, Any]:
             "memory_bandwidth_bytes_per_second": device.memory_bandwidth_bytes_per_second,
             "memory_overlap": device.memory_overlap, "kernel_launch_seconds": device.kernel_launch_seconds,
             "transpose_bandwidth_bytes_per_second": device.transpose_bandwidth_bytes_per_second,
+            "vector_flops": device.vector_flops,
         },
         "link": {
             "bandwidth_bytes_per_second": host.link.bandwidth_bytes_per_second,

@@ -14,7 +14,7 @@ from ..cost.collective import collective_seconds
 from ..cost.efficiency import profile_of
 from ..cost.kernels import Kernel, kernel_seconds
 
-CHAINS = ("add", "gelu", "softmax", "normalise")
+CHAINS = ("add", "gelu", "softmax", "normalise", "transpose")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

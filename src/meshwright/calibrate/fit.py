@@ -6,9 +6,10 @@ less and less (soft L1), so that one that the model cannot express does not bend
 functions that price plans. The logarithms of the constants are the unknowns, which keeps them positive;
 what the measurements do not tell stays as described.
 
-Devices: FLOP/s of each dtype, bytes/s of memory, the share of a product's traffic that hides behind its arithmetic, and
-the cost of starting a kernel. Links: bytes/s, latency, launch, the share of the bandwidth that an exchange reaches, and
-where a switch sums by itself, or devices sum in the memory that they share, the bytes/s of that.
+Devices: FLOP/s of each dtype, bytes/s of memory, the share of a product's traffic that hides behind its arithmetic, the
+cost of starting a kernel, and where they show the bytes/s of transposes and the FLOP/s of chains. Links: bytes/s,
+latency, launch, the share of the bandwidth that an exchange reaches, and where a switch sums by itself, or devices sum
+in the memory that they share, the bytes/s of that.
 
 Known limit: the NICs of hosts are fitted where some axis crosses them, and are the description's otherwise.
 """
@@ -85,19 +86,21 @@ def _fit_device(device: Device, measured: Sequence[Measurement]) -> Device:
     ]
     lowest = [-math.inf] * len(dtypes) + [-math.inf, 0.0, math.log(_LEAST_SECONDS)]
     highest = [math.inf] * len(dtypes) + [math.inf, 1.0, 0.0]
-    if device.transpose_bandwidth_bytes_per_second:
-        start.append(math.log(device.transpose_bandwidth_bytes_per_second))
-        lowest.append(-math.inf)
-        highest.append(math.inf)
+    # Whether arithmetic shows and arrays are transposed is known; how fast that is is measured.
+    rates = [name for name in ("transpose_bandwidth_bytes_per_second", "vector_flops") if getattr(device, name)]
+    start += [math.log(getattr(device, name)) for name in rates]
+    lowest += [-math.inf] * len(rates)
+    highest += [math.inf] * len(rates)
 
     def made(unknowns: np.ndarray) -> Device:
         reached = {dtype: math.exp(x) for dtype, x in zip(dtypes, unknowns, strict=False)}
-        bandwidth, overlap, launch, *transposes = unknowns[len(dtypes) :]
+        bandwidth, overlap, launch, *others = unknowns[len(dtypes) :]
+        reaches = {name: math.exp(x) for name, x in zip(rates, others, strict=True)}
         return replace(
             _with_rates(device, reached), memory_bandwidth_bytes_per_second=math.exp(bandwidth),
             memory_overlap=float(overlap), kernel_launch_seconds=math.exp(launch),
-            # Whether there are any is known; how fast they are is measured.
-            transpose_bandwidth_bytes_per_second=math.exp(transposes[0]) if transposes else 0.0,
+            transpose_bandwidth_bytes_per_second=reaches.get("transpose_bandwidth_bytes_per_second", 0.0),
+            vector_flops=reaches.get("vector_flops", 0.0),
         )  # fmt: skip
 
     def price(unknowns: np.ndarray) -> list[float]:

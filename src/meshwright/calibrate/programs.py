@@ -117,6 +117,7 @@ def chain_function(name: str) -> Callable[[jax.Array], jax.Array]:
         "add": lambda x: x * 1.0001 + 0.0001,
         "gelu": lambda x: jax.nn.gelu(x) + 0.3,
         "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+        "transpose": lambda x: x.T.reshape(x.shape),
         "normalise": lambda x: (
             (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * 1.1 + 0.1
         ),

@@ -24,6 +24,8 @@ def calibration_text(calibration: Calibration) -> str:
     ]
     if device.transpose_bandwidth_bytes_per_second:
         constants.append(("transposes", format_bytes_rate(device.transpose_bandwidth_bytes_per_second)))
+    if device.vector_flops:
+        constants.append(("arithmetic of chains", format_flops_rate(device.vector_flops)))
     sums = link.sum_bandwidth_bytes_per_second
     if any("group" in case_document(one.case) for one in calibration.fitted.measured):
         constants += [

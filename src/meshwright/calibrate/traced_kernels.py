@@ -25,13 +25,15 @@ from .programs import chain_function, chain_shape, convolution
 def chain_kernels(name: str, size_bytes: int) -> tuple[Kernel, ...]:
     """The kernels of a chain on one device.
 
-    >>> [(kernel.kind, kernel.moved_bytes) for kernel in chain_kernels("add", 4096)]
-    [('fused', 4096.0), ('stored', 4096.0)]
+    >>> [(kernel.kind, kernel.moved_bytes, kernel.flops) for kernel in chain_kernels("add", 4096)]
+    [('fused', 4096.0, 1024.0), ('stored', 4096.0, 1024.0)]
 
     Args:
       name: of the chain.
       size_bytes: of its operand.
     """
+    if name == "transpose":
+        return (Kernel("transpose", 0.0, float(size_bytes)),)  # what reads it would take it in
     operand = jax.ShapeDtypeStruct(chain_shape(size_bytes), jnp.float32)
     return tuple(
         kernels.forward for _, kernels, repeats in _traced(chain_function(name), operand) for _ in range(repeats)

@@ -23,8 +23,8 @@ from .hardware import Device, Host, slowest_device
 from .logical_mesh import LogicalMesh, build_logical_mesh
 from .measured_on import MeasuredOn
 
-# Fields of links that came later: where they say nothing, a fingerprint is what it was without them.
-_LATER = ("sum_bandwidth_bytes_per_second",)
+# Fields of links and devices that came later: where they say nothing, a fingerprint is what it was without them.
+_LATER = frozenset({"sum_bandwidth_bytes_per_second", "vector_flops"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +186,10 @@ class Cluster:
         content = {**content, "hosts": [described[id(host)] for host in self.hosts]}
         del content["name"], content["measured_on"]
         for host in described.values():
-            for link in (host["link"], host["nic"]):
-                for later in _LATER:
-                    if not link[later]:
-                        del link[later]
+            for part in (host["link"], host["nic"], host["device"]):
+                for later in _LATER & part.keys():
+                    if not part[later]:
+                        del part[later]
         # 8 and 8.0 are the same bandwidth; JSON would print them differently.
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         numbers = json.dumps(json.loads(text, parse_int=float), sort_keys=True, separators=(",", ":"))

@@ -34,8 +34,10 @@ class Device:
     fraction of `peak_flops` that large products of a program reach. `kernel_launch_seconds`: fixed cost of a kernel.
     `memory_overlap` [0 to 1]: the share of a matrix product's memory traffic that hides behind its arithmetic; what
     does not are a tile's first loads and last stores. `transpose_bandwidth_bytes_per_second`: of changing the order of
-    an array's dims where that is a pass of its own: before and after gradients of convolutions, which have code for one
-    order, and gathers and scatters along other dims than the first; 0 where it is part of other kernels.
+    an array's dims where that is a pass of its own: before products and before and after gradients of convolutions,
+    which have code for one order, and gathers and scatters along other dims than the first; 0 where it is part of other
+    kernels. `vector_flops`: FLOP/s of arithmetic that is no product, where that is not much faster than memory; 0 where
+    it hides behind that.
 
     Raises ClusterError for a number that is missing, not finite or out of range.
 
@@ -56,6 +58,7 @@ class Device:
     usable_memory_fraction: float
     memory_overlap: float = 0.75
     transpose_bandwidth_bytes_per_second: float = 0.0
+    vector_flops: float = 0.0
 
     def __post_init__(self) -> None:
         check_text("Device", "kind", self.kind)
@@ -78,6 +81,7 @@ class Device:
         check_number("Device", "memory_overlap", self.memory_overlap, at_most=1.0)
         transposes = self.transpose_bandwidth_bytes_per_second
         check_number("Device", "transpose_bandwidth_bytes_per_second", transposes)
+        check_number("Device", "vector_flops", self.vector_flops)
         # A sorted private copy: the caller's mapping may change, and text made from it must not depend on its order.
         object.__setattr__(self, "peak_flops", {k: float(v) for k, v in sorted(self.peak_flops.items())})
 
@@ -124,6 +128,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
             (d.transpose_bandwidth_bytes_per_second for d in different if d.transpose_bandwidth_bytes_per_second),
             default=0.0,
         ),
+        vector_flops=min((d.vector_flops for d in different if d.vector_flops), default=0.0),
     )
 
 

@@ -49,6 +49,8 @@ class EfficiencyProfile:
       fused_share: of that traffic, what is left of operations that are fused into their readers.
       sliced: how often what the body of a loop takes out of a stack (a layer's weights) passes through memory for that,
         forward; three times as often backward, where it is taken again and its gradient is added to that of the stack.
+      packed: how often the right operand of a product passes through memory beside being read: libraries bring it into
+        blocks of their own.
       tiles: whether products pay for tiles that their result does not fill, and for a last wave of tiles that leaves
         processors idle.
       network: of the collectives' bandwidth.
@@ -74,6 +76,7 @@ class EfficiencyProfile:
     passes: float = 2.0
     fused_share: float = 0.1
     sliced: float = 0.0
+    packed: float = 0.0
     tiles: bool = True
     network: float = 1.0
     hidden_weights: float = 0.0
@@ -102,9 +105,9 @@ class EfficiencyProfile:
 
 # What is known of a kind of device beside its description. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's
 # peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
-# what the mask leaves out too, nothing comes in tiles, and bandwidths are measured by bytes written. XLA copies there
-# what a loop slices (`benchmarks/cpu_costs.py`: scanned in place of unrolled, 1 MiB of weights takes 1.5 to 2.6 ms more
-# forward and backward, 1.9 in the middle, where a pass is 0.6 ms: four of 0.75 passes).
+# what the mask leaves out too, nothing comes in tiles, what is fused takes its arithmetic alone, and products write
+# their right operand once more and read it. XLA copies there what a loop slices, which backward is part of bringing it
+# into another order (`search.product_orders`).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),
@@ -112,7 +115,14 @@ _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
     "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
     "cpu": EfficiencyProfile(
-        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, passes=1.0, sliced=0.75, tiles=False
+        name="cpu",
+        convolution=1.0,
+        feature_ramp=4.0,
+        attention=0.5,
+        fused_share=0.0,
+        sliced=1.0,
+        packed=2.0,
+        tiles=False,
     ),
     "": EfficiencyProfile(name="any"),
 }

@@ -10,7 +10,8 @@
 * *Fused attention*: FLOPs that a causal mask leaves (half), at a fraction of its own; its backward pass has 2.5 times
   the products (it computes the scores again).
 * *Chains* of elementwise operations, reductions and softmax: what is stored passes through memory as often as the
-  profile says; what is fused into its readers costs a share of that.
+  profile says; what is fused into its readers costs a share of that. Where arithmetic is not much faster than memory
+  (`Device.vector_flops`) that of both comes on top.
 * *Transposes* that are passes of their own (`Device.transpose_bandwidth_bytes_per_second`): their bytes at its rate.
 
 All but what is fused into others costs a start (`Device.kernel_launch_seconds`).
@@ -46,7 +47,7 @@ class Kernel(NamedTuple):
 
     Args:
       kind: its class; of chains "stored" or "fused".
-      flops: multiply-adds counted as two.
+      flops: multiply-adds counted as two; of chains counted in additions (`cost.chains`), where they matter.
       moved_bytes: read and written; of chains and transposes written.
       dtype: of its operands; empty for chains and transposes.
       shape: of a product: batch, M, N and K; of a convolution: features it makes; empty otherwise.
@@ -72,13 +73,16 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
     """
     traffic = kernel.moved_bytes / (profile.memory * device.memory_bandwidth_bytes_per_second)
     launch = device.kernel_launch_seconds
-    if kernel.kind == "fused":
-        return profile.fused_share * profile.passes * traffic
-    if kernel.kind == "stored":
-        return profile.passes * traffic + launch
+    if kernel.kind in ("fused", "stored"):
+        computing = kernel.flops / device.vector_flops if device.vector_flops else 0.0
+        if kernel.kind == "fused":
+            return profile.fused_share * profile.passes * traffic + computing
+        return profile.passes * traffic + computing + launch
     if kernel.kind == "transpose":
         return kernel.moved_bytes / device.transpose_bandwidth_bytes_per_second + launch
     arithmetic = arithmetic_seconds(kernel, device, profile)
+    if kernel.kind == "product" and profile.packed and kernel.shape:
+        traffic *= 1 + profile.packed * _right_share(kernel.shape)
     if kernel.kind == "attention":
         return arithmetic + launch
     # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
@@ -101,6 +105,12 @@ def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfil
         return kernel.flops / (profile.convolution * peak)
     reached = profile.narrow if kernel.dtype.startswith("float8") else profile.matmul
     return kernel.flops / (reached * peak)
+
+
+def _right_share(shape: tuple[float, ...]) -> float:
+    """The share of a product's operands and result that its right operand is."""
+    _, m, n, k = shape
+    return k * n / (m * k + k * n + m * n)
 
 
 def _filled(shape: tuple[float, ...], kind: str) -> float:

@@ -36,6 +36,7 @@ from .choices import (
 from .parameter_prices import ParameterPrices, parameter_prices
 from .pins import Pins
 from .prices import OperatorPrices, prices_of
+from .product_orders import sliced_operands
 from .spec_row import SpecRow
 from .wiring import Shared, forward_runs, forward_runs_of, wiring_of
 
@@ -122,6 +123,7 @@ def _signatures(graph: Graph) -> tuple[int, ...]:
             operator.combine, operator.differentiated,
             all(v in of_parameters for v in operator.results if v is not None),
             tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
+            sliced_operands(graph, operator),
         )
         for operator in graph.operators
     )  # fmt: skip

@@ -2,24 +2,25 @@
 
 The one list that searched and stated plans are priced by (`cost.kernels`). A product's derivative is products of the
 same FLOPs in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's
-[K, M] x [M, N]. A convolution has no tiles here, but a device may have code for one order of dims alone
-(`Device.transpose_bandwidth_bytes_per_second`): the gradient of the image is a convolution with the kernel turned, that
-of the kernel one of the image by the cotangent, both transposed, whose result is turned back. Everything else that is
+[K, M] x [M, N]. A convolution has no tiles here. A device may have code for one order of dims alone
+(`Device.transpose_bandwidth_bytes_per_second`): what a product or its derivative has in another is copied
+(`search.product_orders`); the gradient of a convolution's image is a convolution with the kernel turned, that of the
+kernel one of the image by the cotangent, both transposed, whose result is turned back. Everything else that is
 differentiated runs once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from ..cluster import Device
+from ..cost.chains import chain_work
 from ..cost.kernels import ATTENTION_BACKWARD, Kernel
-from ..program.factors import Rule
 from ..program.graph import Graph, Operator
 from ..sharding import Algorithm, Spec
+from .product_orders import operand_factors, product_factors, product_orders, sliced_operands
 
 
 class Gradient(NamedTuple):
@@ -42,10 +43,12 @@ class OperatorKernels(NamedTuple):
     Args:
       forward: for one run of it.
       gradients: for one run of its derivative.
+      copies: what is brought into another order for each run of it.
     """
 
     forward: Kernel
     gradients: tuple[Gradient, ...]
+    copies: tuple[Kernel, ...] = ()
 
 
 class KernelsOf:
@@ -72,6 +75,7 @@ class KernelsOf:
         multiplied = [value for value in operands if value is not None]
         self._dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
         self._extents = [factor.size for factor in operator.rule.factors]
+        self._sliced = sliced_operands(graph, operator)
 
     def __call__(self, algorithm: Algorithm) -> OperatorKernels:
         """Under this algorithm."""
@@ -83,7 +87,9 @@ class KernelsOf:
             attention = _is_attention(self._operator)
             kernel = Kernel("attention" if attention else "product", *self._whole(algorithm, self._cuts(algorithm)))
             return _again(kernel, self._moving, ATTENTION_BACKWARD if attention else float(len(self._moving)))
-        kernel = plain_kernel(sum(self._local(self._made_bytes, algorithm.results)), stored=self._stored)
+        work = chain_flops(self._operator) / prod(self._cuts(algorithm)) if self._device.vector_flops else 0.0
+        written = sum(self._local(self._made_bytes, algorithm.results))
+        kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
         return _again(kernel, self._moving or [0] * self._operator.differentiated, 1.0)
 
     def _cuts(self, algorithm: Algorithm) -> list[int]:
@@ -109,19 +115,28 @@ class KernelsOf:
     def _product(self, algorithm: Algorithm) -> OperatorKernels:
         cuts = self._cuts(algorithm)
         whole = self._whole(algorithm, cuts)
-        batch, m, n, k = (self._extent(factors, cuts) for factors in _product_factors(self._operator.rule))
+        batch, m, n, k = (self._extent(factors, cuts) for factors in product_factors(self._operator.rule))
         shapes = {0: (batch, m, k, n), 1: (batch, k, n, m)}
-        return OperatorKernels(
-            forward=Kernel("product", *whole, (batch, m, n, k)),
-            gradients=tuple(
-                Gradient(operand=i, kernel=Kernel("product", *whole, shapes[i]), runs=1.0) for i in self._moving
-            ),
-        )
+        gradients = [Gradient(operand=i, kernel=Kernel("product", *whole, shapes[i]), runs=1.0) for i in self._moving]
+        copies, of_gradients = self._copies(algorithm)
+        gradients += [one for one in of_gradients if one.operand in self._moving]
+        forward = Kernel("product", *whole, (batch, m, n, k))
+        return OperatorKernels(forward=forward, gradients=tuple(gradients), copies=copies)
+
+    def _copies(self, algorithm: Algorithm) -> tuple[tuple[Kernel, ...], list[Gradient]]:
+        """What is brought into another order for a product, and for its gradients."""
+        if not self._device.transpose_bandwidth_bytes_per_second:
+            return (), []
+        local = self._local(self._bytes, algorithm.operands)
+        forward, *gradients = product_orders(self._operator.rule, self._sliced)
+        kernels = [Kernel("transpose", 0.0, size) for size in local]
+        copied = [Gradient(operand=i, kernel=kernels[j], runs=1.0) for i, those in enumerate(gradients) for j in those]
+        return tuple(kernels[i] for i in forward), copied
 
     def _convolution(self, algorithm: Algorithm) -> OperatorKernels:
         cuts = self._cuts(algorithm)
         flops, moved, dtype = self._whole(algorithm, cuts)
-        image, kernel, made = _factors(self._operator.rule)
+        image, kernel, made = operand_factors(self._operator.rule)
         forward = Kernel("convolution", flops, moved, dtype, (self._extent(kernel & made, cuts),))
         of_image = forward._replace(shape=(self._extent(kernel & image, cuts),))
         if not self._device.transpose_bandwidth_bytes_per_second:
@@ -156,36 +171,30 @@ def moves_nothing(operator: Operator) -> bool:
     return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
 
 
-def plain_kernel(written: float, *, stored: bool) -> Kernel:
+def chain_flops(operator: Operator) -> float:
+    """Arithmetic of one run of an operator that is no product, unsplit."""
+    return operator.flops * chain_work(operator.name)
+
+
+def plain_kernel(operator: Operator, device: Device, written: float, flops: float, *, stored: bool) -> Kernel:
     """The kernel of an operator that is no product.
 
     Args:
+      operator: which.
+      device: what it runs on.
       written: bytes.
+      flops: of it, where they matter (`Device.vector_flops`).
       stored: whether its result is written to memory.
     """
-    return Kernel("stored" if stored else "fused", 0.0, written)
+    if stored and operator.name == "transpose" and device.transpose_bandwidth_bytes_per_second:
+        return Kernel("transpose", 0.0, written)
+    return Kernel("stored" if stored else "fused", flops, written)
 
 
 def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
     """A derivative that runs the same kernel so often for all moving operands together."""
     gradients = tuple(Gradient(operand=i, kernel=kernel, runs=runs / len(moving)) for i in moving)
     return OperatorKernels(forward=kernel, gradients=gradients)
-
-
-@lru_cache(maxsize=1 << 12)
-def _factors(rule: Rule) -> tuple[Set[int], Set[int], Set[int]]:
-    """The factors of the first two operands and of the result."""
-    left, right, result = (
-        {factor for dim in tensor for factor in dim} for tensor in (*rule.operands[:2], rule.results[0])
-    )
-    return left, right, result
-
-
-@lru_cache(maxsize=1 << 12)
-def _product_factors(rule: Rule) -> tuple[Set[int], Set[int], Set[int], Set[int]]:
-    """The factors of a product's batch, and of M, N and K."""
-    left, right, result = _factors(rule)
-    return left & right & result, (left & result) - right, (right & result) - left, (left & right) - result
 
 
 def _is_attention(operator: Operator) -> bool:

@@ -19,7 +19,7 @@ from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .choices import Choices
 from .conversion_prices import conversion_prices
-from .operator_kernels import KernelsOf, OperatorKernels, is_plain, moves_nothing, plain_kernel
+from .operator_kernels import KernelsOf, OperatorKernels, chain_flops, is_plain, moves_nothing, plain_kernel
 from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
@@ -167,13 +167,18 @@ class Prices:
     ) -> OperatorPrices:
         """What is known of an operator that can be run in these ways; `of_parameters` as of `operator_parts`."""
         if is_plain(operator):
-            # What a device writes says it all, and that is one of a few sizes.
-            written = np.zeros(len(choices))
+            # What a device writes and computes says it all, and that is one of a few sizes.
+            written, parts = np.zeros(len(choices)), np.ones(len(choices))
             for value, row in zip(operator.results, choices.results, strict=True):
                 if value is not None:
                     written = written + graph.values[value].bytes / self.shards(row)
-            sizes, stored = written.tolist(), is_stored(graph, operator)
-            seconds = {size: self.kernel(plain_kernel(size, stored=stored)) for size in set(sizes)}
+            work = chain_flops(operator) if self.device.vector_flops else 0.0
+            for row in (*choices.operands, *choices.results) if work else ():
+                parts = np.maximum(parts, self.shards(row))
+            stored = is_stored(graph, operator)
+            sizes = list(zip(written.tolist(), (work / parts).tolist(), strict=True))
+            kernels = {size: plain_kernel(operator, self.device, *size, stored=stored) for size in set(sizes)}
+            seconds = {size: self.kernel(kernel) for size, kernel in kernels.items()}
             forward = np.array([seconds[size] for size in sizes])
             backward = forward * operator.differentiated
             moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
@@ -248,7 +253,8 @@ class Prices:
                 seconds = self.collective(one.kind, one.size_bytes, one.axes)
                 inside += seconds
                 mirrored += one.mirrored * seconds
-            parts.append((self.kernel(found.forward), backward, inside, mirrored, weight))
+            forward = sum(map(self.kernel, (found.forward, *found.copies)))
+            parts.append((forward, backward, inside, mirrored, weight))
         return parts
 
     def _sliced(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[float, float]:

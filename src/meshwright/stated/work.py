@@ -99,7 +99,8 @@ def _kernels(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[K
         again = problem.forward_runs(operator) - 1
         found = problem.prices.kernels(graph, operator, choice.algorithm)
         n = operator.repeats
-        yield found.forward, Runs(forward=n, again=n * again)
+        for kernel in (found.forward, *found.copies):
+            yield kernel, Runs(forward=n, again=n * again)
         for gradient in found.gradients:
             yield gradient.kernel, Runs(backward=n * gradient.runs)
 
