@@ -3,13 +3,13 @@
     python benchmarks/cpu_costs.py
 
 On eight virtual devices: collectives of 1 KiB of all kinds over two, four and eight (all meet alike, permutes over all
-eight; `cost.collective_ways`), and a gather, a scatter and a sum over eight, one at a time and eight at once (those of
-parameters wait for nobody; `calibrate.cases`); four layers of 256 x 256 weights on 64 rows, scanned and unrolled,
-forward and with gradients (a loop copies what it slices; `cost.efficiency`); convolutions as a program has them beside
-the same in a form that XLA has fast code for (`_jax.convolutions`); adding gradients up beside updating by Adam, on as
-many arrays as leave the caches, in bytes read and written each second; and what chains and transposes take, in seconds
-for each element of such arrays, and how many additions of a chain that is (`cost.chains`). Prints one JSON object, in
-seconds where it says nothing else: medians of nine.
+eight; `cost.collective_ways`); a gather, a scatter and a sum over eight, one at a time and eight at once (those of
+parameters wait for nobody; `calibrate.cases`); a sum over eight after products of 0.1 to 3 ms; four layers of 256 x 256
+weights on 64 rows, scanned and unrolled, forward and with gradients (a loop copies what it slices; `cost.efficiency`);
+convolutions as a program has them beside the same in a form that XLA has fast code for (`_jax.convolutions`); adding
+gradients up beside updating by Adam, on as many arrays as leave the caches, in bytes read and written each second; and
+what chains and transposes take, in seconds for each element of such arrays, and how many additions of a chain that is
+(`cost.chains`). Prints one JSON object, in seconds where it says nothing else: medians of nine.
 """
 
 from __future__ import annotations
@@ -44,6 +44,43 @@ def collective(kind: str, together: int = 1, *, group: int = 8) -> float:
     program = Repeated(case, jax.devices())
     program.seconds(1)  # compiles
     return _median(lambda: program.seconds(TIMES) - program.without(TIMES)) / TIMES / together
+
+
+def meeting_after(rows: int) -> dict[str, float]:
+    """A product of so many rows, and a sum of 1 KiB over eight devices after it: that takes longer the longer they have
+    been on their own."""
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("x")
+    arrays = jnp.full((8 * rows, WIDTH), 0.01), jnp.tile(jnp.eye(WIDTH), (8, 1)), jnp.zeros(8 * 256)
+
+    def program(*, summed: bool) -> Callable[[int], float]:
+        def again(_: Any, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            x, square, total = carried
+            made = x @ square
+            total = 0.1 * (total + made[0, 0])
+            total = jax.lax.psum(total, "x") if summed else total
+            return made + 1e-9 * total[0], square, total
+
+        def run(times: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return jax.lax.fori_loop(0, times, again, arrays)
+
+        compiled = jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), *[split] * 3), out_specs=split, check_vma=False)
+        )
+
+        def seconds(times: int) -> float:
+            begun = time.perf_counter()
+            jax.block_until_ready(compiled(np.int32(times), *arrays))
+            return time.perf_counter() - begun
+
+        seconds(1)  # compiles
+        return seconds
+
+    alone, both = program(summed=False), program(summed=True)
+    return {
+        "product": _median(lambda: alone(TIMES) - alone(0)) / TIMES,
+        "meeting": _median(lambda: both(TIMES) - alone(TIMES)) / TIMES,
+    }
 
 
 def layers(*, scanned: bool, gradients: bool) -> float:
@@ -252,6 +289,7 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "jax": jax.__version__},
         "meeting_seconds": {kind: {f"over {n}": collective(kind, group=n) for n in (2, 4, 8)} for kind in KINDS},
         "collective_seconds": {kind: {f"{n} at once": collective(kind, n) for n in (1, 8)} for kind in kinds},
+        "after_a_product_seconds": {f"of {rows} rows": meeting_after(rows) for rows in (16, 64, 256, 512)},
         "convolution_seconds": {
             name: {"as it is": convolution(name, fast=False), "fast": convolution(name, fast=True)}
             for name in CONVOLUTIONS

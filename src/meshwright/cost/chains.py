@@ -1,9 +1,9 @@
 """How much arithmetic the operators of chains are, beside one that adds or multiplies.
 
 It matters where arithmetic that is no product is not much faster than memory (`Device.vector_flops`). Measured on
-virtual CPU devices (`benchmarks/cpu_costs.py`) and rounded: what is computed by polynomials takes as long as 27 to 51
-additions, sums and maxima along rows, whose operations wait for each other, as 13 (long rows) to 90 (short ones). By
-what chains of both take (`meshwright calibrate`), both are 30.
+virtual CPU devices (`benchmarks/cpu_costs.py`) what is computed by polynomials takes as long as 20 to 50 additions,
+sums and maxima along rows, whose operations wait for each other, as 10 (rows of 256) to 80 (of 64). By what chains of
+both take (`meshwright calibrate`) both are 30.
 """
 
 from __future__ import annotations
