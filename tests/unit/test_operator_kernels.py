@@ -19,6 +19,7 @@ from meshwright.program.graph import Graph, Operator
 from meshwright.program.residuals import is_stored
 from meshwright.program.traces import Traces
 from meshwright.search.choices import operator_choices, parameter_choices
+from meshwright.search.intra_op import _signatures
 from meshwright.search.operator_kernels import KernelsOf, OperatorKernels
 from meshwright.search.parameter_prices import parameter_prices
 from meshwright.search.prices import prices_of
@@ -148,10 +149,63 @@ def test_the_arithmetic_of_chains_is_told_where_it_matters() -> None:
 
 
 def test_a_transpose_that_is_stored_has_its_own_rate_on_cpus() -> None:
-    graph = graph_of(lambda p, x: jnp.sum(jnp.transpose(jnp.sin(p * x), (0, 2, 1)) @ x), array(2, 8, 6), array(2, 8, 6))
-    operator = found(graph, "transpose")
-    one = algorithms(graph, operator)[0]
-    assert [kernels(graph, operator, one, device).forward.kind for device in (CPU, A100)] == ["transpose", "stored"]
+    for order, kind in (((1, 0, 2), "transpose"), ((0, 2, 1), "stored")):  # products read matrices by columns
+
+        def loss(p: Any, x: Any, order: Any = order) -> jax.Array:
+            return jnp.sum(jnp.transpose(jnp.sin(p * x), order) @ x)
+
+        graph = graph_of(loss, array(6, 6, 6), array(6, 6, 6))
+        operator = found(graph, "transpose")
+        one = algorithms(graph, operator)[0]
+        assert [kernels(graph, operator, one, device).forward.kind for device in (CPU, A100)] == [kind, "stored"]
+
+
+def scores_graph() -> Graph:
+    """Scores of attention, heads behind positions."""
+    shape = array(2, 8, 4, 6)
+    return graph_of(
+        lambda p, x: jnp.sum(jnp.sin(jnp.einsum("bthd,bshd->bhts", jnp.sin(p["l"] * x), jnp.sin(p["r"] * x)))),
+        {"l": shape, "r": shape}, shape,
+    )  # fmt: skip
+
+
+def test_what_products_copy_is_priced() -> None:
+    graph = scores_graph()
+    operator = found(graph, "dot_general")
+    cluster = load_cluster("cpu")
+    prices = prices_of(cluster.logical_mesh((8,)), CPU)
+    (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
+    ((forward, backward, *_),) = prices.operator_parts(graph, operator, [whole])
+    found_kernels = prices.kernels(graph, operator, whole)
+    copy = 4 * 2 * 8 * 4 * 6 / CPU.transpose_bandwidth_bytes_per_second + CPU.kernel_launch_seconds
+    assert forward == pytest.approx(prices.kernel(found_kernels.forward) + 2 * copy)
+    products = sum(prices.kernel(one.kernel) for one in found_kernels.gradients if one.kernel.kind == "product")
+    assert backward == pytest.approx(products + 4 * copy)
+
+
+def test_a_product_of_what_a_loop_slices_has_a_price_of_its_own() -> None:
+    def loss(params: Any, x: Any) -> jax.Array:
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["many"])[0]
+        return jnp.sum(jnp.tanh(x @ params["one"]))
+
+    graph = graph_of(loss, {"many": array(4, 8, 8), "one": array(8, 8)}, array(16, 8))
+    numbers = {_signatures(graph)[one.index] for one in graph.operators if one.name == "dot_general"}
+    assert len(numbers) == 2
+
+
+@pytest.mark.parametrize("cluster", ["cpu", "dgx-a100-80"])
+def test_a_microbatch_of_one_example_takes_no_less_than_half_of_two(cluster: str) -> None:
+    hosts = load_cluster(cluster)
+    prices = prices_of(hosts.logical_mesh((8,)), hosts.device)
+    taken = []
+    for batch in (1, 2):
+        graph = graph_of(lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p) @ p)), array(64, 64), array(batch, 512, 64))
+        total = 0.0
+        for operator in (one for one in graph.operators if not one.is_link):
+            (whole,) = (one for one in algorithms(graph, operator) if not any(one.axes))
+            total += sum(prices.operator(graph, operator, whole, forward_runs=1))
+        taken.append(total)
+    assert taken[0] >= 0.5 * taken[1] * (1 - 1e-9)
 
 
 def convolution_graph() -> Graph:

@@ -62,7 +62,7 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
             found.append([_convolution(*shape) for shape in shapes[::step]])
     sizes = (_CPU_CHAIN_BYTES if virtual else _CHAIN_BYTES)[: 2 if quick else None]
     for name in CHAINS:
-        if name == "transpose" and not virtual:
+        if name == "transpose" and not cluster.device.transpose_bandwidth_bytes_per_second:
             continue  # part of other kernels
         found.append([_chain(name, size, cold=virtual) for size in sizes])
     messages = _CPU_MESSAGE_BYTES if virtual else _MESSAGE_BYTES

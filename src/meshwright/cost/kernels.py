@@ -11,7 +11,7 @@
   the products (it computes the scores again).
 * *Chains* of elementwise operations, reductions and softmax: what is stored passes through memory as often as the
   profile says; what is fused into its readers costs a share of that. Where arithmetic is not much faster than memory
-  (`Device.vector_flops`) that of both comes on top.
+  (`Device.vector_flops`) it comes on top of what is stored, and is what the rest costs.
 * *Transposes* that are passes of their own (`Device.transpose_bandwidth_bytes_per_second`): their bytes at its rate.
 
 All but what is fused into others costs a start (`Device.kernel_launch_seconds`).
@@ -75,13 +75,13 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
     launch = device.kernel_launch_seconds
     if kernel.kind in ("fused", "stored"):
         computing = kernel.flops / device.vector_flops if device.vector_flops else 0.0
-        if kernel.kind == "fused":
-            return profile.fused_share * profile.passes * traffic + computing
-        return profile.passes * traffic + computing + launch
+        if kernel.kind == "stored":
+            return profile.passes * traffic + computing + launch
+        return computing if device.vector_flops else profile.fused_share * profile.passes * traffic
     if kernel.kind == "transpose":
         return kernel.moved_bytes / device.transpose_bandwidth_bytes_per_second + launch
     arithmetic = arithmetic_seconds(kernel, device, profile)
-    if kernel.kind == "product" and profile.packed and kernel.shape:
+    if kernel.kind == "product" and profile.packed and kernel.shape and min(kernel.shape[1:]) > 1:
         traffic *= 1 + profile.packed * _right_share(kernel.shape)
     if kernel.kind == "attention":
         return arithmetic + launch
@@ -94,7 +94,8 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
 
 
 def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -> float:
-    """Seconds of a kernel's arithmetic alone, in full tiles: however it is split, its parts take no less together."""
+    """Seconds of the arithmetic of a product, a convolution or attention, in full tiles: however it is split, its parts
+    take no less together."""
     if kernel.kind in ("fused", "stored", "transpose"):
         return 0.0
     peak = device.peak_flops.get(kernel.dtype, device.peak_flops["float32"])

@@ -87,7 +87,7 @@ class KernelsOf:
             attention = _is_attention(self._operator)
             kernel = Kernel("attention" if attention else "product", *self._whole(algorithm, self._cuts(algorithm)))
             return _again(kernel, self._moving, ATTENTION_BACKWARD if attention else float(len(self._moving)))
-        work = chain_flops(self._operator) / prod(self._cuts(algorithm)) if self._device.vector_flops else 0.0
+        work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
         written = sum(self._local(self._made_bytes, algorithm.results))
         kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
         return _again(kernel, self._moving or [0] * self._operator.differentiated, 1.0)
@@ -158,8 +158,8 @@ class KernelsOf:
 
 
 def is_plain(operator: Operator) -> bool:
-    """Whether what an operator takes follows from what it writes, and nothing is moved inside it: it runs one kernel,
-    and once more for its derivative."""
+    """Whether what an operator takes follows from what it writes and how it is split, and nothing is moved inside it:
+    it runs one kernel, and once more for its derivative."""
     if operator.is_link or operator.matmul or operator.name in ("dot_general", "conv_general_dilated"):
         return False
     return moves_nothing(operator)
@@ -169,6 +169,11 @@ def moves_nothing(operator: Operator) -> bool:
     """Whether nothing is moved inside an operator, however it is split: there are no maxima to combine, and no borders
     to exchange."""
     return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
+
+
+def parts_of(algorithm: Algorithm, sizes: Mapping[str, int]) -> int:
+    """Over how many devices the work of an operator is split."""
+    return prod([sizes[axis] for split in algorithm.axes for axis in split])
 
 
 def chain_flops(operator: Operator) -> float:
@@ -187,7 +192,9 @@ def plain_kernel(operator: Operator, device: Device, written: float, flops: floa
       stored: whether its result is written to memory.
     """
     if stored and operator.name == "transpose" and device.transpose_bandwidth_bytes_per_second:
-        return Kernel("transpose", 0.0, written)
+        before, after = operator.rule.operands[0], operator.rule.results[0]
+        if after != (*before[:-2], *before[:-3:-1]):  # products read matrices by columns
+            return Kernel("transpose", 0.0, written)
     return Kernel("stored" if stored else "fused", flops, written)
 
 

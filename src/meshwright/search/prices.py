@@ -19,7 +19,7 @@ from ..program.residuals import is_stored
 from ..sharding import Algorithm, Spec
 from .choices import Choices
 from .conversion_prices import conversion_prices
-from .operator_kernels import KernelsOf, OperatorKernels, chain_flops, is_plain, moves_nothing, plain_kernel
+from .operator_kernels import KernelsOf, OperatorKernels, chain_flops, is_plain, moves_nothing, parts_of, plain_kernel
 from .parameter_prices import ParameterPrices
 from .spec_row import SpecRow
 
@@ -168,15 +168,15 @@ class Prices:
         """What is known of an operator that can be run in these ways; `of_parameters` as of `operator_parts`."""
         if is_plain(operator):
             # What a device writes and computes says it all, and that is one of a few sizes.
-            written, parts = np.zeros(len(choices)), np.ones(len(choices))
+            written = np.zeros(len(choices))
             for value, row in zip(operator.results, choices.results, strict=True):
                 if value is not None:
                     written = written + graph.values[value].bytes / self.shards(row)
-            work = chain_flops(operator) if self.device.vector_flops else 0.0
-            for row in (*choices.operands, *choices.results) if work else ():
-                parts = np.maximum(parts, self.shards(row))
-            stored = is_stored(graph, operator)
-            sizes = list(zip(written.tolist(), (work / parts).tolist(), strict=True))
+            whole, stored = chain_flops(operator), is_stored(graph, operator)
+            work = [0.0] * len(choices)
+            if self.device.vector_flops:
+                work = [whole / parts_of(choice.algorithm, self.sizes) for choice in choices]
+            sizes = list(zip(written.tolist(), work, strict=True))
             kernels = {size: plain_kernel(operator, self.device, *size, stored=stored) for size in set(sizes)}
             seconds = {size: self.kernel(kernel) for size, kernel in kernels.items()}
             forward = np.array([seconds[size] for size in sizes])

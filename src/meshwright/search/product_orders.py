@@ -2,8 +2,11 @@
 
 XLA's CPU backend has code for [batch, M, K] x [batch, K, N]. The gradient of the left operand reads the right one as
 [batch, N, K], that of the right one the left as [batch, K, M], and each is made in the order that the product reads. A
-matrix is read by columns as well as by rows, and of many matrices right operands are, unless a loop slices them: then
-the slice is that copy.
+matrix is read by columns as well as by rows, and of many matrices right operands are, unless a loop slices them: what
+it slices is copied in one order alone.
+
+Dims of size one count: a microbatch of one example would else take less than half of one of two, and bounds of the
+search say that it does not.
 """
 
 from __future__ import annotations
@@ -56,8 +59,8 @@ def product_orders(rule: Rule, sliced: frozenset[int]) -> tuple[tuple[int, ...],
 
 def _copied(rule: Rule, position: int, order: tuple[Set[int], ...], sliced: Set[int]) -> tuple[int, ...]:
     """The operand, unless its dims are in this order or can be read as if they were."""
-    dims = [dim for dim in rule.operands[position] if any(rule.factors[f].size > 1 for f in dim)]
-    roles = [next(i for i, factors in enumerate(order) if set(dim) & factors) for dim in dims]
-    by_columns = roles == [*[0] * (len(roles) - 2), 2, 1] and position not in sliced
-    readable = roles == sorted(roles) or (by_columns and (position == 1 or len(roles) == 2))
+    dims = rule.operands[position]
+    roles = [next(i for i, factors in enumerate(order) if set(dim) & factors) for dim in dims if dim]
+    by_columns = roles == [*[0] * (len(dims) - 2), 2, 1] and position not in sliced
+    readable = roles == sorted(roles) or (by_columns and (position == 1 or len(dims) == 2))
     return () if readable else (position,)
