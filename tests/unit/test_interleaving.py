@@ -78,6 +78,8 @@ def test_what_ranks_hold_fits_and_is_shared_by_need() -> None:
                 return max(s.option.seconds for s in stages), alike, most
         return inf, inf, 0.0
 
+    # Ways come in the order of a guess, so that more memory may find a slower one first: not on these devices, but on
+    # virtual CPUs it does, by 5 %, at 0.7 of the memory beside 0.6.
     free, _, most = slowest(usable)
     found = [slowest(share * most) for share in SHARES]
     seconds = [one for one, _, _ in found]
