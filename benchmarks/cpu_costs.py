@@ -9,7 +9,8 @@ weights on 64 rows, scanned and unrolled, forward and with gradients (a loop cop
 convolutions as a program has them beside the same in a form that XLA has fast code for (`_jax.convolutions`); adding
 gradients up beside updating by Adam, on as many arrays as leave the caches, in bytes read and written each second; and
 what chains and transposes take, in seconds for each element of such arrays, and how many additions of a chain that is
-(`cost.chains`). Prints one JSON object, in seconds where it says nothing else: medians of nine.
+(`cost.chains`); and calling a program that does next to nothing with few arrays and many. Prints one JSON object, in
+seconds where it says nothing else: medians of nine.
 """
 
 from __future__ import annotations
@@ -278,6 +279,24 @@ def chains() -> dict[str, dict[str, float]]:
     return {name: {"seconds": t, "additions": (t - passing) / addition} for name, t in taken.items()}
 
 
+def call(arrays: int) -> float:
+    """Of a program that adds one to so many donated arrays of 256 bytes on every device, with the wait for its end."""
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    program = jax.jit(lambda given: [x + 1 for x in given], donate_argnums=0)
+    carried = [jax.device_put(np.zeros((8, 8), np.float32), everywhere) for _ in range(arrays)]
+
+    def seconds() -> float:
+        nonlocal carried
+        begun = time.perf_counter()
+        carried = jax.block_until_ready(program(carried))
+        return time.perf_counter() - begun
+
+    for _ in range(TIMES):
+        seconds()  # compiles, and finds where things go
+    return _median(seconds)
+
+
 def _median(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(RUNS))
 
@@ -296,6 +315,7 @@ def main() -> None:
         },
         "passed_bytes_per_second": {"sums of gradients": updates(adam=False), "updates by Adam": updates(adam=True)},
         "elements": chains(),
+        "call_seconds": {f"{count} arrays": call(count) for count in (10, 85, 400)},
         "weights_bytes": 4 * LAYERS * WIDTH * WIDTH,
         "layers_seconds": {
             f"{'forward and backward' if gradients else 'forward'}, {'scanned' if scanned else 'unrolled'}":

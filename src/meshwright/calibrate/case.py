@@ -14,7 +14,7 @@ from ..cost.collective import collective_seconds
 from ..cost.efficiency import profile_of
 from ..cost.kernels import Kernel, kernel_seconds
 
-CHAINS = ("add", "gelu", "softmax", "normalise", "transpose")
+CHAINS = ("add", "gelu", "softmax", "normalise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Chain:
     """Operations on float32 elements one after the other, on every device at once, as plans have them.
 
     Args:
-      name: one of `CHAINS`.
+      name: one of `CHAINS`, or "transpose", which some devices do at a rate of its own.
       size_bytes: of its operand on one device.
       kernels: that the cost model sees in it.
       together: on how many operands, none waiting for another.

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from ..cluster import Axis, Cluster
 from ..cost.collective import KINDS
+from ..cost.kernels import Kernel
 from .case import CHAINS, Case, Chain, Collective, Convolution, Product, Starts, item_bytes
 from .traced_kernels import chain_kernels, convolution_kernels
 
@@ -62,9 +63,11 @@ def cases_of(cluster: Cluster, *, quick: bool) -> list[list[Case]]:
             found.append([_convolution(*shape) for shape in shapes[::step]])
     sizes = (_CPU_CHAIN_BYTES if virtual else _CHAIN_BYTES)[: 2 if quick else None]
     for name in CHAINS:
-        if name == "transpose" and not cluster.device.transpose_bandwidth_bytes_per_second:
-            continue  # part of other kernels
-        found.append([_chain(name, size, cold=virtual) for size in sizes])
+        found.append([_chain(name, size, chain_kernels(name, size), cold=virtual) for size in sizes])
+    if cluster.device.transpose_bandwidth_bytes_per_second:
+        # Not as the cost model sees it in this program, where what writes the result takes it in.
+        kernels = {size: (Kernel("transpose", 0.0, float(size)),) for size in sizes}
+        found.append([_chain("transpose", size, kernels[size], cold=virtual) for size in sizes])
     messages = _CPU_MESSAGE_BYTES if virtual else _MESSAGE_BYTES
     if quick:
         messages = _QUICK_MESSAGE_BYTES[: 2 if virtual else None]
@@ -85,9 +88,8 @@ def _product(dtype: str, m: int, k: int, n: int, *, cold: bool) -> Product:
     return Product(dtype=dtype, m=m, k=k, n=n, together=together)
 
 
-def _chain(name: str, size_bytes: int, *, cold: bool) -> Chain:
-    together = _many(size_bytes) if cold else 1
-    return Chain(name=name, size_bytes=size_bytes, kernels=chain_kernels(name, size_bytes), together=together)
+def _chain(name: str, size_bytes: int, kernels: tuple[Kernel, ...], *, cold: bool) -> Chain:
+    return Chain(name=name, size_bytes=size_bytes, kernels=kernels, together=_many(size_bytes) if cold else 1)
 
 
 def _many(size_bytes: int) -> int:

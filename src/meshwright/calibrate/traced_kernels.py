@@ -32,8 +32,6 @@ def chain_kernels(name: str, size_bytes: int) -> tuple[Kernel, ...]:
       name: of the chain.
       size_bytes: of its operand.
     """
-    if name == "transpose":
-        return (Kernel("transpose", 0.0, float(size_bytes)),)  # what reads it would take it in
     operand = jax.ShapeDtypeStruct(chain_shape(size_bytes), jnp.float32)
     return tuple(
         kernels.forward for _, kernels, repeats in _traced(chain_function(name), operand) for _ in range(repeats)

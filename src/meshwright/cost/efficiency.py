@@ -106,9 +106,9 @@ class EfficiencyProfile:
 # What is known of a kind of device beside its description. attention: FlashAttention-2 reports 0.5 to 0.7 of A100's
 # peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
 # what the mask leaves out too, nothing comes in tiles, and products write their right operand once more and read it:
-# without, calibrated products of 32 x 256 x 256 are priced at three quarters of what they take. XLA copies there what a
-# loop slices: of the small Llama in four microbatches in place of one that is 0.5 ms more for 1 MiB of weights, forward
-# and backward, where a pass is 0.15.
+# without, calibrations predict their products of 32 x 256 x 256 a quarter too fast. XLA copies there what a loop
+# slices, here in one pass, and backward brings it into another order (`search.product_orders`): of 1 MiB of weights
+# both are 3 ms, where 1.5 to 4.8 are measured (`benchmarks/cpu_costs.py`).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),
@@ -116,13 +116,7 @@ _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
     "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
     "cpu": EfficiencyProfile(
-        name="cpu",
-        convolution=1.0,
-        feature_ramp=4.0,
-        attention=0.5,
-        sliced=1.0,
-        packed=2.0,
-        tiles=False,
+        name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, sliced=1.0, packed=2.0, tiles=False
     ),
     "": EfficiencyProfile(name="any"),
 }

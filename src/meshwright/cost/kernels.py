@@ -2,9 +2,9 @@
 
 * *Products* (batched [M, K] x [K, N]): arithmetic at the profile's fraction of the peak of their type, times what tiles
   leave: a product is computed in tiles of its result by the processors of a device in waves, and pays for whole tiles
-  and whole waves. Then operands and result have to pass through memory; what of that does not hide behind arithmetic
-  (`Device.memory_overlap`) comes on top. Bytes per FLOP are 1/M + 1/K + 1/N, so this one term is what makes splitting a
-  thin dim further a bad plan.
+  and whole waves. Then operands and result have to pass through memory (the right operand more often where a library
+  packs it); what of that does not hide behind arithmetic (`Device.memory_overlap`) comes on top. Bytes per FLOP are
+  1/M + 1/K + 1/N, so this one term is what makes splitting a thin dim further a bad plan.
 * *Convolutions*: the same by their FLOPs, without tiles; slower with few features where a profile says so, since
   features lie in the lanes of one instruction.
 * *Fused attention*: FLOPs that a causal mask leaves (half), at a fraction of its own; its backward pass has 2.5 times
