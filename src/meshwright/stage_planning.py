@@ -26,7 +26,6 @@ from .program.expected import Unexpected
 from .program.graph import Graph, Value
 from .program.trace import Program
 from .replica_planning import REPLICAS
-from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
 from .search.scout import Scout
@@ -167,20 +166,26 @@ def _searched(
 
 
 class _Begun(NamedTuple):
-    """What all searches in one order of the hosts share: programs, and what has been found out of their stages."""
+    """What all searches in one order of the hosts share: programs, what has been found out of their stages, and what
+    plans have turned out to hold."""
 
     programs: StepPrograms
     search: StageSearch
+    memory: PlanMemory
 
 
 def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
     """The beginning of a search, with a scout at what it will ask if the program is large."""
     programs = StepPrograms(asked, stages, microbatch_counts(asked))
-    search = StageSearch(_request(asked, stages, programs))
+    search, memory = StageSearch(_request(asked, stages, programs)), _plan_memory(asked)
     if is_large(programs.any.source):
-        search.costs.reserve = MissedMemory(MARGIN)
+        search.costs.reserve = memory.missed
         scout.send(search, programs)
-    return _Begun(programs, search)
+    return _Begun(programs, search, memory)
+
+
+def _plan_memory(asked: PlanRequest) -> PlanMemory:
+    return PlanMemory(asked.cluster.device.platform, asked.tell)
 
 
 def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
@@ -211,7 +216,10 @@ def _plan_in_order(
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, which bounds the others. It is written out only where it may be the answer.
     """
-    programs, begun = begun_with or (StepPrograms(asked, stages, microbatch_counts(asked)), None)
+    if begun_with is not None:
+        programs, begun, memory = begun_with
+    else:
+        programs, begun, memory = StepPrograms(asked, stages, microbatch_counts(asked)), None, _plan_memory(asked)
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
@@ -221,7 +229,6 @@ def _plan_in_order(
     large = is_large(programs.any.source)
     mine = scout if large else None  # a small one is searched before a scout has found anything out
     search = StageSearch(request, begun=begun, scout=mine)
-    memory = PlanMemory(asked.cluster.device.platform, asked.tell)
     solve_seconds = 0.0
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None

@@ -167,11 +167,13 @@ def refusing(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
 
 
 def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the search has taken that found nothing faster: it is searched once more, for what beats that."""
+    """However long the search has taken that found nothing faster: it is searched once more, for what beats that, and
+    what plans have turned out to hold is known then."""
     large(monkeypatch)
     refusing(monkeypatch, 1)
     known: list[Any] = []
     asked: list[float] = []
+    missed: list[Any] = []
 
     def best(*request: Any) -> Any:
         known.append(best_under_presets(*request))
@@ -179,6 +181,7 @@ def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, mo
 
     def nothing(self: Any, *args: Any, **options: Any) -> Any:
         asked.append(self.request.faster_than_seconds)
+        missed.append(args[0])
         known[0]._until = 0.0
         raise stage_planning.NothingFaster(0.0, ())
 
@@ -187,6 +190,7 @@ def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, mo
     args = (target.example_state, target.example_batch)
     planning = plan_for(target.step, args, cluster=CLUSTER, stages=None)
     assert len(asked) == 2
+    assert missed[0] is missed[1]
     assert asked[0] < planning.step_seconds == pytest.approx(asked[1])
     assert planning.step_seconds < 1.3 * asked[0]
     assert "the search found nothing faster" in planning.plan.notes[-1]

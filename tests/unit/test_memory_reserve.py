@@ -23,6 +23,19 @@ def test_as_many_microbatches_may_count_so_much_that_the_same_plan_fits_or_is_no
     assert limit / 10e9 * 20e9 <= USABLE / 1.04 * (1 + 1e-9)
 
 
+def test_a_plan_that_is_barely_too_large_leaves_nearly_all_of_the_memory():
+    """Plans are as good as the memory they may use: of one that is too large by a thousandth not much more is taken."""
+    counted, most = 14e9, USABLE / 1.04
+    for over, least, largest in (
+        (1e-9, 0.002, 0.002),
+        (0.001, 0.002, 0.002),
+        (0.005, 0.005, 0.01),
+        (0.015, 0.015, 0.02),
+    ):
+        limit = learned(8, counted, most * (1 + over))(8).limit(USABLE, last=False)
+        assert counted * (1 - largest) * (1 - 1e-9) <= limit <= counted * (1 - least) * (1 + 1e-9), over
+
+
 def test_what_is_missed_shrinks_with_the_microbatch_and_is_not_scaled_up():
     missed = learned(64, 12e9, 22e9)
     same, finer, coarser = (missed(count).limit(USABLE, last=False) for count in (64, 128, 16))

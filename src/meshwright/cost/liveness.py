@@ -18,7 +18,8 @@ Fragmentation is not modelled: XLA packs within a few per cent of the bytes aliv
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright._jax.dataflow import Kind, Program
@@ -100,18 +101,15 @@ class _Buffer:
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """An output's buffer and the stretches of time in which it is taken, in order and apart."""
+    """An output's buffer and the moments in which it is taken, a bit for each (`_moments`)."""
 
     size_bytes: int
-    taken: list[tuple[int, int]]
+    taken: int
 
-    def take(self, first: int, last: int) -> bool:
-        """Take it for a stretch of time, if it is free then."""
-        place = bisect_right(self.taken, last, key=lambda stretch: stretch[0])
-        if place and self.taken[place - 1][1] >= first:
-            return False
-        self.taken.insert(place, (first, last))
-        return True
+
+def _moments(first: int, last: int) -> int:
+    """A bit for each moment of a stretch of time, which begins with -1: what is there before the program."""
+    return ((1 << (last - first + 1)) - 1) << (first + 1)
 
 
 def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
@@ -119,27 +117,32 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     program = without_dead_code(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
     copied = copied_arguments(program, kernels)
+    inside = {
+        kernel.position: max(_temporaries(body)[0] for body in kernel.operation.bodies)
+        for kernel in kernels
+        if kernel.operation.bodies
+    }
     if not program.ordered_for_memory:
-        return _peak(program, breadth_first(program, kernels, copied))
+        return _peak(program, breadth_first(program, kernels, copied), inside)
     orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
-    return min((_peak(program, order) for order in orders), key=lambda found: found[0])
+    return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])
 
 
-def _peak(program: Program, order: list[Kernel | int]) -> tuple[int, tuple[LiveBuffer, ...]]:
-    """The same for one order."""
+def _peak(program: Program, order: list[Kernel | int], inside: Mapping[int, int]) -> tuple[int, tuple[LiveBuffer, ...]]:
+    """The same for one order; `inside` are the bytes that kernels' own programs need, by their positions."""
     end = len(order)
     last: dict[int, int] = {}
     for moment, step in enumerate(order):
         for value in (step,) if isinstance(step, int) else step.uses:
             last[value] = moment
     buffers, slots = _buffers(program, order, last)
-    remaining = [buffer for buffer in _placed(buffers, slots) if buffer.size_bytes]
+    remaining = _placed(buffers, slots)
     change = [0] * (end + 2)
     for buffer in remaining:
         change[buffer.first] += buffer.size_bytes
         change[buffer.last + 1] -= buffer.size_bytes
     inner = {
-        moment: max(_temporaries(body)[0] for body in step.operation.bodies)
+        moment: inside[step.position]
         for moment, step in enumerate(order)
         if isinstance(step, Kernel) and step.operation.bodies
     }
@@ -208,11 +211,10 @@ def _slots(program: Program, order: list[Kernel | int], last: dict[int, int], bo
         if value in program.arguments:
             continue
         first = born.get(value, 0)
-        slot = _Slot(size_bytes=program.values[value].size_bytes, taken=[(first, len(order))])
+        taken = _moments(first, len(order))
         if value in giver:
-            read = copied.get(giver[value], last.get(giver[value], 0))
-            slot.taken = [(-1, read), *slot.taken] if read < first else [(-1, len(order))]
-        slots.append(slot)
+            taken |= _moments(-1, copied.get(giver[value], last.get(giver[value], 0)))
+        slots.append(_Slot(size_bytes=program.values[value].size_bytes, taken=taken))
     return slots
 
 
@@ -232,12 +234,14 @@ def _taken_over(
 def _placed(buffers: list[_Buffer], slots: list[_Slot]) -> list[_Buffer]:
     """The temporaries left after filling the free stretches of output buffers, largest temporary first."""
     slots = sorted(slots, key=lambda slot: slot.size_bytes)
-    sizes = [slot.size_bytes for slot in slots]
+    sizes, taken = [slot.size_bytes for slot in slots], [slot.taken for slot in slots]
     remaining: list[_Buffer] = []
-    for buffer in sorted(buffers, key=lambda b: -b.size_bytes):
-        for slot in slots[bisect_left(sizes, buffer.size_bytes) :]:
-            if slot.take(buffer.first, buffer.last):
-                break
+    for buffer in sorted((one for one in buffers if one.size_bytes), key=lambda b: -b.size_bytes):
+        wanted = _moments(buffer.first, buffer.last)
+        fits = range(bisect_left(sizes, buffer.size_bytes), len(slots))
+        place = next((place for place in fits if not taken[place] & wanted), None)
+        if place is not None:
+            taken[place] |= wanted
         else:
             remaining.append(buffer)
     return remaining

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# A byte less that is counted is about a byte less: of a plan that is too large so much more than the rest is taken off.
+# And in relation to what was counted at least so much, and no more: more than that is known of that plan alone.
+_TO_SPARE, _LEAST_STEP, _LARGEST_STEP = 1.25, 0.002, 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReserve:
@@ -105,7 +109,8 @@ class MissedMemory:
             unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
             limit = max(most - unseen, most * (1 - min(share, 1.0)))
             if microbatches == one.microbatches:
-                limit = min(limit, 0.98 * one.counted)
+                too_much = max(_TO_SPARE * (one.peak - most), _LEAST_STEP * one.counted)
+                limit = min(limit, one.counted - min(too_much, _LARGEST_STEP * one.counted))
             reserve = max(reserve, most - limit)
         return reserve
 
