@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A byte less that is counted is about a byte less: of a plan that is too large so much more than the rest is taken off.
-# And in relation to what was counted at least so much, and no more: more than that is known of that plan alone.
-_TO_SPARE, _LEAST_STEP, _LARGEST_STEP = 1.25, 0.002, 0.02
+# A byte less that is counted is about a byte less: of a plan that is too large as much more than the rest is taken off,
+# and a tenth to spare; in relation to what was counted so much at least, and no more by this rule.
+_TO_SPARE, _LEAST_STEP, _LARGEST_STEP = 1.1, 0.002, 0.1
 
 
 @dataclass(frozen=True, slots=True)
