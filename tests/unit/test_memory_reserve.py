@@ -36,6 +36,16 @@ def test_a_plan_that_is_barely_too_large_leaves_nearly_all_of_the_memory():
         assert counted * (1 - largest) * (1 - 1e-9) <= limit <= counted * (1 - least) * (1 + 1e-9), over
 
 
+def test_a_dozen_plans_that_are_too_large_whatever_is_counted_leave_a_tenth_less():
+    missed, counted = MissedMemory(1.04), 14e9
+    for _ in range(11):
+        missed.learn(8, [counted, 1e9], [1.0005 * USABLE / 1.04, 1e9], [USABLE, USABLE], [False, True])
+        left = missed(8).limit(USABLE, last=False)
+        assert 0.89 * counted < left < counted
+        counted = left
+    assert counted < 0.9 * 14e9
+
+
 def test_what_is_missed_shrinks_with_the_microbatch_and_is_not_scaled_up():
     missed = learned(64, 12e9, 22e9)
     same, finer, coarser = (missed(count).limit(USABLE, last=False) for count in (64, 128, 16))

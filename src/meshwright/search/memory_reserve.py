@@ -7,11 +7,12 @@ that rematerialise nothing and of all others is learned apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A byte less that is counted is about a byte less: of a plan that is too large as much more than the rest is taken off,
-# and a tenth to spare; in relation to what was counted so much at least, and no more by this rule.
+# In the same number of microbatches a tenth more than what is too much is taken off what was counted: in relation to
+# that the second of these at least, twice as much with each plan that had been too large before, and at most the third.
 _TO_SPARE, _LEAST_STEP, _LARGEST_STEP = 1.1, 0.002, 0.1
 
 
@@ -68,6 +69,7 @@ class _Missed:
       counted: bytes on a device.
       peak: what there is.
       usable: of a device.
+      before: how many plans in this number of microbatches had been too large.
     """
 
     microbatches: int
@@ -76,6 +78,7 @@ class _Missed:
     counted: float
     peak: float
     usable: float
+    before: int
 
 
 class MissedMemory:
@@ -92,6 +95,7 @@ class MissedMemory:
     def __init__(self, margin: float) -> None:
         self._margin = margin
         self._missed: list[_Missed] = []
+        self._too_large: Counter[int] = Counter()
 
     def __call__(self, microbatches: int) -> MemoryReserve:
         """What may not be counted."""
@@ -104,12 +108,13 @@ class MissedMemory:
     def _of(self, microbatches: int, missed: Sequence[_Missed]) -> float:
         reserve = 0.0
         for one in missed:
-            # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried.
+            # What was not seen may be the same for any plan, or grow with what was: the milder of the two is tried in
+            # another number of microbatches.
             part, most = min(one.microbatches / microbatches, 1.0), one.usable / self._margin
             unseen, share = part * (one.peak - one.counted), part * (1 - one.counted / one.peak)
             limit = max(most - unseen, most * (1 - min(share, 1.0)))
             if microbatches == one.microbatches:
-                too_much = max(_TO_SPARE * (one.peak - most), _LEAST_STEP * one.counted)
+                too_much = max(_TO_SPARE * (one.peak - most), _LEAST_STEP * 2**one.before * one.counted)
                 limit = min(limit, one.counted - min(too_much, _LARGEST_STEP * one.counted))
             reserve = max(reserve, most - limit)
         return reserve
@@ -126,6 +131,7 @@ class MissedMemory:
                 self._missed.append(
                     _Missed(
                         microbatches=microbatches, last=last, plain=keeps and not last, counted=seen, peak=peak,
-                        usable=most,
+                        usable=most, before=self._too_large[microbatches],
                     )
                 )  # fmt: skip
+        self._too_large[microbatches] += 1
