@@ -8,9 +8,9 @@ Runs `meshwright plan` for large models on large clusters, one after the other, 
 one JSON object: for each the wall-clock seconds, the CPU seconds, the largest resident memory, what the plan is
 predicted to do, and the seconds that are wanted (Alpa reports 2,393 s of search for the first on its own cluster). With
 `--growth` also gpt3-39b with 12, 24, 48 and 96 layers, and on 8, 16, 32 and 64 hosts; with `--tight`, in the place of
-these, smaller models on so few devices that memory binds, most of them with a Python loop over their layers. Exit
-status 1 if a command fails or takes longer than wanted. To time it on two cores of a machine of more: `taskset -c 0,1
-python ...`.
+the large ones, smaller models on so few devices that memory binds, most of them with a Python loop over their layers.
+Exit status 1 if a command fails or takes longer than wanted. To time it on two cores of a machine of more: `taskset -c
+0,1 python ...`.
 """
 
 from __future__ import annotations

@@ -106,6 +106,41 @@ def test_donation_saves_the_output_and_copies_an_argument_that_is_read_later() -
     assert copied_arguments(ordered, Fusion(ordered).run()) == set()
 
 
+def test_the_buffer_of_a_donated_argument_is_free_between_its_last_reader_and_the_output() -> None:
+    """Temporaries are 1 to 3, each there with the one before it."""
+
+    def needed(also_read_by: int) -> int:
+        reads = [(0,), (1,), (2,), (3,)]
+        reads[also_read_by] = tuple({0, *reads[also_read_by]})
+        steps = [operation(K, read, made) for made, read in enumerate(reads, start=1)]
+        return predict(program(steps, (4,), kept=((0, 0),))).temp_bytes
+
+    # The second lies there if the argument is not read after the first kernel.
+    assert [needed(position) for position in (0, 1, 2)] == [BYTES, 2 * BYTES, 2 * BYTES]
+
+
+def test_values_of_no_bytes_take_no_room() -> None:
+    steps = [operation(K, (0,), 1), operation(K, (0, 1), 2), operation(K, (2,), 3), operation(K, (3,), 4)]
+    whole = program(steps, (4,))
+    nothing = Value(size_bytes=0, elements=0, rank=1)
+    without = program([operation(K, (0,), 2), *steps[2:]], (4,))
+    assert predict(replace(whole, values=(whole.values[0], nothing, *whole.values[2:]))) == predict(without)
+
+
+def test_a_body_is_looked_at_once_for_all_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[Program] = []
+
+    def fusing(one: Program) -> Fusion:
+        fused.append(one)
+        return Fusion(one)
+
+    monkeypatch.setattr(meshwright.cost.liveness, "Fusion", fusing)
+    body = program([operation(K, (0,), 1), operation(K, (1,), 2)], (2,), kept=((0, 0),), ordered_for_memory=True)
+    loop = operation(Kind.LOOP, (0,), 1, kept=((0, 0),), bodies=(body,))
+    predict(program([loop], (1,), ordered_for_memory=True))
+    assert len(fused) == 2
+
+
 def test_a_loop_needs_its_body_once() -> None:
     body = program([operation(K, (0,), 1), operation(K, (1,), 2)], (2,), kept=((0, 0),))
     step = program([operation(Kind.LOOP, (0,), 1, kept=((0, 0),), bodies=(body,))], (1,))

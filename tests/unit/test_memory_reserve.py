@@ -31,6 +31,8 @@ def test_a_plan_that_is_barely_too_large_leaves_nearly_all_of_the_memory():
         (0.001, 0.002, 0.002),
         (0.005, 0.005, 0.01),
         (0.015, 0.015, 0.02),
+        (0.05, 0.055, 0.062),
+        (0.09, 0.099, 0.1),
     ):
         limit = learned(8, counted, most * (1 + over))(8).limit(USABLE, last=False)
         assert counted * (1 - largest) * (1 - 1e-9) <= limit <= counted * (1 - least) * (1 + 1e-9), over

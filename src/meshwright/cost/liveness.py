@@ -108,7 +108,7 @@ class _Slot:
 
 
 def _moments(first: int, last: int) -> int:
-    """A bit for each moment of a stretch of time, which begins with -1: what is there before the program."""
+    """A bit for each moment of a stretch of time; the lowest is of -1, before the program."""
     return ((1 << (last - first + 1)) - 1) << (first + 1)
 
 
