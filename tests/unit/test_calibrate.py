@@ -240,9 +240,10 @@ def test_a_part_of_the_devices(measured_at_once: Cluster) -> None:
 
 
 def other_devices(path: Path, **changes: Any) -> Path:
-    here = origin_of(jax.devices())
-    described = load_cluster("p3.16xlarge" if changes.get("platform") == "gpu" else "local")
-    path.write_text(replace(described, measured_on=replace(here, **changes)).to_toml())
+    made = replace(origin_of(jax.devices()), **changes)
+    described = load_cluster("dgx-h100" if made.platform == "gpu" else "local")
+    hosts = (replace(described.hosts[0], devices=made.devices),)
+    path.write_text(replace(described, hosts=hosts, measured_on=made).to_toml())
     return path
 
 
@@ -258,7 +259,7 @@ def other_devices(path: Path, **changes: Any) -> Path:
 )
 def test_a_calibration_made_on_other_devices(changes: dict[str, Any], shown: str, tmp_path: Path) -> None:
     path = other_devices(tmp_path / "other.toml", **changes)
-    assert load_cluster(str(path)).num_devices == 8  # to plan for them is allowed
+    assert load_cluster(str(path)).num_devices == changes.get("devices", 8)  # to plan for them is allowed
     with pytest.raises(PlanError, match=r"refused to run by this calibration.*needed the devices it was made on") as e:
         check_origin(load_cluster(str(path)))
     assert shown in str(e.value)
@@ -278,6 +279,8 @@ def test_files_that_no_calibration_wrote_and_broken_ones(tmp_path: Path) -> None
         ("devices = 8\nplatform", "devices = 0\nplatform", "MeasuredOn.devices"),
         ('platform = "cpu"', 'platform = "abacus"', "MeasuredOn.platform"),
         ('platform = "cpu"', 'platform = "gpu"', "Cluster.measured_on"),
+        ('device_kind = "cpu"', 'device_kind = "NVIDIA H100"', "Cluster.measured_on"),
+        ("devices = 8\nplatform", "devices = 4\nplatform", "Cluster.measured_on"),
         ("processes = 1", "process = 1", "'process'"),
         ("processes = 1\n", "", "'processes'"),
     ):

@@ -95,7 +95,11 @@ def test_a_round_trip_keeps_odd_names_odd_dtypes_and_different_hosts():
             "bytes per",
         ),
         ("count = 2", "count = 0", "[[host]] 1, Host.count", "a whole number >= 1", "integer"),
-        ("count = 2", "count = 1000000000", "[[host]] 1, key 'host.count'", "at most 100000", "digits"),
+        ("count = 2", "count = 1000000000", "[[host]] 1, Host.count", "and <= 100000", "integer"),
+        ("devices = 4", "devices = 10000000000000", "[[host]] 1, Host.devices", "and <= 100000", "integer"),
+        ("memory_bytes = 1000", "memory_bytes = 1" + 400 * "0", "Device.memory_bytes", "a finite number", "in bytes"),
+        ("memory_bytes = 1000", "memory_bytes = 1" + 5000 * "0", "pair.toml", "a TOML document", "to_toml"),
+        ("nics = 1", "nics = 1\nwires = " + 5000 * "[", "pair.toml", "a TOML document", "to_toml"),
         ("devices = 4", "devices = 4.0", "[[host]] 1, Host.devices", "a whole number >= 1", "integer"),
         ("_oversubscription = 2", "_oversubscription = 0.5", "Cluster.fabric_oversubscription", ">= 1", "number"),
         (

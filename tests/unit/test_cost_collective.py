@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +135,11 @@ def test_a_switch_that_sums_by_hand():
     (inside,) = cluster_of(1, 8, reduction=80.0).logical_mesh((8,)).axes
     assert collective_seconds("all_reduce", 1e6, [inside]) == pytest.approx(5 + 4 * 1.0 + 9 / 8 * 1e6 / 80)
     assert collective_algorithm("all_reduce", 1e6, [inside]) == "switch"
-    assert collective_algorithm("all_gather", 1e6, [inside]) == "ring"
+    # Its halves are gathers and scatters: two steps instead of seven, and less bandwidth than rings.
+    for kind in ("all_gather", "reduce_scatter"):
+        assert collective_seconds(kind, 100.0, [inside]) == pytest.approx(5 + 2 * 1.0 + 100 / 80)
+        assert collective_algorithm(kind, 100.0, [inside]) == "switch"
+        assert collective_algorithm(kind, 1e6, [inside]) == "ring"
     pair = cluster_of(1, 8, reduction=80.0).logical_mesh((4, 2)).axis("y")
     assert collective_algorithm("all_reduce", 1e6, [pair]) == "ring"
     # Over two hosts: what leaves a host, 256 bytes/s, or what the switch does, the slower of the two.
@@ -237,6 +242,28 @@ def test_an_all_reduce_is_no_dearer_than_its_halves_and_no_cheaper_than_one(text
             half = collective_seconds("reduce_scatter", size, axes)
             other = collective_seconds("all_gather", size, axes)
             assert collective_seconds("all_reduce", size, axes) <= (half + other) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("text", ["gb200-nvl72", "dgx-h100", "p4d.24xlarge", "tpu-v4:64", "p3.16xlarge"])
+def test_inside_a_host_a_half_of_an_all_reduce_is_no_dearer_than_the_whole(text):
+    cluster = load_cluster(text)
+    (axis,) = cluster.logical_mesh((cluster.num_devices,)).axes
+    for size in (1e3, 1e5, 1e6, 1e7, 1e9):
+        whole = collective_seconds("all_reduce", size, [axis])
+        assert max(collective_seconds(kind, size, [axis]) for kind in ("all_gather", "reduce_scatter")) < whole
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("gb200-nvl72:2", (16, 9)), ("gb200-nvl72:2", (9, 16)), ("dgx-h100:4", (4, 8))]
+)
+def test_faster_nics_make_nothing_slower(text, shape):
+    """Whichever axis is the faster one then: each order of the axes is looked at."""
+    cluster = load_cluster(text)
+    hosts = tuple(replace(host, nics=2 * host.nics) for host in cluster.hosts)
+    before, after = (c.logical_mesh(shape).axes for c in (cluster, replace(cluster, hosts=hosts)))
+    for kind in KINDS:
+        sizes = np.geomspace(1e3, 1e10, 40)
+        assert np.all(collective_seconds(kind, sizes, after) <= collective_seconds(kind, sizes, before) * (1 + 1e-12))
 
 
 @pytest.mark.parametrize("text", ["p4d.24xlarge:4", "dgx-h100:4", "tpu-v4:64"])

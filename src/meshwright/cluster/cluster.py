@@ -78,11 +78,14 @@ class Cluster:
             )  # fmt: skip
         if self.measured_on is not None:
             check_type("Cluster", "measured_on", self.measured_on, MeasuredOn)
-            if self.measured_on.platform != platforms[0]:
+            described = self.num_devices, [*self.devices_of_kind], platforms
+            measured = self.measured_on.devices, [self.measured_on.device_kind], [self.measured_on.platform]
+            if described != measured:
                 raise ClusterError(
                     refused=f"cluster {self.name!r}", got=f"numbers measured on {self.measured_on}",
-                    needed=f"a calibration of {self.hosts[0].device.kind}", where="Cluster.measured_on",
-                    try_="calibrating those devices, or leaving measured_on out",
+                    needed=f"a calibration of what is described, {self.num_devices} x {self.device_kinds}",
+                    where="Cluster.measured_on",
+                    try_="calibrating those devices, or leaving measured_on out if the description was changed by hand",
                 )  # fmt: skip
         alone = [number for number, host in enumerate(self.hosts) if host.nics == 0]
         if alone and len(self.hosts) > 1:

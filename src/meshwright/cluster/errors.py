@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable
+
+# No cluster has as many of anything; a typing slip like 10000000000 would otherwise fill the memory.
+_MOST = 10_000_000
+_MOST_DIGITS = 20
 
 
 class ClusterError(ValueError):
@@ -49,19 +54,29 @@ def check_number(
     owner: str, field: str, value: object, *, at_least: float = 0.0, at_most: float = math.inf, above: bool = False
 ) -> None:
     """Refuse a `value` that is no finite number in [at_least, at_most], or (with `above`) in (at_least, at_most]."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # Python compares whole numbers of any size, and no finite float is as large as some of them.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if is_number and at_least <= value <= at_most and not (above and value == at_least):
         return
     needed = f"a finite number {'>' if above else '>='} {at_least:g}"
     if at_most < math.inf:
         needed += f" and <= {at_most:g}"
-    raise _refusal(owner, field, repr(value), needed, f"write it as a plain number, {_unit_of(field)}")
+    raise _refusal(owner, field, _shown(value), needed, f"write it as a plain number, {_unit_of(field)}")
 
 
-def check_count(owner: str, field: str, value: object) -> None:
-    """Refuse a `value` that is not a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refusal(owner, field, repr(value), "a whole number >= 1", "write it as a plain integer")
+def check_count(owner: str, field: str, value: object, *, at_most: int = _MOST) -> None:
+    """Refuse a `value` that is not a whole number from 1 to `at_most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= at_most:
+        many = isinstance(value, int) and value > at_most
+        needed = f"a whole number >= 1 and <= {at_most}" if many else "a whole number >= 1"
+        raise _refusal(owner, field, _shown(value), needed, "write it as a plain integer")
+
+
+def _shown(value: object) -> str:
+    """A value in an error; of a number of hundreds of digits how many there are."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_MOST_DIGITS:
+        return f"a whole number of more than {_MOST_DIGITS} digits"
+    return repr(value)
 
 
 def check_text(owner: str, field: str, value: object) -> None:

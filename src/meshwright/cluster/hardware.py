@@ -23,6 +23,9 @@ from .errors import ClusterError, check_count, check_number, check_text, check_t
 from .torus import check_torus
 from .wires import check_wires
 
+# No host is near this many devices; neither is a slice of TPUs.
+_MOST_DEVICES = 100_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -216,7 +219,7 @@ class Host:
 
     def __post_init__(self) -> None:
         check_type("Host", "device", self.device, Device)
-        check_count("Host", "devices", self.devices)
+        check_count("Host", "devices", self.devices, at_most=_MOST_DEVICES)
         check_type("Host", "link", self.link, Link)
         check_type("Host", "nic", self.nic, Link)
         if self.nics != 0 or isinstance(self.nics, bool):

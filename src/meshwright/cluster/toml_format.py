@@ -43,7 +43,7 @@ def read_toml(text: str, *, source: str) -> dict[str, Any]:
     """The document that `text` is. Raises ClusterError."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, thousands of brackets
         raise ClusterError(
             refused="a cluster description",
             got=f"text that is not TOML: {error}",
@@ -106,11 +106,9 @@ def _read_hosts(tables: Any, source: str) -> tuple[Host, ...]:
         where = f"{source}, [[host]] {number}"
         count = table.get("count", 1) if isinstance(table, dict) else 1
         try:
-            check_count("Host", "count", count)
+            check_count("Host", "count", count, at_most=_MOST_HOSTS)
         except ClusterError as error:
             raise error.inside(where) from None
-        if count > _MOST_HOSTS:
-            raise _wrong("host.count", repr(count), f"at most {_MOST_HOSTS}", where, "check the number of digits")
         read = {"device": _reader(Device, "device"), "link": _reader(Link, "link"), "nic": _reader(Link, "nic")}
         hosts += [_construct(Host, table, where, where=where, read=read, extra=("count",))] * count
     return tuple(hosts)

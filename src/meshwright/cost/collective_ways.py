@@ -8,8 +8,9 @@ ring       n-1 steps, every link once round: latency x (n-1) mean hop, transfer 
 tree       all-reduce only: a chain in each host, two complementary binary trees over hosts (Sanders, Speck, Traff
            2009, as NCCL uses it). Latency 2 ((k-1) a + log2(h) a'), transfer 2 S / b at every level (an inner node
            receives and sends twice, for one half), S / b between two units, which have no inner node.
-switch     all-reduce only, where a switch sums and copies (NVLink SHARP): each device sends its S and receives its
-           1/k of the sum, and the other way round for the copies: (1 + 1/k) S each way. Four steps; trees over hosts.
+switch     where a switch sums and copies (NVLink SHARP): each device sends its S and receives its 1/k of the sum, and
+           the other way round for the copies: (1 + 1/k) S each way, four steps, and trees over hosts. Of a gather or
+           scatter inside one host the half of it that is meant: S, two steps. Rings have more bandwidth for those.
 memory     all kinds where all devices share memory: everybody waits for everybody, n-1 steps whatever the kind (for a
            permute everybody in the program), and then passes over the buffer once: summing what all have written
            there (a permute: what one has), copying it, or exchanging its parts, each at a rate of its own.
@@ -17,8 +18,9 @@ torus      gathers and sums over all dims at once inside, then rings over slices
 direct     exchange: every device to every other one. Steps inside a host are taken one after the other, messages
            to other hosts are under way eight at a time (as NCCL and MPI libraries do).
 by axis    several axes one after the other, each by its own best algorithm and with a launch of its own: for a
-           reduction or gather the fastest axis first with all of the buffer, each next one with what is left after
-           division (hierarchical, multi-rail collectives); for an exchange the whole buffer along each.
+           reduction or gather the first axis with all of the buffer, each next one with what is left after division,
+           in the order that is the fastest (hierarchical, multi-rail collectives); for an exchange the whole buffer
+           along each.
 
 **Chunks.** A step of latency a and a transfer of w seconds do not just add up. The message is cut into chunks; with
 chunks that take r step latencies, all L seconds of latency are paid for (1 + r) L, and every chunk's own step makes the
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import ceil, log2, prod
 
 from ..cluster import Axis, Level
@@ -116,12 +119,12 @@ class _Group:
         elif self.is_torus:
             yield self._torus(2 if kind == "all_reduce" else 1)
         else:
-            yield self._ring(2 if kind == "all_reduce" else 1)
-            if kind == "all_reduce":
-                if self.outer:
-                    yield self._tree()
-                if self.inner and self.inner.link.reduction_bandwidth_bytes_per_second:
-                    yield self._switch(self.inner)
+            sums = kind == "all_reduce"
+            yield self._ring(2 if sums else 1)
+            if sums and self.outer:
+                yield self._tree()
+            if self.inner and self.inner.link.reduction_bandwidth_bytes_per_second and (sums or not self.outer):
+                yield self._switch(self.inner, half=not sums)
 
     def _ring(self, times: int) -> tuple[Line, ...]:
         share = times * (self.size - 1) / self.size
@@ -138,9 +141,9 @@ class _Group:
         transfer = max(_tree_share(level) for level in self.levels)
         return self._chunked("tree", 2 * (chain + self._tree_steps()), transfer)
 
-    def _switch(self, inner: Level) -> tuple[Line, ...]:
-        inside = (1 + 1 / inner.size) / inner.link.reduction_bandwidth_bytes_per_second
-        latency = _SWITCH_STEPS * inner.link.latency_seconds + 2 * self._tree_steps()
+    def _switch(self, inner: Level, *, half: bool) -> tuple[Line, ...]:
+        inside = (1 if half else 1 + 1 / inner.size) / inner.link.reduction_bandwidth_bytes_per_second
+        latency = _SWITCH_STEPS / (2 if half else 1) * inner.link.latency_seconds + 2 * self._tree_steps()
         return self._chunked("switch", latency, max([inside, *map(_tree_share, self.outer)]))
 
     def _memory(self, kind: str, inner: Level) -> tuple[Line, ...]:
@@ -250,8 +253,13 @@ def _with_bandwidth(level: Level, bandwidth: float) -> Level:
 
 
 def _by_axis(kind: str, axes: Sequence[Axis]) -> list[Line]:
-    """One axis after the other."""
-    ordered = sorted(axes, key=lambda axis: (-axis.bandwidth_bytes_per_second, axis.name))
+    """One axis after the other, in the best order for each size."""
+    if kind == "all_to_all":  # each has all of the buffer, whatever the order
+        return _in_order(kind, axes)
+    return [line for ordered in permutations(axes) for line in _in_order(kind, ordered)]
+
+
+def _in_order(kind: str, ordered: Sequence[Axis]) -> list[Line]:
     parts: list[tuple[str, Axis, float]] = []  # kind, axis, share of the buffer
     share = 1.0
     for place, axis in enumerate(ordered):
