@@ -71,14 +71,15 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
 
 def _why(plan: Plan) -> dict[str, Any] | None:
     """Where the time goes; None for a plan that does nothing."""
-    if not any(stage.forward_seconds for stage in plan.stages):
-        return None
     found = why(plan)
+    if found is None:
+        return None
     return {
         "ranks": [
             {
                 "stages": list(rank.stages), "compute_seconds": rank.compute, "collective_seconds": rank.collectives,
                 "other_seconds": rank.other, "transfer_seconds": rank.transfers, "bubble_seconds": rank.bubble,
+                "hidden_collective_seconds": rank.hidden,
             }
             for rank in found.ranks
         ],

@@ -38,7 +38,7 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Se
     """
     parts = ["\n".join(_header(plan))]
     if len(plan.stages) == 1:
-        parts += _stage(plan, plan.stages[0])
+        parts += [*_time(plan), *_stage(plan, plan.stages[0])]
     else:
         parts.append(
             _section(
@@ -47,10 +47,7 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Se
         )
         if plan.transfers:
             parts.append(_section("Between stages, for one microbatch", transfer_table(plan).split("\n")))
-        if plan.predicted is not None:
-            found = why(plan)
-            parts.append(_section("Where a step of each device goes", why_table(found).split("\n")))
-            parts.append(_section("What binds", found.binds))
+        parts += _time(plan)
         for number in range(len(plan.stages)):
             name = f"{'REPLICA' if plan.shares else 'STAGE'} {number + 1} of {len(plan.stages)}"
             parts.append(_section(name, [*_staged(plan, number)]))
@@ -61,6 +58,15 @@ def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Se
     if plan.notes:
         parts.append(_section("Notes", plan.notes))
     return "\n\n".join(parts)
+
+
+def _time(plan: Plan) -> list[str]:
+    """Where it goes, and what binds; nothing of a plan that nobody has priced or that does nothing."""
+    found = why(plan) if plan.predicted is not None else None
+    if found is None:
+        return []
+    where = _section("Where a step of each device goes", why_table(found).split("\n"))
+    return [where, _section("What binds", found.binds)]
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
@@ -99,7 +105,7 @@ def _header(plan: Plan) -> Iterator[str]:
     if predicted is None:
         yield "predicted step time: none, the plan has not been priced"
         return
-    yield f"predicted step time: {format_seconds(predicted.step_seconds)}{_where_it_goes(plan, predicted.step_seconds)}"
+    yield f"predicted step time: {format_seconds(predicted.step_seconds)}"
     rate = format_flops_rate(predicted.tflops_per_device * 1e12)
     yield f"predicted rate: {rate} of the model a device, {format_flops(predicted.flops_per_device)} executed a device"
     gap = predicted.optimality_gap
@@ -109,19 +115,6 @@ def _header(plan: Plan) -> Iterator[str]:
         if len(plan.stages) == 1 or plan.shares:
             of = "under the cost model" + (" for these shares" if plan.shares else "")
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"
-
-
-def _where_it_goes(plan: Plan, step_seconds: float) -> str:
-    """The step's parts; with several stages they overlap, and each stage tells its own."""
-    if len(plan.stages) != 1:
-        return ""
-    stage = plan.stages[0]
-    rest = step_seconds - stage.compute_seconds - stage.communication_seconds
-    parts = [("compute", stage.compute_seconds), ("communication", stage.communication_seconds)]
-    if rest > 1e-3 * step_seconds:
-        parts.append(("the rest (update, memory traffic)", rest))
-    said = (f"{name} {format_seconds(s)}{_share(s, step_seconds)}" for name, s in parts)
-    return f" = {' + '.join(said)}" if rest > -1e-3 * step_seconds else ""
 
 
 def _staged(plan: Plan, number: int) -> Iterator[str]:
@@ -184,7 +177,7 @@ def _parameters(stage: Stage) -> str:
         for names, p in ((names, of[key]) for key, names in groups.items())
     ]  # fmt: skip
     return format_table(
-        ("parameter", "count", "shape", "layout", "optimizer state", "gradient summed over"), rows, left=6
+        ("parameter", "count", "shape", "layout", "optimizer state", "gradient summed once over"), rows, left=6
     )
 
 
@@ -217,15 +210,29 @@ def _reasons(microbatches: int, stage: Stage, roles: Sequence[AxisRole]) -> Iter
             yield f"{_parameters_of(role.gathered)} split over {role.axis}: stored split, gathered at use (ZeRO-3)"
         if role.used_split:
             yield f"{_parameters_of(role.used_split)} split over {role.axis}: each device computes with its part only"
-    unsummed = [p for p in stage.parameters if not p.use.broadcast]
-    if unsummed:
-        yield f"no reduction needed for the gradients of {_parameters_of(unsummed)}: each device has all of its part"
+    yield from _unsummed(stage)
     links = sum(bool(operator.broadcast) for operator in stage.operators)
     if links:
         yield f"{_count(links, 'operator')} on the way of a gradient leave its sum over devices to be taken once, later"
     if stage.settled:
         yield f"{_count(len(stage.settled), 'value')} with several readers moved once for all of them"
     yield from _memory_reason(stage)
+
+
+def _unsummed(stage: Stage) -> Iterator[str]:
+    """Gradients of which nothing is left to be summed at the end of a step: of what every axis splits there never was,
+    else it may have been done where they are made."""
+    axes = {axis for axis, size in stage.mesh if size > 1}
+    unsummed = [p for p in stage.parameters if not p.use.broadcast]
+    whole = [p for p in unsummed if axes - {axis for dim in p.use.dims for axis in dim}]
+    split = len(unsummed) - len(whole)
+    if split:
+        yield f"no reduction needed for the gradients of {_count(split, 'parameter')}: each device has all of its part"
+    if whole:
+        yield (
+            f"gradients of {_parameters_of(whole)} that are not split over every axis: complete where the backward "
+            f"pass makes them, by its own sums or because devices compute the same"
+        )
 
 
 def _cause(role: AxisRole) -> str:
@@ -270,7 +277,3 @@ def _parameters_of(parameters: Sequence[ParameterPlan]) -> str:
 
 def _count(count: int, noun: str) -> str:
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
-
-
-def _share(part: float, whole: float) -> str:
-    return f" ({format_percent(part / whole)})" if whole > 0 and isfinite(whole) else ""

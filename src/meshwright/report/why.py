@@ -3,8 +3,10 @@
 The plan is simulated once more from the numbers it carries; nothing is priced anew. Of a step, every rank (the devices
 of a stage; of interleaved stages, of all that share them) spends
 
-* compute and collectives, as its stages say,
-* other work: the update, and what kernels and sums of gradients cost beyond both,
+* compute, as its stages say,
+* collectives, as far as neither compute hides them nor they each other: what the step takes beyond compute and updates,
+  and no more than all of them; what is hidden is told beside,
+* other work: the update, and what kernels and sums of gradients cost beyond all that,
 * transfers: how much shorter the whole step would be if values moved between stages in no time,
 * bubble: the rest, in which it waits for other ranks to have work for it.
 """
@@ -33,10 +35,11 @@ class RankSeconds:
     Args:
       stages: on it.
       compute: of products, convolutions and elementwise work.
-      collectives: inside its stages; nothing hides them.
+      collectives: of its stages, and sums of gradients between stages; what nothing hides.
       other: update, launches, sums of gradients.
       transfers: that hold up the whole pipeline.
       bubble: waiting for work.
+      hidden: collectives behind compute; no part of the step's time.
     """
 
     stages: tuple[int, ...]
@@ -45,6 +48,7 @@ class RankSeconds:
     other: float
     transfers: float
     bubble: float
+    hidden: float
 
     @property
     def busy(self) -> float:
@@ -67,8 +71,8 @@ class Why:
     binds: tuple[str, ...]
 
 
-def why(plan: Plan) -> Why:
-    """Where the time of a plan goes.
+def why(plan: Plan) -> Why | None:
+    """Where the time of a plan goes; None for one that does nothing.
 
     Args:
       plan: priced, of one stage or several.
@@ -76,23 +80,36 @@ def why(plan: Plan) -> Why:
     Raises:
       PlanError: if nobody has priced it.
     """
+    if not any(stage.forward_seconds for stage in plan.stages):
+        return None
     timeline = simulate_plan(plan)
     step = timeline.step_seconds
     exposed = step - _without_transfers(plan, timeline)
     ranks = []
     for rank, busy in enumerate(timeline.busy_seconds):
         mine = [n for n, held_by in enumerate(timeline.schedule.stage_ranks) if held_by == rank]
-        collectives = min(sum(plan.stages[n].communication_seconds for n in mine), busy)
-        compute = min(sum(plan.stages[n].compute_seconds for n in mine), busy - collectives)
+        stages = [plan.stages[n] for n in mine]
+        compute = min(sum(stage.compute_seconds for stage in stages), busy)
+        updates = min(sum(stage.update_seconds for stage in stages), busy - compute)
+        inside = sum(stage.communication_seconds for stage in stages)
+        between = sum(stage.synchronise_seconds for stage in stages if _is_shared(stage, plan))
+        collectives = min(inside + between, busy - compute - updates)
         ranks.append(
             RankSeconds(
                 stages=tuple(mine), compute=compute, collectives=collectives, other=busy - compute - collectives,
                 transfers=min(exposed, step - busy), bubble=max(step - busy - exposed, 0.0),
+                hidden=max(inside - collectives, 0.0),
             )
         )  # fmt: skip
     largest = max(rank.busy for rank in ranks)
     balance = sum(rank.busy for rank in ranks) / (len(ranks) * largest) if largest > 0 else 1.0
     return Why(ranks=tuple(ranks), balance=balance, binds=tuple(_binds(plan, ranks, step, balance)))
+
+
+def _is_shared(stage: Stage, plan: Plan) -> bool:
+    """Whether other stages have parameters of this one, so that gradients are summed between stages."""
+    names = {parameter.name for parameter in stage.parameters}
+    return any(names & {p.name for p in other.parameters} for other in plan.stages if other is not stage)
 
 
 def _without_transfers(plan: Plan, timeline: Timeline) -> float:
@@ -105,7 +122,7 @@ def _without_transfers(plan: Plan, timeline: Timeline) -> float:
 def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float) -> Iterator[str]:
     slowest = max(ranks, key=lambda rank: rank.busy)
     shares = {
-        "compute": slowest.compute, "collectives inside the stage": slowest.collectives,
+        "compute": slowest.compute, "exposed collectives": slowest.collectives,
         "update, launches and sums of gradients": slowest.other, "transfers between stages": slowest.transfers,
         "the bubble": slowest.bubble,
     }  # fmt: skip
@@ -145,12 +162,16 @@ def why_table(found: Why) -> str:
     for rank in found.ranks:
         step = rank.busy + rank.transfers + rank.bubble
         parts = (rank.compute, rank.collectives, rank.other, rank.transfers, rank.bubble)
-        cells = tuple(f"{format_seconds(s)} ({format_percent(s / step)})" if step > 0 else "-" for s in parts)
+        shares = [f"{format_seconds(s)} ({format_percent(s / step)})" if step > 0 else "-" for s in parts]
+        cells = (*shares, format_seconds(rank.hidden))
         if rows and rows[-1][1] == cells:
             rows[-1] = ((*rows[-1][0], *rank.stages), cells)
         else:
             rows.append((rank.stages, cells))
-    heads = ("stages", "compute", "collectives", "update and other", "waiting for transfers", "bubble")
+    heads = (
+        "stages", "compute", "exposed collectives", "update and other", "waiting for transfers", "bubble",
+        "collectives hidden",
+    )  # fmt: skip
     return format_table(heads, [(_numbers(stages), *cells) for stages, cells in rows], left=1)
 
 
