@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, programs compiled in a hurry, and a marker for each folder of tests."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     [_HURRIED, os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Traces are millions of small objects that are no garbage: looking for some less often takes a twentieth off all tests.
+gc.set_threshold(100_000, 20, 100)
 
 _TESTS = Path(__file__).parent
 _FOLDER_MARKERS = frozenset({"unit", "property", "multidevice", "multiprocess"})
