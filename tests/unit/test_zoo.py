@@ -1,5 +1,6 @@
 """The reference models: sizes against their names, FLOPs against their own traces, layers against plain definitions."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 from meshwright import zoo
-from meshwright.zoo import convolution, layers, llama, moe, wide_resnet
+from meshwright.zoo import convolution, gpt, layers, llama, moe, wide_resnet
 
 TINY = tuple(name for name in zoo.names() if name.endswith("-tiny"))
 FULL = tuple(name for name in zoo.names() if not name.endswith("-tiny"))
@@ -202,8 +203,26 @@ def test_grouped_attention_equals_attention_with_repeated_heads() -> None:
         "out": out.reshape(6, 4, 16),
         "out_bias": jnp.zeros(16),
     }
-    expected = jax.jit(functools.partial(layers.self_attention, causal=True))(params, x)
+    attend = jax.jit(functools.partial(layers.self_attention, causal=True))
+    expected = attend(params, x)
     np.testing.assert_allclose(grouped, expected, rtol=1e-4, atol=1e-4)
+    biased = {
+        "query": query, "query_bias": jnp.zeros((2, 3, 4)), "key_value": key_value,
+        "key_value_bias": jnp.zeros((2, 2, 4)), "out": out, "out_bias": jnp.zeros(16),
+    }  # fmt: skip
+    np.testing.assert_allclose(attend(biased, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gpts_may_have_another_feed_forward_and_fewer_key_heads() -> None:
+    config = dataclasses.replace(gpt.CONFIGS["gpt-tiny"], intermediate=96, kv_heads=2)
+    target, usual = gpt.build(config), gpt.build(gpt.CONFIGS["gpt-tiny"])
+    assert 3 * forward_flops(target) == pytest.approx(target.model_flops_per_sample * config.global_batch, rel=1e-9)
+    hidden, head = config.hidden, config.hidden // config.heads
+    # A layer has 6 of 8 heads' keys and values less, and so much less of the feed-forward; each with its biases.
+    less = 2 * 6 * head * (hidden + 1) + (4 * hidden - 96) * (2 * hidden + 1)
+    assert usual.parameters - target.parameters == config.layers * less
+    with pytest.raises(ValueError, match="heads=8 with kv_heads=3"):
+        gpt.build(dataclasses.replace(config, kv_heads=3))
 
 
 def test_rotary_scores_depend_on_the_distance_alone() -> None:

@@ -4,7 +4,8 @@ Shapes: Brown et al. 2020 (125M to 175B), the suite of Zheng et al. (Alpa, OSDI 
 al. (Megatron-LM, SC 2021). Layers are an unrolled Python loop; from 39B on, one scan over stacked parameters, as
 models of so many layers are written, since an unrolled one takes minutes to compile. Both may be cut between any two.
 Model FLOPs of a sample: 3 * (layers * (24 * s * m**2 + 4 * s**2 * m) + 2 * s * m * v) for sequence s, hidden m and
-vocabulary v: Megatron-LM's 96 * b * s * l * m**2 * (...) without its fourth, the rematerialised forward pass.
+vocabulary v: Megatron-LM's 96 * b * s * l * m**2 * (...) without its fourth, the rematerialised forward pass. Models
+like it with another feed-forward (`intermediate`) or fewer key heads (`kv_heads`: Falcon, Nemotron-4) have their own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class GPTConfig:
     Attributes:
         fused_attention: attention as one operator (`layers.fused_attention`).
         positions: whether positions are learned; without them (ALiBi) a longer sequence adds no parameters.
+        intermediate: of each feed-forward; None for four times `hidden`.
+        kv_heads: heads of keys and values, each shared by a group of queries; None for as many as `heads`.
     """
 
     name: str
@@ -51,6 +54,8 @@ class GPTConfig:
     scan: bool = False
     fused_attention: bool = False
     positions: bool = True
+    intermediate: int | None = None
+    kv_heads: int | None = None
 
 
 CONFIGS: dict[str, GPTConfig] = {
@@ -90,16 +95,19 @@ def build(config: GPTConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
         remat: recompute each layer in the backward pass.
 
     Raises:
-        ValueError: `hidden` is not a multiple of `heads`.
+        ValueError: `hidden` is not a multiple of `heads`, or `heads` not one of `kv_heads`.
     """
     dtype, hidden, sequence, vocabulary = jnp.dtype(config.dtype), config.hidden, config.sequence, config.vocabulary
+    intermediate, kv_heads = config.intermediate or 4 * hidden, config.kv_heads or config.heads
     # Each layer adds two terms to the residual stream; the smaller start keeps its variance from growing with depth.
     out_deviation = 0.02 * (2 * config.layers) ** -0.5
     layer = {
         "attention_norm": layer_norm_parameters(hidden),
-        "attention": attention_parameters(config.name, hidden, config.heads, out_deviation=out_deviation),
+        "attention": attention_parameters(
+            config.name, hidden, config.heads, kv_heads=kv_heads, out_deviation=out_deviation
+        ),
         "feed_forward_norm": layer_norm_parameters(hidden),
-        "feed_forward": feed_forward_parameters(hidden, 4 * hidden, out_deviation=out_deviation),
+        "feed_forward": feed_forward_parameters(hidden, intermediate, out_deviation=out_deviation),
     }
     params = {
         "embedding": {
@@ -135,7 +143,8 @@ def build(config: GPTConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
     def make_batch(key: jax.Array) -> Batch:
         return random_tokens(key, batch=config.global_batch, sequence=sequence, vocabulary=vocabulary)
 
-    per_layer = 24 * sequence * hidden**2 + 4 * sequence**2 * hidden
+    projections = 4 * sequence * hidden**2 * (config.heads + kv_heads) // config.heads
+    per_layer = projections + 4 * sequence * hidden * intermediate + 4 * sequence**2 * hidden
     model = Model(
         name=config.name,
         family="gpt",

@@ -36,13 +36,17 @@ def rms_norm(scale: jax.Array, x: jax.Array, epsilon: float = 1e-5) -> jax.Array
     return (x32 * lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)
 
 
-def attention_parameters(name: str, hidden: int, heads: int, *, out_deviation: float = 0.02) -> dict[str, Any]:
-    """Declares `self_attention`: queries, keys and values in one weight of shape (hidden, 3, heads, head dim).
+def attention_parameters(
+    name: str, hidden: int, heads: int, *, kv_heads: int | None = None, out_deviation: float = 0.02
+) -> dict[str, Any]:
+    """Declares `self_attention`: queries, keys and values in one weight of shape (hidden, 3, heads, head dim); with
+    fewer `kv_heads` (Ainslie et al. 2023) queries in one, keys and values in another, all by key head.
 
     Heads stay a dim of their own, so that splitting heads over devices is splitting one dim of each tensor.
 
     Raises:
-        ValueError: `hidden` is not a multiple of `heads`; the message calls the model `name`.
+        ValueError: `hidden` is not a multiple of `heads`, or `heads` not one of `kv_heads`; the message calls the model
+            `name`.
     """
     if hidden % heads:
         raise ValueError(
@@ -50,10 +54,25 @@ def attention_parameters(name: str, hidden: int, heads: int, *, out_deviation: f
             f"try hidden={hidden // heads * heads + heads}"
         )
     head_dim = hidden // heads
+    if kv_heads in (None, heads):
+        return {
+            "qkv": normal(hidden, 3, heads, head_dim),
+            "qkv_bias": zeros(3, heads, head_dim),
+            "out": normal(heads, head_dim, hidden, deviation=out_deviation),
+            "out_bias": zeros(hidden),
+        }
+    if heads % kv_heads:
+        raise ValueError(
+            f"refused to build {name!r}: got heads={heads} with kv_heads={kv_heads}, needed a multiple of the key "
+            "heads; try kv_heads=1"
+        )
+    group = heads // kv_heads
     return {
-        "qkv": normal(hidden, 3, heads, head_dim),
-        "qkv_bias": zeros(3, heads, head_dim),
-        "out": normal(heads, head_dim, hidden, deviation=out_deviation),
+        "query": normal(hidden, kv_heads, group, head_dim),
+        "query_bias": zeros(kv_heads, group, head_dim),
+        "key_value": normal(hidden, 2, kv_heads, head_dim),
+        "key_value_bias": zeros(2, kv_heads, head_dim),
+        "out": normal(kv_heads, group, head_dim, hidden, deviation=out_deviation),
         "out_bias": zeros(hidden),
     }
 
@@ -110,8 +129,11 @@ def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool, 
         params: as `attention_parameters` declares them.
         x: activations.
         causal: whether a query sees no later keys.
-        fused: whether the inner part is one operator (`fused_attention`), which is always causal.
+        fused: whether the inner part is one operator (`fused_attention`), which is always causal, as attention with
+            fewer key heads is.
     """
+    if "query" in params:
+        return _grouped_attention(params, x, fused=fused)
     qkv = jnp.einsum("bsm,mthd->bsthd", x, params["qkv"].astype(x.dtype)) + params["qkv_bias"].astype(x.dtype)
     query, key, value = (lax.index_in_dim(qkv, i, axis=2, keepdims=False) for i in range(3))  # (b, s, h, d) each
     if fused and causal:
@@ -124,6 +146,17 @@ def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool, 
     weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
+
+
+def _grouped_attention(params: dict[str, jax.Array], x: jax.Array, *, fused: bool) -> jax.Array:
+    """`self_attention` with each key head k shared by a group g of queries; key heads and groups are separate dims, so
+    heads may be split over either."""
+    query = jnp.einsum("bsm,mkgd->bskgd", x, params["query"].astype(x.dtype)) + params["query_bias"].astype(x.dtype)
+    both = jnp.einsum("bsm,mtkd->bstkd", x, params["key_value"].astype(x.dtype))
+    both = both + params["key_value_bias"].astype(x.dtype)
+    key, value = (lax.index_in_dim(both, i, axis=2, keepdims=False) for i in range(2))  # (b, s, k, d)
+    mixed = (fused_attention if fused else _plain_attention)(query, key, value)
+    return jnp.einsum("bskgd,kgdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
 
 
 def feed_forward_parameters(hidden: int, intermediate: int, *, out_deviation: float = 0.02) -> dict[str, Any]:
