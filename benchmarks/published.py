@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from published_cells import Inexpressible, Row, RowsError, amount, check_cells, needed_number, read_rows
+from published_cells import Inexpressible, Row, RowsError, Unexpected, amount, check_cells, needed_number, read_rows
 from published_fit import fitted_profiles
+from published_measured import measured_memory, measured_step_seconds
+from published_plans import sharding_of
 from published_profiles import (
     ZERO_PAPER,
     Profiles,
@@ -38,13 +42,15 @@ from published_profiles import (
     usable_bytes,
     write_profiles,
 )
-from published_rows import StatedRow, measured_memory, measured_step_seconds, sharding_of, stated_row
+from published_rows import StatedRow, stated_row
 from scipy.stats import spearmanr
 
 from meshwright.errors import PlanError
 from meshwright.program.traces import Traces
 from meshwright.stated import Evaluation, SolvedPlan, price_stated, solve_stated
 from meshwright.zoo import moe
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +132,22 @@ def solve_rows(rows: Sequence[Row], *, processes: int = 1) -> list[Solved | Inex
 
 
 def _solve(rows: Sequence[Row]) -> list[Solved | Inexpressible]:
-    found: list[Solved | Inexpressible] = []
-    for row in rows:
-        try:
-            found.append(_SOLVER.solve(row))
-        except (Inexpressible, PlanError) as error:
-            found.append(error if isinstance(error, Inexpressible) else Inexpressible(str(error)))
-    return found
+    return [_attempt(row, lambda row=row: _SOLVER.solve(row)) for row in rows]
+
+
+def _attempt(row: Row, work: Callable[[], _Found]) -> _Found | Inexpressible:
+    """What `work` finds for a row, or the reason why it finds nothing: one row must not cost the others theirs."""
+    try:
+        return work()
+    except Inexpressible as error:
+        return error
+    except PlanError as error:
+        return Inexpressible(str(error))
+    except Exception as error:
+        # A fault of these programs: it is counted (`summary`), and shown whole where it happens.
+        print(f"{row['row_id']} failed:", file=sys.stderr)
+        traceback.print_exception(error)
+        return Unexpected(f"failed unexpectedly: {type(error).__name__}: {error}")
 
 
 # Of this process.
@@ -145,7 +160,9 @@ _PART = 12
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """A row's prediction beside its measurement; `error` is relative, of seconds where measured, else of bytes.
-    `memory_error` is of bytes (percent of a table of memory where its unit says so), wherever they were measured."""
+    `memory_error` is of bytes (percent of a table of memory where its unit says so), wherever they were measured.
+    `reason` says why nothing is predicted, `note` what was taken for granted, `failed` whether the reason is a fault.
+    """
 
     row_id: str
     source: str
@@ -158,6 +175,8 @@ class Result:
     ran: bool | None
     memory_error: float | None = None
     reason: str = ""
+    note: str = ""
+    failed: bool = False
 
 
 def evaluate(solved: Solved, profiles: Profiles) -> Result:
@@ -172,6 +191,8 @@ def evaluate(solved: Solved, profiles: Profiles) -> Result:
         two = price_stated(solved.base, profile, layout, narrow_products=stated.narrow_products)
         seconds = _passes(two) - _passes(best)
     memory, wanted = _memory(solved, best, layout, profile), measured_memory(row)
+    if not all(0 < number < math.inf for number in (seconds, memory)):
+        raise ArithmeticError(f"predicted {seconds} seconds and {memory} bytes, needed positive numbers")
     measured = measured_step_seconds(row) if "quantity" not in row else None
     if "quantity" in row:
         seconds = None
@@ -182,8 +203,8 @@ def evaluate(solved: Solved, profiles: Profiles) -> Result:
     return Result(
         row_id=row["row_id"], source=row["source"], predicted_step_seconds=seconds, measured_step_seconds=measured,
         predicted_memory_bytes=memory, measured_memory_bytes=wanted, error=error, ran=ran,
-        fits=best.peak_bytes <= limit,
-        memory_error=memory / wanted - 1 if memory is not None and wanted else None,
+        fits=best.peak_bytes <= limit, note=stated.note,
+        memory_error=memory / wanted - 1 if wanted else None,
     )  # fmt: skip
 
 
@@ -192,7 +213,7 @@ def _passes(one: Evaluation) -> float:
     return stage.forward_seconds + stage.backward_seconds
 
 
-def _memory(solved: Solved, best: Evaluation, layout: Any, profile: Any) -> float | None:
+def _memory(solved: Solved, best: Evaluation, layout: Any, profile: Any) -> float:
     """Bytes (or percent) of what a row measured; the peak where it says nothing else."""
     quantity = solved.row.get("quantity") or ""
     if "parameters+gradients+optimizer" in quantity:
@@ -213,16 +234,15 @@ def evaluate_rows(rows: Sequence[Row], profiles: Profiles, *, processes: int = 1
 
 
 def _result(row: Row, one: Solved | Inexpressible, profiles: Profiles) -> Result:
-    try:
-        return _reason(row, str(one)) if isinstance(one, Inexpressible) else evaluate(one, profiles)
-    except PlanError as error:
-        return _reason(row, str(error))
+    found = one if isinstance(one, Inexpressible) else _attempt(row, lambda: evaluate(one, profiles))
+    return _reason(row, found) if isinstance(found, Inexpressible) else found
 
 
-def _reason(row: Row, text: str) -> Result:
+def _reason(row: Row, error: Inexpressible) -> Result:
     return Result(
         row_id=row["row_id"], source=row["source"], predicted_step_seconds=None, measured_step_seconds=None,
-        predicted_memory_bytes=None, measured_memory_bytes=None, error=None, fits=None, ran=None, reason=text,
+        predicted_memory_bytes=None, measured_memory_bytes=None, error=None, fits=None, ran=None, reason=str(error),
+        failed=isinstance(error, Unexpected),
     )  # fmt: skip
 
 
@@ -230,14 +250,16 @@ def _model_states(row: Row) -> Result | None:
     """Rows of model states alone, of any model: no program, only the layout of its state."""
     if "model states" not in (row.get("quantity") or ""):
         return None
-    try:
-        check_cells(row)
-        elements, devices, wanted = amount(row, "params_b") * 1e9, needed_number(row, "dp"), measured_memory(row)
-        zero, _ = sharding_of(row, 0, devices)
-        if not elements or wanted is None:
-            raise Inexpressible("the number of parameters, or what they took, is not stated")
-    except Inexpressible as error:
-        return _reason(row, str(error))
+    found = _attempt(row, lambda: _states(row))
+    return _reason(row, found) if isinstance(found, Inexpressible) else found
+
+
+def _states(row: Row) -> Result:
+    check_cells(row)
+    elements, devices, wanted = amount(row, "params_b") * 1e9, needed_number(row, "dp"), measured_memory(row)
+    zero, _ = sharding_of(row, 0, devices)
+    if not elements or wanted is None:
+        raise Inexpressible("the number of parameters, or what they took, is not stated")
     whole = 1 / devices
     held = ZERO_PAPER.state_bytes(used=elements * (whole if zero == 3 else 1), stored=elements * whole, zero=zero)
     error = held / wanted - 1
@@ -249,7 +271,8 @@ def _model_states(row: Row) -> Result | None:
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
     """Median, mean and 90th percentile of absolute relative errors, rank correlation, and who fits: of step times, with
-    those of memory under `memory`; of memory where no step was measured."""
+    those of memory under `memory`; of memory where no step was measured. `failed` are rows at which a program of ours
+    failed."""
     steps = [
         (r.predicted_step_seconds, r.measured_step_seconds, r.error)
         for r in results
@@ -261,7 +284,8 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         if r.memory_error is not None
     ]
     told = [(r.fits, r.ran) for r in results if r.ran is not None and r.fits is not None]
-    found: dict[str, Any] = {"rows": len(results), **_statistics(steps or memory)}
+    failed = sum(result.failed for result in results)
+    found: dict[str, Any] = {"rows": len(results), "failed": failed, **_statistics(steps or memory)}
     if steps and memory:
         found["memory"] = _statistics(memory)
     found["feasibility"] = {
@@ -308,8 +332,13 @@ def show(found: Mapping[str, Any]) -> None:
         print(f"{source:40} {_in_words(of)}  {right} right, {wrong} wrong")
         if "memory" in of:
             print(f"{'  memory':40} {_in_words(of['memory'])}")
-    for row_id, reason in found["inexpressible"].items():
-        print(f"{row_id} not expressible: {reason}")
+    for row in found["rows"]:
+        if row["note"]:
+            print(f"{row['row_id']} {row['note']}")
+        if row["reason"]:
+            print(f"{row['row_id']} not expressible: {row['reason']}")
+    if found["overall"]["failed"]:
+        print(f"{found['overall']['failed']} rows failed unexpectedly, of {found['overall']['rows']}")
 
 
 def _in_words(of: Mapping[str, Any]) -> str:
@@ -319,8 +348,8 @@ def _in_words(of: Mapping[str, Any]) -> str:
     return f"{of['predicted']:5d} {text} {rank}"
 
 
-def main() -> None:
-    """The command."""
+def main() -> int:
+    """The command; 1 where a row failed unexpectedly."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, required=True, help="CSV in the format of the published tables")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
@@ -346,15 +375,16 @@ def main() -> None:
                 print(f"{row['row_id']} not expressible: {one}", file=sys.stderr)
         profiles = {**read_profiles(), **fitted_profiles(solved)}
         write_profiles(profiles)
-        show(report([evaluate(one, profiles) for one in solved]))
-        return
+        show(report([_result(one.row, one, profiles) for one in solved]))
+        return int(any(isinstance(one, Unexpected) for one in found))
     found = report(evaluate_rows(rows, read_profiles(), processes=given.processes))
     found["seconds"] = time.perf_counter() - begun
     if given.json:
         print(json.dumps(found, indent=1))
     else:
         show(found)
+    return int(found["overall"]["failed"] > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,14 +10,20 @@ from pathlib import Path
 Row = Mapping[str, str]
 
 NEEDED = ("row_id", "source", "model")
-COUNTS = (
-    "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "n_experts", "top_k", "seq_len", "n_devices",
-    "devices_per_node", "gbs", "mbs", "grad_accum", "tp", "pp", "vpp", "dp", "cp", "ep",
-)  # fmt: skip
+# Counts with the largest that a cell may hold: far above what anybody has trained, far below what ends a program.
+MOST = {
+    "n_layers": 10_000, "d_model": 1_000_000, "n_heads": 10_000, "n_kv_heads": 10_000, "d_ff": 10_000_000,
+    "vocab": 10_000_000, "n_experts": 100_000, "top_k": 1_000, "seq_len": 100_000_000, "n_devices": 1_000_000,
+    "devices_per_node": 10_000, "gbs": 100_000_000, "mbs": 1_000_000, "grad_accum": 1_000_000, "tp": 10_000,
+    "pp": 1_000, "vpp": 1_000, "dp": 1_000_000, "cp": 10_000, "ep": 10_000,
+}  # fmt: skip
+COUNTS = tuple(MOST)
 AMOUNTS = (
     "params_b", "step_time_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_dev", "tflops_per_dev", "mfu_pct",
     "hfu_pct", "peak_mem_gb", "value",
 )  # fmt: skip
+# Whatever the unit: a step of a nanosecond, tokens of all computers there are.
+_LEAST_AMOUNT, _MOST_AMOUNT = 1e-9, 1e15
 FLAGS = ("sp", "mlp_gated")
 
 # Of what is measured in a table of memory, in bytes; percentages are of what is not computed again.
@@ -26,6 +32,10 @@ UNITS = {"GiB": 2.0**30, "GB": 1e9, "percent": 1.0}
 
 class Inexpressible(Exception):
     """A row that no model, plan or cluster of ours describes; says why."""
+
+
+class Unexpected(Inexpressible):
+    """A row at which the programs failed, which is a fault of theirs; says how."""
 
 
 class RowsError(Exception):
@@ -57,19 +67,23 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def check_cells(row: Row) -> None:
-    """Refuse numbers that are none.
+    """Refuse numbers that are none, and those of nothing that could exist.
 
     Raises:
       Inexpressible: saying which cell, and what it holds.
     """
-    for name in COUNTS:
+    for name, most in MOST.items():
         text = row.get(name) or ""
         if text and not (_float(text) >= 1 and _float(text).is_integer()):
             raise Inexpressible(f"{name} is {text!r}, no whole number from 1 up")
+        if text and _float(text) > most:
+            raise Inexpressible(f"{name} is {text!r}, needed {most} at most")
     for name in AMOUNTS:
         text = row.get(name) or ""
         if text and not 0 < _float(text) < math.inf:
             raise Inexpressible(f"{name} is {text!r}, no number above 0")
+        if text and not _LEAST_AMOUNT <= _float(text) <= _MOST_AMOUNT:
+            raise Inexpressible(f"{name} is {text!r}, needed {_LEAST_AMOUNT:g} to {_MOST_AMOUNT:g}")
     for name in FLAGS:
         if (row.get(name) or "0") not in ("0", "1"):
             raise Inexpressible(f"{name} is {row[name]!r}, neither 0 nor 1")

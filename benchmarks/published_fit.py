@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 from published_cells import RowsError, read_rows
+from published_measured import measured_step_seconds
 from published_profiles import layout_of, prior_of, profile_of, read_profiles
-from published_rows import measured_step_seconds
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 

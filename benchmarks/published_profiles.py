@@ -54,6 +54,8 @@ LAYOUTS: Mapping[str, MemoryLayout] = {
     "torchtitan-eager": MemoryLayout(fuses=True, logits=10, inside=2),
     "torchtitan": MemoryLayout(fuses=True, logits=10, inside=2),
     "fms-fsdp": MemoryLayout(fuses=True, reserve_bytes=2 * _GIB),
+    # Twelve bytes a parameter, as its benchmarks of memory measured.
+    "torchgpipe": MemoryLayout(weights=4, gradients=4, optimizer=4, fuses=False, reserve_bytes=1 * _GIB),
     # Measured from outside: with the allocator's pool and the buckets of gradients.
     "internevo": MemoryLayout(
         weights=2, gradients=2, optimizer=16, fuses=True, logits=14, inside=3, reserve_bytes=16 * _GIB

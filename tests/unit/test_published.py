@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from published import evaluate_rows, report, summary
 from published_cells import AMOUNTS, COUNTS, FLAGS, Inexpressible, Row, RowsError, read_rows
+from published_measured import measured_memory, measured_step_seconds
+from published_plans import sharding_of
 from published_profiles import read_profiles
-from published_rows import measured_memory, measured_step_seconds, sharding_of, stated_row
+from published_rows import stated_row
 
 from meshwright.cluster import load_cluster
 

@@ -54,7 +54,7 @@ def attention_parameters(
             f"try hidden={hidden // heads * heads + heads}"
         )
     head_dim = hidden // heads
-    if kv_heads in (None, heads):
+    if kv_heads is None or kv_heads == heads:
         return {
             "qkv": normal(hidden, 3, heads, head_dim),
             "qkv_bias": zeros(3, heads, head_dim),
