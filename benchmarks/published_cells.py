@@ -15,7 +15,7 @@ MOST = {
     "n_layers": 10_000, "d_model": 1_000_000, "n_heads": 10_000, "n_kv_heads": 10_000, "d_ff": 10_000_000,
     "vocab": 10_000_000, "n_experts": 100_000, "top_k": 1_000, "seq_len": 100_000_000, "n_devices": 1_000_000,
     "devices_per_node": 10_000, "gbs": 100_000_000, "mbs": 1_000_000, "grad_accum": 1_000_000, "tp": 10_000,
-    "pp": 1_000, "vpp": 1_000, "dp": 1_000_000, "cp": 10_000, "ep": 10_000,
+    "pp": 256, "vpp": 256, "dp": 1_000_000, "cp": 10_000, "ep": 10_000,
 }  # fmt: skip
 COUNTS = tuple(MOST)
 AMOUNTS = (

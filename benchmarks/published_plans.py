@@ -17,6 +17,9 @@ from published_models import experts_of
 from meshwright.stated import StatedPlan
 from meshwright.stated.plan import Recompute
 
+# What a simulation of a pipeline takes grows with ranks and stages: 256 of each take half a minute.
+_MOST_SIMULATED = 256 * 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -76,6 +79,10 @@ def check_sizes(row: Row, sizes: Sizes, generation: Generation) -> None:
         raise Inexpressible(f"vpp is {chunks}, and there is no pipeline to interleave")
     if layers and layers < stages:
         raise Inexpressible(f"pp x vpp = {stages} stages, and {layers} layers")
+    if sizes.pipeline * stages > _MOST_SIMULATED:
+        raise Inexpressible(
+            f"pp x pp x vpp = {sizes.pipeline * stages}, needed {_MOST_SIMULATED} at most to simulate it"
+        )
     if layers and layers % stages and generation.even_stages:
         raise Inexpressible(f"pp x vpp = {stages} stages do not share {layers} layers evenly")
     batch, micro, accumulate = (number(row, name) for name in ("gbs", "mbs", "grad_accum"))

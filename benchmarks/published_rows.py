@@ -101,10 +101,24 @@ def stated_row(row: Row) -> StatedRow:
         # A layer's time is what a second layer adds to a stage.
         raise Inexpressible("the time of a layer is told of a model of one layer without a pipeline; try n_layers = 1")
     searched = family is wide_resnet and "auto" in (row.get("shard") or "")
+    plans = candidates(row, generation, sizes, batch=batch, searched=searched)
+    _check_elements(config, batch // min(plan.microbatches for plan in plans))
     return StatedRow(
         row_id=row["row_id"], source=row["source"], generation=generation,
         family_name=family.__name__.rpartition(".")[2], config=config,
-        candidates=candidates(row, generation, sizes, batch=batch, searched=searched), batch=batch, cluster=cluster,
-        device_kind=device_kind(row), narrow_products=precision_of(row, device)[1], one_layer=one_layer,
+        candidates=plans, batch=batch, cluster=cluster, device_kind=device_kind(row),
+        narrow_products=precision_of(row, device)[1], one_layer=one_layer,
         note=note_of(row),
     )  # fmt: skip
+
+
+def _check_elements(config: Any, samples: int) -> None:
+    """Refuse what has tensors of more elements than a compiler can count: it does not return."""
+    if isinstance(config, wide_resnet.WideResNetConfig):
+        return
+    widest = max(config.heads * config.sequence, config.vocabulary, config.hidden, config.intermediate or 0)
+    elements = max(samples * config.sequence * widest, config.layers * config.hidden * widest)
+    if elements > 2**62:
+        raise Inexpressible(
+            f"a tensor of {elements:.1e} elements, needed {2**62:.1e} at most; try a smaller microbatch"
+        )
