@@ -194,6 +194,8 @@ def _llama(row: Row, generation: Generation, batch: int, dtype: str) -> llama.Ll
             return sizes["layers"] * of_layer + 2 * sizes["vocabulary"] * hidden
 
         head = min((head, 128), key=lambda dim: abs(count(dim) / params - 1))
+    if head % 2:
+        raise Inexpressible(f"{row['model']}: heads of {head} features, needed an even number for rotary positions")
     return llama.LlamaConfig(
         **sizes, kv_heads=kv, intermediate=inner, global_batch=batch, dtype=dtype,
         fused_attention=generation.fused_attention, head_dim=head,

@@ -46,7 +46,7 @@ def sizes_of(row: Row) -> Sizes:
     data = number(row, "dp")
     if data is None:
         if row.get("tp"):
-            data = devices // (tensor * pipeline * context)
+            data = max(1, devices // (tensor * pipeline * context))
         elif "largest-dim" in (row.get("shard") or "") and devices > 1:
             raise Inexpressible("parameters split by a heuristic, the rest by another planner's search: no stated plan")
         else:

@@ -122,6 +122,7 @@ def test_rows_at_the_edge_are_predicted() -> None:
         ({**LAYER, "n_layers": "2"}, "try n_layers = 1"),
         ({**LAYER, **EXPERTS, "n_layers": "2"}, "try n_layers = 1"),
         ({"n_kv_heads": "3"}, "kv_heads=3"),
+        ({"d_model": "1008", "mlp_gated": "1"}, "heads of 63 features"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, str], reason: str) -> None:
