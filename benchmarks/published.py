@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from published_cells import Inexpressible, Row, RowsError, Unexpected, amount, check_cells, needed_number, read_rows
-from published_fit import fitted_profiles
+from published_fit import best_of, fitted_profiles
 from published_measured import measured_memory, measured_step_seconds
 from published_plans import sharding_of
 from published_profiles import (
@@ -184,9 +184,8 @@ def evaluate(solved: Solved, profiles: Profiles) -> Result:
     row, stated = solved.row, solved.stated
     profile, layout = profile_of(stated, profiles), layout_of(row, stated)
     limit = usable_bytes(stated)
-    priced = [price_stated(plan, profile, layout, narrow_products=stated.narrow_products) for plan in solved.plans]
-    best = min(priced, key=lambda one: (one.peak_bytes > limit, one.step_seconds))
-    seconds: float | None = best.step_seconds
+    best = best_of(solved, profile)
+    seconds: float | None = stated.rounded * best.step_seconds
     if stated.one_layer and solved.base is not None:
         two = price_stated(solved.base, profile, layout, narrow_products=stated.narrow_products)
         seconds = _passes(two) - _passes(best)

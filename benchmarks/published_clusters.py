@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from published_cells import Inexpressible, Row, number
 
-from meshwright.cluster import Cluster, ClusterError, Host, load_cluster
+from meshwright.cluster import Cluster, ClusterError, Device, Host, load_cluster
 
 # Devices as the tables write them.
 _PRESETS = {
@@ -65,13 +65,22 @@ def device_kind(row: Row) -> str:
     return next((known for known, of in _PRESETS.items() if of == preset), kind)
 
 
+def device_of(kind: str) -> Device:
+    """The device that the tables call so."""
+    return load_cluster(_preset({"accelerator": kind})).device
+
+
 def _chips(row: Row, preset: str) -> int:
-    """Chips of one slice of a row's TPUs: as its interconnect says, or all of them, or the largest there are."""
+    """Chips of one slice of a row's TPUs: as it says of slices or of replicas over the data-center network, or all of
+    them, or as few slices as there can be."""
     devices = number(row, "n_devices") or 1
-    told = re.search(r"\bv\d\w?-(\d{1,5})\b", row.get("interconnect") or "")
+    text = f"{row.get('interconnect') or ''} {row.get('shard') or ''}"
+    told = re.search(r"\bv\d\w?-(\d{1,5})\b", text)
+    slices = re.search(r"\bdcn (\d{1,3})\b|\b(\d{1,3}) replicas over DCN|\b(\d{1,3}) slices\b", text, re.IGNORECASE)
     # Names of slices of v4 and v5p count cores, of which a chip has two.
     cores = 2 if preset in ("tpu-v4", "tpu-v5p") else 1
-    chips = max(1, int(told[1]) // cores) if told else min(devices, _POD[preset])
+    many = int(next(filter(None, slices.groups()))) if slices else -(-devices // _POD[preset])
+    chips = max(1, int(told[1]) // cores) if told else max(1, devices // max(1, many))
     if devices % chips:
         raise Inexpressible(f"{devices} devices are no whole number of slices of {chips} chips")
     return chips

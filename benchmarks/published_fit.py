@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from published_cells import RowsError, read_rows
 from published_measured import measured_step_seconds
-from published_profiles import layout_of, prior_of, profile_of, read_profiles
+from published_profiles import layout_of, prior_of, profile_of, read_profiles, usable_bytes
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
 from meshwright.cost.efficiency import EfficiencyProfile
-from meshwright.stated import price_stated
+from meshwright.stated import Evaluation, price_stated
 
 # Lowest, highest, and how far from the default is one standard deviation.
 _RANGES = {
@@ -54,11 +54,21 @@ def numbers_of(rows: Sequence[Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def best_of(one: Any, profile: EfficiencyProfile) -> Evaluation:
+    """A row's fastest candidate that fits; where none does, the one that needs the least."""
+    layout, narrow, limit = layout_of(one.row, one.stated), one.stated.narrow_products, usable_bytes(one.stated)
+    priced = [price_stated(plan, profile, layout, narrow_products=narrow) for plan in one.plans]
+    fitting = [found for found in priced if found.peak_bytes <= limit]
+    return (
+        min(fitting, key=lambda found: found.step_seconds)
+        if fitting
+        else min(priced, key=lambda found: (found.peak_bytes, found.step_seconds))
+    )
+
+
 def seconds_of(one: Any, profile: EfficiencyProfile) -> float:
-    """A row's step under a profile, of its fastest candidate."""
-    layout = layout_of(one.row, one.stated)
-    narrow = one.stated.narrow_products
-    return min(price_stated(plan, profile, layout, narrow_products=narrow).step_seconds for plan in one.plans)
+    """A row's step under a profile."""
+    return one.stated.rounded * best_of(one, profile).step_seconds
 
 
 def fit(rows: Sequence[Any], names: Sequence[str], prior: EfficiencyProfile) -> EfficiencyProfile:

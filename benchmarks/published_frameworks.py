@@ -23,6 +23,7 @@ class Generation:
       interleaves: whether its pipelines may have been interleaved where a row does not say.
       even_stages: whether its pipelines refuse stages of unequal numbers of layers.
       core_attention: whether "selective" recomputation is that of the attention core (Korthikanti et al. 2022).
+      hidden_activations: the share of tensor parallelism's collectives that its pieces hide behind products.
     """
 
     name: str
@@ -32,46 +33,48 @@ class Generation:
     interleaves: bool = False
     even_stages: bool = False
     core_attention: bool = False
+    hidden_activations: float = 0.0
 
+
+_MEGATRON_CORE = Generation(
+    name="megatron-core", fused_attention=True, zero=1, sequence_parallel=True, interleaves=True, core_attention=True,
+    # Gathers and scatters go in pieces beside the products that need or make them (tp_comm_overlap). How much that
+    # hides no document says: taken for as much as others hide of their gradients' sums.
+    hidden_activations=0.7,
+)  # fmt: skip
 
 GENERATIONS: tuple[tuple[str, str, Generation], ...] = (
-    # framework prefix, source_date from, what it was
-    ("Alpa", "", Generation(name="alpa", fused_attention=False)),
-    ("MaxText", "", Generation(name="maxtext", fused_attention=True, sequence_parallel=True)),
-    ("llm-foundry", "", Generation(name="llm-foundry", fused_attention=True)),
-    ("torchtitan eager", "", Generation(name="torchtitan-eager", fused_attention=True)),
-    ("torchtitan", "", Generation(name="torchtitan", fused_attention=True)),
-    ("fms-fsdp", "", Generation(name="fms-fsdp", fused_attention=True)),
-    ("InternEvo", "", Generation(name="internevo", fused_attention=True)),
-    ("DeepSpeed ZeRO-3", "", Generation(name="deepspeed-zero3", fused_attention=False)),
+    # framework, any spelling; source_date from; what it was
+    (r"\balpa\b", "", Generation(name="alpa", fused_attention=False)),
+    (r"maxtext", "", Generation(name="maxtext", fused_attention=True, sequence_parallel=True)),
+    (r"llm[- ]?foundry|mosaicml", "", Generation(name="llm-foundry", fused_attention=True)),
+    (r"torch ?titan eager", "", Generation(name="torchtitan-eager", fused_attention=True)),
+    (r"torch ?titan", "", Generation(name="torchtitan", fused_attention=True)),
+    (r"fms-fsdp", "", Generation(name="fms-fsdp", fused_attention=True)),
+    (r"intern(evo|lm)", "", Generation(name="internevo", fused_attention=True)),
+    (r"deepspeed zero-3", "", Generation(name="deepspeed-zero3", fused_attention=False)),
     (
-        "Megatron-DeepSpeed", "",
+        r"megatron-deepspeed", "",
         Generation(name="megatron-deepspeed", fused_attention=False, core_attention=True),
     ),
-    ("FSDP+Megatron", "", Generation(name="metaseq", fused_attention=False, zero=3)),
-    ("GPT-NeoX", "", Generation(name="gpt-neox", fused_attention=False, zero=1, core_attention=True)),
-    (
-        "Megatron-Core", "",
-        Generation(
-            name="megatron-core", fused_attention=True, zero=1, sequence_parallel=True,
-            interleaves=True, core_attention=True,
-        ),
-    ),
+    (r"fsdp\+megatron|metaseq", "", Generation(name="metaseq", fused_attention=False, zero=3)),
+    (r"gpt-neox", "", Generation(name="gpt-neox", fused_attention=False, zero=1, core_attention=True)),
+    (r"megatron[- ]core|megatron[- ]bridge|\bnemo\b", "", _MEGATRON_CORE),
     # Since the end of 2024 the first and the last stage may have fewer layers (--decoder-first-pipeline-num-layers).
-    ("Megatron-LM", "2024-10", Generation(name="megatron-2022", fused_attention=False, core_attention=True)),
+    ("megatron-lm", "2024-10", Generation(name="megatron-2022", fused_attention=False, core_attention=True)),
     (
-        "Megatron-LM", "2022",
+        "megatron-lm", "2022",
         Generation(name="megatron-2022", fused_attention=False, even_stages=True, core_attention=True),
     ),
     (
-        "Megatron-LM", "2021-04",
+        "megatron-lm", "2021-04",
         Generation(name="megatron-2021", fused_attention=False, even_stages=True, core_attention=True),
     ),
     (
-        "Megatron-LM", "",
+        "megatron-lm", "",
         Generation(name="megatron-2020", fused_attention=False, even_stages=True, core_attention=True),
     ),
-    ("torchgpipe", "", Generation(name="torchgpipe", fused_attention=False)),
+    (r"torchgpipe", "", Generation(name="torchgpipe", fused_attention=False)),
 )  # fmt: skip
 
 
@@ -83,9 +86,12 @@ def generation_of(row: Row) -> Generation:
         framework = "torchtitan eager"
     if framework.startswith("Korthikanti"):
         framework = "Megatron-LM"
-    for prefix, since, generation in GENERATIONS:
-        if framework.startswith(prefix) and date >= since:
+    for pattern, since, generation in GENERATIONS:
+        if re.search(pattern, framework, re.IGNORECASE) and date >= since:
             return generation
-    # Of a framework that nobody has told us of: attention is one kernel since 2022, all else as rows say.
-    like_megatron = re.search("megatron|nemo", framework, re.IGNORECASE) is not None
-    return Generation(name="other", fused_attention=date >= "2022-06", core_attention=like_megatron)
+    # Of a framework that nobody has told us of: attention is one kernel since 2022, pipelines are interleaved and
+    # sequences split where tensors are since 2023, all else as rows say.
+    return Generation(
+        name="other", fused_attention=date >= "2022-06", interleaves=date >= "2023", sequence_parallel=date >= "2023",
+        core_attention=re.search("megatron", framework, re.IGNORECASE) is not None,
+    )  # fmt: skip

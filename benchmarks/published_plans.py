@@ -20,6 +20,9 @@ from meshwright.stated.plan import Recompute
 # What a simulation of a pipeline takes grows with ranks and stages: 256 of each take half a minute.
 _MOST_SIMULATED = 256 * 256
 
+# A batch that is this near to a whole number of microbatches was rounded by who wrote it down.
+_ROUNDED = 0.02
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -134,9 +137,9 @@ def recompute_of(row: Row, generation: Generation) -> tuple[Recompute, float]:
       Inexpressible: if it is not known.
     """
     text = (row.get("recompute") or "").lower()
-    if text in ("", "none"):
+    if text in ("", "none") or text.startswith("minimal"):  # MaxText's keeps what products make
         return "none", 1.0
-    if text == "full" or "offload" in text:
+    if text in ("full", "custom") or "offload" in text:
         return "layer", 1.0
     if "attention" in text or (text == "selective" and generation.core_attention):
         return "attention", 1.0
@@ -167,6 +170,13 @@ def _microbatches(row: Row, batch: int, sizes: Sizes) -> Sequence[int]:
     return [m for m in (1, 2, 4, 8, 16) if batch % (m * sizes.data) == 0]
 
 
+def whole_batch(row: Row, batch: int, sizes: Sizes) -> int:
+    """The batch, or where it is no multiple of what shares it the nearest one that is, if that is near: texts round."""
+    part = sizes.data * (number(row, "mbs") or 1)
+    nearest = max(1, round(batch / part)) * part
+    return nearest if abs(nearest - batch) <= _ROUNDED * batch else batch
+
+
 def _chunks(row: Row, generation: Generation, sizes: Sizes) -> Sequence[int]:
     """Stages of a rank that a row states, or leaves open."""
     if not row.get("vpp") and generation.interleaves and sizes.pipeline > 1:
@@ -185,8 +195,9 @@ def candidates(
     """
     data = sizes.data // sizes.expert
     zero, replicas = sharding_of(row, generation.zero, data)
-    if generation.name.startswith("torchtitan") and sizes.pipeline > 1 and zero == 3:
-        # Under pipelines it keeps parameters gathered from microbatch to microbatch (reshard_after_forward=False).
+    if sizes.pipeline > 1 and zero == 3:
+        # Under pipelines software keeps parameters gathered from microbatch to microbatch (torchtitan:
+        # reshard_after_forward=False; Llama 3 says so): else each would gather them anew.
         zero = 2
     recompute, share = recompute_of(row, generation)
     sequence_parallel = row["sp"] == "1" if row.get("sp") else generation.sequence_parallel and sizes.tensor > 1

@@ -8,13 +8,16 @@ logits are alive at once, and what the framework reserves.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from published_cells import Row
+from published_clusters import device_of
 from published_rows import StatedRow
 
+from meshwright.cluster import Device
 from meshwright.cost.efficiency import EfficiencyProfile, profile_of as profile_of_device
 from meshwright.stated import MemoryLayout
 from meshwright.zoo import wide_resnet
@@ -88,18 +91,33 @@ def write_profiles(profiles: Profiles) -> None:
 def prior_of(stated: StatedRow) -> EfficiencyProfile:
     """What a profile is before anything is fitted: of the device, with overlap as the framework has it."""
     return profile_of_device(stated.cluster.device).but(
-        name=stated.profile_key, hidden_weights=0.7, broadcasts=stated.generation.name == "internevo",
-        recipe="not fitted",
+        name=stated.profile_key, hidden_weights=0.7, hidden_activations=stated.generation.hidden_activations,
+        broadcasts=stated.generation.name == "internevo", recipe="not fitted",
     )  # fmt: skip
 
 
 def profile_of(stated: StatedRow, profiles: Profiles) -> EfficiencyProfile:
-    """A row's: fitted, or that of the same framework on a like device, or that of the device."""
+    """A row's: fitted, or that of the same framework on the device that is the most alike, whose products reach as
+    much more or less of their peak as the two devices' do, or that of the device."""
     if stated.profile_key in profiles:
         return profiles[stated.profile_key]
-    generation, kind = stated.profile_key.split("/", 1)
-    like = [key for key in sorted(profiles) if key.split("/")[1][:4] == kind[:4] and key.startswith(generation[:8])]
-    return profiles[like[0]] if like else prior_of(stated)
+    mine, prior = stated.cluster.device, prior_of(stated)
+    near: list[tuple[float, str, Device]] = []
+    for key in profiles:
+        generation, kind = key.split("/", 1)
+        device = device_of(kind)
+        if generation == stated.generation.name and device.platform == mine.platform:
+            near.append((abs(math.log(_peak(device) / _peak(mine))), key, device))
+    if not near:
+        return prior
+    _, key, device = min(near, key=lambda one: one[:2])
+    more = prior.matmul / profile_of_device(device).matmul
+    reached = {name: min(1.0, more * getattr(profiles[key], name)) for name in ("matmul", "narrow", "attention")}
+    return profiles[key].but(name=f"{key} for {mine.kind}", **reached)
+
+
+def _peak(device: Device) -> float:
+    return max(rate for dtype, rate in device.peak_flops.items() if not dtype.startswith("float8"))
 
 
 def layout_of(row: Row, stated: StatedRow) -> MemoryLayout:

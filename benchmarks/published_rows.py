@@ -15,7 +15,7 @@ from published_cells import Inexpressible, Row, check_cells, number
 from published_clusters import cluster_of, device_kind
 from published_frameworks import Generation, generation_of
 from published_models import model_of, note_of, precision_of
-from published_plans import candidates, check_sizes, sizes_of
+from published_plans import candidates, check_sizes, sizes_of, whole_batch
 
 from meshwright.cluster import Cluster
 from meshwright.stated import StatedPlan
@@ -33,7 +33,8 @@ class StatedRow:
       family_name: module of the zoo.
       config: of the model, of one microbatch on all devices.
       candidates: the plans it may mean; one if it says everything.
-      batch: samples of a step.
+      batch: samples of a step, in whole microbatches.
+      rounded: the batch that the row states over this one.
       cluster: a host, or hosts.
       device_kind: as the tables write it.
       narrow_products: whether products run in float8.
@@ -48,6 +49,7 @@ class StatedRow:
     config: Any
     candidates: tuple[StatedPlan, ...]
     batch: int
+    rounded: float
     cluster: Cluster
     device_kind: str
     narrow_products: bool
@@ -82,14 +84,15 @@ def stated_row(row: Row) -> StatedRow:
       Inexpressible: saying why it cannot.
     """
     check_cells(row)
-    generation, model, batch = generation_of(row), row["model"], number(row, "gbs")
+    generation, model, told = generation_of(row), row["model"], number(row, "gbs")
     if not row.get("accelerator"):
         raise Inexpressible("no accelerator is stated")
     if "U-Net" in model or "AmoebaNet" in model or model.startswith("ResNet"):
         raise Inexpressible(f"{model}: batch size and depth are not stated")
-    if batch is None:
+    if told is None:
         raise Inexpressible("the global batch is not stated")
     sizes, cluster = sizes_of(row), cluster_of(row)
+    batch = whole_batch(row, told, sizes)
     device = cluster.hosts[0].device
     try:
         family, config = model_of(row, generation, batch, device)
@@ -106,7 +109,7 @@ def stated_row(row: Row) -> StatedRow:
     return StatedRow(
         row_id=row["row_id"], source=row["source"], generation=generation,
         family_name=family.__name__.rpartition(".")[2], config=config,
-        candidates=plans, batch=batch, cluster=cluster, device_kind=device_kind(row),
+        candidates=plans, batch=batch, rounded=told / batch, cluster=cluster, device_kind=device_kind(row),
         narrow_products=precision_of(row, device)[1], one_layer=one_layer,
         note=note_of(row),
     )  # fmt: skip

@@ -12,15 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import published
 from published import evaluate_rows, report, summary
 from published_cells import MOST, Inexpressible, Row
-from published_clusters import cluster_of, device_kind
+from published_clusters import cluster_of, device_kind, device_of
+from published_fit import best_of
 from published_frameworks import GENERATIONS, generation_of
 from published_measured import measured_step_seconds
 from published_models import note_of, precision_of
 from published_plans import recompute_of, sharding_of
-from published_profiles import LAYOUTS, read_profiles
+from published_profiles import LAYOUTS, layout_of, prior_of, profile_of, read_profiles, usable_bytes
 from published_rows import stated_row
 
 from meshwright.cluster import load_cluster
+from meshwright.stated import price_stated
 from meshwright.zoo import gpt
 
 ROW: Row = {
@@ -227,7 +229,13 @@ def test_devices_are_the_same_however_they_are_spelled() -> None:
     assert device_kind(one) == device_kind(other) == "TPUv5e"
     assert cluster_of(one).hosts[0].devices == 256
     assert cluster_of({**one, "interconnect": "32x v5e-16 over DCN"}).hosts[0].devices == 16
-    with pytest.raises(Inexpressible, match="slices of 256 chips"):
+    pods = {**one, "accelerator": "TPU v4", "n_devices": "6144", "devices_per_node": ""}
+    assert cluster_of(pods).hosts[0].devices == 3072
+    assert (
+        cluster_of({**pods, "n_devices": "512", "shard": "hsdp: fsdp 64 x 8 replicas over DCN"}).hosts[0].devices == 64
+    )
+    assert cluster_of({**pods, "n_devices": "512", "shard": "fsdp 512 (dcn 2)"}).hosts[0].devices == 256
+    with pytest.raises(Inexpressible, match="a slice of 150 chips"):
         cluster_of({**one, "n_devices": "300", "devices_per_node": ""})
     for kind in ("GH200", "GB300", "RTX A1000"):
         with pytest.raises(Inexpressible, match="is not known"):
@@ -257,3 +265,60 @@ def test_selective_is_what_the_framework_calls_so(framework: str, date: str, exp
     row = {**ROW, "framework": framework, "source_date": date, "recompute": "selective"}
     rates = {"mfu_pct": "50", "hfu_pct": "60"} if framework.startswith(("fms", "Mega")) else {}
     assert recompute_of({**row, **rates}, generation_of(row))[0] == expected
+
+
+# Frameworks and their profiles
+
+
+@pytest.mark.parametrize(
+    ("framework", "date", "name"),
+    [
+        ("NeMo 24.07", "2024-07", "megatron-core"), ("NVIDIA Megatron-Core", "2024-03", "megatron-core"),
+        ("Megatron-Bridge", "2025-10", "megatron-core"), ("GPT-NeoX", "2022-02", "gpt-neox"),
+        ("TorchTitan", "2024-12", "torchtitan"), ("MosaicML LLM Foundry", "2023-11", "llm-foundry"),
+        ("PyTorch FSDP (IBM fms-fsdp)", "2024-03", "fms-fsdp"), ("InternLM", "2024-01", "internevo"),
+        ("megatron-lm", "2021-04", "megatron-2021"), ("Megatron-DeepSpeed", "2022-01", "megatron-deepspeed"),
+        ("PyTorch FSDP", "2024-03", "other"),
+    ],
+)  # fmt: skip
+def test_frameworks_are_known_in_any_spelling(framework: str, date: str, name: str) -> None:
+    assert generation_of({**ROW, "framework": framework, "source_date": date}).name == name
+
+
+def test_a_profile_of_the_framework_on_a_like_device_reaches_as_much_more_of_the_peak() -> None:
+    """Megatron-Core was measured on H100s alone; A100s reach 0.77 of their peak where those reach 0.68."""
+    profiles = read_profiles()
+    fitted = profiles["megatron-core/H100-SXM-80GB"]
+    found = profile_of(stated_row({**ROW, "framework": "Megatron-Core", "source_date": "2024-03"}), profiles)
+    ratio = device_of("A100-SXM-80GB").efficiency / device_of("H100-SXM-80GB").efficiency
+    assert found.matmul == pytest.approx(min(1.0, ratio * fitted.matmul))
+    assert found.hidden_activations == fitted.hidden_activations > 0
+    # What no TPU was measured with says nothing of them.
+    tpus = stated_row({**ROW, "framework": "Megatron-Core", "accelerator": "TPU v4", "devices_per_node": ""})
+    assert profile_of(tpus, profiles) == prior_of(tpus)
+
+
+def test_pipelines_keep_parameters_gathered() -> None:
+    found = stated_row({**ROW, "framework": "Llama 3", "source_date": "2024-07", "shard": "fsdp"})
+    assert {plan.zero for plan in found.candidates} == {2}
+    assert [plan.zero for plan in stated_row({**ROW, "shard": "fsdp", "pp": "1", "dp": "8"}).candidates] == [3]
+
+
+def test_a_batch_that_was_rounded_is_the_nearest_whole_one() -> None:
+    found = stated_row({**ROW, "gbs": "976", "dp": "124", "tp": "8", "pp": "1", "n_devices": "992", "mbs": ""})
+    assert (found.batch, found.rounded) == (992, 976 / 992)
+    with pytest.raises(Inexpressible, match="not a multiple"):
+        stated_row({**ROW, "gbs": "60"})
+
+
+def test_where_nothing_fits_the_least_is_taken() -> None:
+    """Not the largest microbatch, which is the fastest."""
+    open_row = {**ROW, "d_model": "8192", "n_heads": "64", "n_kv_heads": "64", "d_ff": "32768", "n_layers": "64"}
+    (solved,) = published.solve_rows([{**open_row, "mbs": "", "recompute": "none"}])
+    profile = profile_of(solved.stated, read_profiles())
+    layout = layout_of(solved.row, solved.stated)
+    priced = [price_stated(plan, profile, layout) for plan in solved.plans]
+    least = min(priced, key=lambda one: one.peak_bytes)
+    assert best_of(solved, profile).peak_bytes == least.peak_bytes
+    assert least.peak_bytes > usable_bytes(solved.stated)
+    assert least.step_seconds > min(one.step_seconds for one in priced)

@@ -113,6 +113,26 @@ def test_a_pipeline_takes_its_microbatches_and_its_bubble() -> None:
     assert 16 * busiest < found.step_seconds < 19 * busiest + 0.01
 
 
+def test_products_of_one_layer_are_as_narrow_as_those_of_many() -> None:
+    """A stage with one layer runs each product once, as the head does, which stays wide; embeddings have none."""
+    many, each = small(layers=8), StatedPlan(pipeline=8, microbatches=8)
+    device = replace(CLUSTER.device, peak_flops={**CLUSTER.device.peak_flops, "float8_e4m3fn": 1e15})
+    one = solved(each, many)
+    one = replace(one, cluster=replace(one.cluster, hosts=(replace(one.cluster.hosts[0], device=device),)))
+    wide, narrow = (price_stated(one, PROFILE, narrow_products=narrow) for narrow in (False, True))
+    for before, after in zip(wide.timeline.timing.stages, narrow.timeline.timing.stages, strict=True):
+        assert after.forward_seconds < before.forward_seconds
+
+
+def test_parameters_are_kept_in_the_type_that_products_read() -> None:
+    """No pass over each of them for each microbatch, which a program that keeps them in four bytes would make."""
+    kernels = next(iter(solved(StatedPlan(), small(layers=2, global_batch=10)).kinds.values())).work.kernels
+    matrices = {512 * n for n in (3 * 512, 512, 2048, 1024)}  # no activation of ten samples has as many elements
+    written = {kernel.moved_bytes for kernel, _ in kernels if kernel.kind in ("stored", "fused")}
+    assert written
+    assert not written & {2.0 * elements for elements in matrices}
+
+
 def test_many_microbatches_are_as_if_all_were_simulated() -> None:
     config, plan = small(), StatedPlan(pipeline=4, chunks=2, microbatches=64)
     few = solved(plan, config)

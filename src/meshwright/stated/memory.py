@@ -141,7 +141,9 @@ class _Count:
     def is_logits(self, value: int) -> bool:
         """Whether a product leaves it outside of any scan (the head)."""
         made = self.graph.producer.get(value)
-        return made is not None and self.graph.operators[made[0]].matmul and self.graph.operators[made[0]].repeats == 1
+        return (
+            made is not None and self.graph.operators[made[0]].matmul and len(self.graph.operators[made[0]].path) == 1
+        )
 
     def root(self, value: int) -> tuple[int, float]:
         """What a value renames, and the bytes of an element in the narrowest type on the way."""

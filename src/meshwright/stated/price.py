@@ -130,9 +130,8 @@ def price_stated(
         compute = [0.0, 0.0]
         weights, activations = [0.0, 0.0], [0.0, 0.0]
         for kernel, runs in kind.work.kernels:
-            # Products with parameters in layers, which are several; the head is one.
-            in_layers = kernel.kind == "product" and kernel.shape[:1] == (1,) and runs.forward + runs.backward > 1
-            if narrow_products and in_layers:
+            # Products with parameters in layers; the head stays wide.
+            if narrow_products and kernel.kind == "product" and kernel.shape[:1] == (1,) and runs.in_loop:
                 kernel = kernel._replace(dtype="float8_e4m3fn")
             seconds = kernel_seconds(kernel, device, profile)
             compute[0] += runs.forward * seconds

@@ -29,11 +29,13 @@ class Runs:
       forward: in the forward pass.
       again: in the backward pass, because it is rematerialised.
       backward: for the derivative.
+      in_loop: whether it is part of a loop over layers.
     """
 
     forward: float = 0.0
     again: float = 0.0
     backward: float = 0.0
+    in_loop: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +84,14 @@ def stage_work(problem: StageProblem, chosen: IntraOpSolution) -> StageWork:
 
 
 def _merged(found: Iterable[tuple[_Thing, Runs]]) -> tuple[tuple[_Thing, Runs], ...]:
-    total: dict[_Thing, Runs] = {}
+    total: dict[tuple[_Thing, bool], Runs] = {}
     for one, runs in found:
-        have = total.get(one, Runs())
-        total[one] = Runs(
-            forward=have.forward + runs.forward, again=have.again + runs.again, backward=have.backward + runs.backward
-        )
-    return tuple(total.items())
+        have = total.get((one, runs.in_loop), Runs())
+        total[one, runs.in_loop] = Runs(
+            forward=have.forward + runs.forward, again=have.again + runs.again, backward=have.backward + runs.backward,
+            in_loop=runs.in_loop,
+        )  # fmt: skip
+    return tuple((one, runs) for (one, _), runs in total.items())
 
 
 def _kernels(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Kernel, Runs]]:
@@ -96,13 +99,15 @@ def _kernels(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[K
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
         if choice is None or operator.is_link:
             continue
+        if operator.name == "convert_element_type" and operator.operands[0] in problem.of_parameters:
+            continue  # software that trains in two bytes keeps its parameters in two, too
         again = problem.forward_runs(operator) - 1
         found = problem.prices.kernels(graph, operator, choice.algorithm)
-        n = operator.repeats
+        n, in_loop = operator.repeats, len(operator.path) > 1
         for kernel in (found.forward, *found.copies):
-            yield kernel, Runs(forward=n, again=n * again)
+            yield kernel, Runs(forward=n, again=n * again, in_loop=in_loop)
         for gradient in found.gradients:
-            yield gradient.kernel, Runs(backward=n * gradient.runs)
+            yield gradient.kernel, Runs(backward=n * gradient.runs, in_loop=in_loop)
 
 
 def _movements(problem: StageProblem, chosen: IntraOpSolution) -> Iterator[tuple[Movement, Runs]]:
