@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,6 +138,8 @@ def plan(
         f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")
     )
     predicted = planning.plan.predicted
+    if predicted is not None and preset is None and not isfinite(predicted.optimality_gap):
+        print("No bound is known: nothing says how far this plan is from the best")
     if planning.seconds > time_limit and refine is None and predicted is not None and predicted.optimality_gap > 0:
         print(f"The time limit of {format_seconds(time_limit)} was over: more time may find a faster plan")
 

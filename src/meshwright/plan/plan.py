@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isfinite
 from typing import Any
 
 from ..sharding.spec import Spec
@@ -195,7 +196,7 @@ class Prediction:
       tflops_per_device: model FLOPs (forward and backward, no rematerialisation) per second and device, in 1e12.
       flops_per_device: executed FLOPs of matrix products and convolutions on one device in one step.
       optimality_gap: how far, at most, the objective is from the optimum, relative; in the objective a split backward
-        counts for more than it takes, since it has to be worth it.
+        counts for more than it takes, since it has to be worth it. Infinite where no bound is known.
       bubble_fraction: the share of all devices' time in which they wait for other stages.
     """
 
@@ -282,10 +283,10 @@ class Plan:
             f"parameters: {sum(len(s.parameters) for s in self.stages)}."
         )
         if self.predicted is not None:
-            peak = max((s.memory.total for s in self.stages), default=0.0)
+            peak, gap = max((s.memory.total for s in self.stages), default=0.0), self.predicted.optimality_gap
             text += (
                 f" Predicted: {self.predicted.step_seconds:.4g} s a step, {peak / 2**20:.1f} MiB on a device, "
-                f"optimality gap {100 * self.predicted.optimality_gap:.3g} %."
+                f"optimality gap {f'{100 * gap:.3g} %' if isfinite(gap) else 'not known'}."
             )
         return text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from ..schedule import WORTH_SPLITTING
 from .inter_op_problem import Order
 
@@ -53,6 +55,22 @@ class BestKnown:
         of one."""
         most = self.worth_a_look(microbatches) / handicap(order)
         return most, min(most, self.simulated * (1 + 1e-9))
+
+
+def gap_of(seconds: float, least_seconds: float) -> float:
+    """How much less than a plan others take at most, as a share of its seconds; infinite where nothing is known of
+    them.
+
+    >>> gap_of(10.0, 7.5), gap_of(10.0, 12.0), gap_of(10.0, 0.0)
+    (0.25, 0.0, inf)
+
+    Args:
+      seconds: of the plan.
+      least_seconds: that all others take at least; 0 where nothing is known.
+    """
+    if seconds <= 0:
+        return 0.0
+    return max(1 - least_seconds / seconds, 0.0) if least_seconds > 0 else inf
 
 
 def handicap(order: Order) -> float:

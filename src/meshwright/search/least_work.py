@@ -5,20 +5,21 @@ from __future__ import annotations
 from ..cluster import Cluster
 from ..cost.efficiency import profile_of
 from ..cost.kernels import arithmetic_seconds
-from ..program.staged import StagedProgram
+from ..program.graph import Graph
 from .choices import operator_choices
 from .operator_kernels import KernelsOf
 
 
-def least_work_seconds(program: StagedProgram, cluster: Cluster) -> float:
+def least_work_seconds(graph: Graph, microbatches: int, cluster: Cluster) -> float:
     """Seconds of a step in which every product, convolution and attention of both passes runs once, in full tiles, on
     all devices at once; of several kinds of device each kernel at the rate of the best for it.
 
     Args:
-      program: in any number of microbatches.
+      graph: the program at the size of one microbatch.
+      microbatches: in a step.
       cluster: where it runs.
     """
-    devices, graph = list(dict.fromkeys(host.device for host in cluster.hosts)), program.graph
+    devices = list(dict.fromkeys(host.device for host in cluster.hosts))
     total = 0.0
     for operator in graph.operators:
         if operator.is_link or not operator.matmul:
@@ -31,4 +32,4 @@ def least_work_seconds(program: StagedProgram, cluster: Cluster) -> float:
             backward = sum(one.runs * arithmetic_seconds(one.kernel, device, profile) for one in found.gradients)
             seconds.append(arithmetic_seconds(found.forward, device, profile) + backward)
         total += operator.repeats * min(seconds)
-    return program.microbatches * total / cluster.num_devices
+    return microbatches * total / cluster.num_devices

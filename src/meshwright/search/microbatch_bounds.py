@@ -114,7 +114,10 @@ class MicrobatchBounds:
         """Seconds that any number takes at least, which is soon known: all arithmetic, shared evenly."""
         if self._floor is None:
             base = self._costs.base
-            self._floor = least_work_seconds(base.program, base.submeshes.cluster) if base is not None else 0.0
+            self._floor = 0.0
+            if base is not None:
+                program, cluster = base.program, base.submeshes.cluster
+                self._floor = least_work_seconds(program.graph, program.microbatches, cluster)
         return self._floor
 
     @property
