@@ -64,6 +64,7 @@ def level(
     )  # fmt: skip
     costs = SimpleNamespace(
         program=SimpleNamespace(microbatches=8), solver=SimpleNamespace(kind_of=KINDS), hear=lambda: None, used={},
+        check=lambda: None,
         estimates=SimpleNamespace(known_parts={}),
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip

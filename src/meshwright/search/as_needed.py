@@ -37,6 +37,7 @@ class AsNeeded:
         self._levels = levels
         self._problem = levels[-1][0]
         self._kinds = levels[-1][1].solver.kind_of
+        self._check = levels[-1][1].check
         self._is_whole = False
         self._level: dict[int, int] = {}  # of a kind, what is known of it; nothing but bounds before the first
         self._rough: dict[tuple[int, tuple[int, ...]], tuple[np.ndarray, np.ndarray]] = {}
@@ -59,15 +60,21 @@ class AsNeeded:
         return frozenset(kind for kind, level in self._level.items() if level == len(self._levels) - 1)
 
     def solved(self, *, beam: int, upper_bound: float = inf, alone_bound: float = inf) -> Found | None:
-        """As `inter_op.solve_inter_op`."""
+        """As `inter_op.solve_inter_op`.
+
+        Raises:
+          OutOfTime: if it is late.
+        """
         last = len(self._levels) - 1
         if self._problem.order == "gpipe" and not self._is_whole:
-            if least_seconds(replace(self._problem, fastest=self._fastest)) > upper_bound:
+            if least_seconds(replace(self._problem, fastest=self._fastest), self._check) > upper_bound:
                 return None
             self.find_all()
         while True:
             problem = replace(self._problem, options=self._options, fastest=self._fastest)
-            found = solve_inter_op(problem, beam=beam, upper_bound=upper_bound, alone_bound=alone_bound)
+            found = solve_inter_op(
+                problem, beam=beam, upper_bound=upper_bound, alone_bound=alone_bound, check=self._check
+            )
             used = {self._kinds[stage.submesh] for stage in found.stages} if found is not None else set()
             left = {kind: self._level.get(kind, -1) + 1 for kind in used if self._level.get(kind, -1) < last}
             if not left:

@@ -21,6 +21,7 @@ class FinishedPlans:
       costs: of a number of microbatches.
       scheduled: of costs and stages, and how many of these a rank has, the plan under the schedule that is fastest for
         it; None where it fits under none.
+      over: whether the time is over and there is a plan: then one that has been simulated is enough.
       only_splits: whether a split backward is the only order that is asked for.
 
     Attributes:
@@ -33,6 +34,7 @@ class FinishedPlans:
         self,
         costs: Callable[[int], StageCosts],
         scheduled: Callable[..., Candidate | None],
+        over: Callable[[], bool],
         *,
         only_splits: bool,
     ) -> None:
@@ -40,7 +42,7 @@ class FinishedPlans:
         self.order: dict[PlanKey, Order] = {}
         self.simulated: dict[str, float] = {}
         self._candidates: dict[PlanKey, Candidate | None] = {}
-        self._costs, self._scheduled, self._only_splits = costs, scheduled, only_splits
+        self._costs, self._scheduled, self._only_splits, self._over = costs, scheduled, only_splits, over
 
     def add(self, number: int, found: Found, order: Order) -> None:
         """Remember a plan. Another order may have found the same stages, and thought them faster or slower."""
@@ -51,6 +53,10 @@ class FinishedPlans:
     def ascending(self) -> list[PlanKey]:
         """All of them, the fastest first."""
         return sorted(self.seconds, key=self.seconds.__getitem__)
+
+    def stages_in(self, number: int) -> list[tuple[int, float]]:
+        """Of the plans in so many microbatches, how many stages each has and its seconds."""
+        return [(len(stages), seconds) for (count, stages), seconds in self.seconds.items() if count == number]
 
     def simulate(self, best: BestKnown, number: int | None = None) -> Iterator[Candidate]:
         """The best plans, of so many microbatches or of any; `best` learns what they take, which bounds all others."""
@@ -63,6 +69,8 @@ class FinishedPlans:
                 continue
             if key not in self._candidates:
                 if self.seconds[key] > min(least.worth_a_look(count), best.worth_simulating):
+                    continue
+                if any(self._candidates.values()) and self._over():
                     continue
                 self._candidates[key] = found = self._scheduled(self._costs(count), stages, chunks=1)
                 if found is not None:

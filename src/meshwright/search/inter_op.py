@@ -37,6 +37,7 @@ incomparable; `beam` bounds the labels of a state, and `Found.lower_bound` says 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -88,7 +89,12 @@ class _Label:
 
 
 def solve_inter_op(
-    problem: InterOpProblem, *, beam: int = 256, upper_bound: float = inf, alone_bound: float = inf
+    problem: InterOpProblem,
+    *,
+    beam: int = 256,
+    upper_bound: float = inf,
+    alone_bound: float = inf,
+    check: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """The best staged plan, or None if none fits (or none is below `upper_bound`).
 
@@ -97,8 +103,9 @@ def solve_inter_op(
       beam: the most labels a state may have; the best by objective are kept.
       upper_bound: seconds; plans that take longer are of no interest.
       alone_bound: the same of plans of one stage; what is proven is of the others.
+      check: called now and then; it may raise something, where there is no time left.
     """
-    search = _Search(problem, upper_bound, alone_bound)
+    search = _Search(problem, upper_bound, alone_bound, check)
     # A narrow search first: its plan prunes the wide one.
     narrow = search.run(1)
     if beam == 1:
@@ -111,15 +118,16 @@ def solve_inter_op(
     return wide
 
 
-def least_seconds(problem: InterOpProblem) -> float:
-    """What any plan takes at least, as the problem's `fastest` says; infinite if none fits."""
-    total, period = _Search(problem, inf, inf).left[0]
+def least_seconds(problem: InterOpProblem, check: Callable[[], None] = lambda: None) -> float:
+    """What any plan takes at least, as the problem's `fastest` says; infinite if none fits. `check` as of
+    `solve_inter_op`."""
+    total, period = _Search(problem, inf, inf, check).left[0]
     return float(total[-1, -1] + period[-1, -1])
 
 
 class _Search:
-    def __init__(self, problem: InterOpProblem, bound: float, alone: float) -> None:
-        self.problem, self.bound, self.alone = problem, bound, alone
+    def __init__(self, problem: InterOpProblem, bound: float, alone: float, check: Callable[[], None]) -> None:
+        self.problem, self.bound, self.alone, self._check = problem, bound, alone, check
         # What plans take at least whose labels there was no room for.
         self.dropped = inf
         self.ending: dict[int, list[Submesh]] = {}
@@ -168,6 +176,7 @@ class _Search:
         before = LeastBefore(self._positions, self._tables)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for place in range(self.most, -1, -1):
+            self._check()
             tables = before.at(place, *found[-1]) if found else (np.full(shape, inf), np.full(shape, inf))
             if self.problem.num_stages in (None, place):
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
@@ -192,6 +201,7 @@ class _Search:
                     self.dropped = min(self.dropped, self._promise(labels[beam], last, device))
                     del labels[beam:]
                 for label in labels:
+                    self._check()
                     self._extend(states, label, last, device)
             states[last] = {}
         done = [label for group in states[0].get(0, {}).values() for label in group]

@@ -28,6 +28,8 @@ class MicrobatchCosts:
       refined: numbers in which stages have been searched, not bounds alone: their estimates bound those of more.
       reserve: what the search may not count on a device in so many microbatches.
       late: whether estimating is to end with `OutOfTime`.
+      check: raises `OutOfTime` where it is late; called by what finds out nothing of parts of the program, but can take
+        long.
       hear: called before a bound is asked for, and before each kind of submeshes is looked at: what a copy of this
         process has found out is learned.
     """
@@ -38,6 +40,7 @@ class MicrobatchCosts:
         self.refined: set[int] = set()
         self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
         self.late: Callable[[], bool] = lambda: False
+        self.check: Callable[[], None] = lambda: None
         self.hear: Callable[[], None] = lambda: None
         self._request, self._submeshes, self._places = request, submeshes, places
         self._made: dict[int, StageCosts | PlanError] = {}
@@ -138,7 +141,7 @@ class MicrobatchCosts:
             meshes=request.mesh, own_meshes=own, coarser=coarser,
         )  # fmt: skip
         made.estimates.parts.late = lambda: self.late()
-        made.hear = lambda: self.hear()
+        made.hear, made.check = lambda: self.hear(), lambda: self.check()
         return made
 
     def used(self, count: int) -> dict[Order, frozenset[int]]:

@@ -22,7 +22,7 @@ from ..errors import PlanError
 from ..program.staged import StagedProgram
 from .alternative import nearest
 from .as_needed import AsNeeded
-from .best_known import BestKnown, handicap
+from .best_known import BestKnown, gap_of, handicap
 from .candidate import Candidate, better, merged, scheduled
 from .finished_plans import FinishedPlans, PlanKey
 from .given_stages import POWERS_OF_TWO, first_seconds, restricted
@@ -98,12 +98,10 @@ class StageSearch:
         self.counts = self.costs.counts
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
         self._interleaving = Interleaving(request, self.costs.of_program)
-        self._seconds = request.time_limit_seconds
-        self._known = request.faster_than_seconds
+        self._seconds, self._known = request.time_limit_seconds, request.faster_than_seconds
         self.taken = request.begin_with  # then microbatches of the last run's plan
-        self._taken_interleaved = False
-        self._probing = self._may_stop = False
-        self.costs.late = self._is_late
+        self._taken_interleaved = self._probing = self._may_stop = False
+        self.costs.late, self.costs.check = self._is_late, self._check
         self.costs.hear = self._scout.listen
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         if begun is not None:
@@ -115,7 +113,7 @@ class StageSearch:
     def _reset(self) -> None:
         self.start = time.perf_counter()
         self.best = BestKnown(self._known)
-        self.finished = FinishedPlans(self.costs, self._scheduled, only_splits=self._only_splits)
+        self.finished = FinishedPlans(self.costs, self._scheduled, lambda: self.over, only_splits=self._only_splits)
         self.considered: list[str] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
@@ -135,6 +133,11 @@ class StageSearch:
         """Whether to find out no more; asked before anything is."""
         self._scout.catch_up()
         return self._may_stop and self.over
+
+    def _check(self) -> None:
+        """The same where a scout would find out nothing: ends what may be broken off."""
+        if self._may_stop and self.over:
+            raise OutOfTime
 
     def run(
         self,
@@ -189,8 +192,7 @@ class StageSearch:
             raise self.costs.nothing_fits()
         if best.weight >= known:
             raise self._nothing_faster()
-        gap = max(1 - max(self.unsearched, self.bounds.floor) / best.weight, 0.0) if best.seconds > 0 else 0.0
-        plan = best.plan(gap)
+        plan = best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor)))
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
@@ -256,13 +258,13 @@ class StageSearch:
             self.bounds.splits = handicap("zero_bubble") if splits else None
             self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
             if not self._probing and self.near() is None and not self.over:
-                expected = self.bounds.of_all(self.best.objective)
+                with self._in_time(self.bounds.floor):
+                    expected = self.bounds.of_all(self.best.objective)
             self.unsearched = min(self.unsearched, self.bounds.given_up)
         left = sorted(self.counts, reverse=True)
-        if bounded:
-            for count in [count for count in left if not isfinite(expected[count])]:
-                left.remove(count)
-                self.considered.append(f"{count} microbatches: {_NOTHING}")
+        for count in [count for count in left if not isfinite(expected[count])]:
+            left.remove(count)
+            self.considered.append(f"{count} microbatches: {_NOTHING}")
         refused = self._search_each(left, expected, bounded=bounded)
         if refused is not None and not self.costs.all:
             raise refused
@@ -290,7 +292,8 @@ class StageSearch:
                 continue
             if self.over or (self._probing and tried and self.finished.seconds):
                 reason = "out of time" if self.over else "a first plan was enough"
-                self.considered.append(f"{count} microbatches: not searched, {reason}")
+                how = "searched no further" if self.finished.stages_in(count) else "not searched"
+                self.considered.append(f"{count} microbatches: {how}, {reason}")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
             try:
@@ -367,9 +370,7 @@ class StageSearch:
             return [problem]
         if self._only_splits:
             return in_stages(problem, POWERS_OF_TWO)
-        finished = [
-            (len(stages), seconds) for (n, stages), seconds in self.finished.seconds.items() if n == microbatches
-        ]
+        finished = self.finished.stages_in(microbatches)
         return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order, microbatches)[0]))
 
     @property

@@ -67,6 +67,7 @@ class StageCosts:
         of_parts = self.solver if parts is program else solver(parts)
         self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
         self.hear: Callable[[], None] = lambda: None  # called before each kind of submeshes is looked at
+        self.check: Callable[[], None] = lambda: None  # called where it may be late: raises `OutOfTime` then
         # Kinds of submeshes that were estimated since plans in its microbatches used them, by the order of these.
         self.used: dict[Order, frozenset[int]] = {}
         self._reserve = MemoryReserve()
@@ -310,9 +311,14 @@ class StageCosts:
         return [(s, count) for s, count in placed if not self.is_solved(s.first, s.last, s.submesh, count)]
 
     def solve_all(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> int:
-        """Solve what is not; how many there were."""
+        """Solve what is not; how many there were.
+
+        Raises:
+          OutOfTime: if it is late.
+        """
         left = self.unsolved(problem, stages)
         for stage, in_flight in left:
+            self.check()
             self.solve(stage.first, stage.last, stage.submesh, in_flight)
         return len(left)
 
