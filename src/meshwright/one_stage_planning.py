@@ -8,7 +8,6 @@ with what a device has. A plan that exceeds it is refused and the search repeate
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,18 +38,17 @@ def plan_one_stage(asked: PlanRequest) -> Planning:
       PlanError: if the request makes no sense, or nothing fits.
     """
     count = asked.microbatches if asked.microbatches is not None else 1
-    spent = _Spent()
     short: MemoryExceeded | None = None
     while True:
         try:
-            program = spent.traced(asked, count)
+            program = _traced(asked, count)
         except PlanError as error:
             if short is None:
                 raise
             # More microbatches were our idea: the user asked for a plan that fits.
             raise short.but(f"more microbatches are out of the question: {error}") from error
         try:
-            found = _in_microbatches(asked, program, count, asked.remat, spent)
+            found = _in_microbatches(asked, program, count, asked.remat)
         except MemoryExceeded as error:
             short = error
             more = _more_microbatches(asked, program, max(2 * count, error.fewest_microbatches))
@@ -59,20 +57,24 @@ def plan_one_stage(asked: PlanRequest) -> Planning:
             count = more
             continue
         if asked.microbatches is None and asked.remat is None and found.plan.stages[0].rematerialised:
-            found = _not_again(asked, program, count, found, spent)
-        return spent.told(found, asked.started)
+            found = _not_again(asked, program, count, found)
+        return found
 
 
-def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning, spent: _Spent) -> Planning:
+def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning) -> Planning:
     """The faster of a plan that computes activations again and one in more microbatches that does not."""
     for _ in range(_MOST_FINER):
         more = _more_microbatches(asked, program, count + 1)
-        if more is None or asked.left_seconds < 0:
+        if more is None:
             break
-        count = more
+        count, skipped = more, f"{more} microbatches, nothing rematerialised: not searched, out of time"
+        if asked.left_seconds < 0:
+            return found.unfinished(skipped, asked.least_work_seconds)
         try:
-            program = spent.traced(asked, count)
-            finer = _in_microbatches(asked, program, count, "none", spent)
+            program = _traced(asked, count)
+            finer = _in_microbatches(asked, program, count, "none", late=lambda: asked.left_seconds < 0)
+        except _OutOfTime:
+            return found.unfinished(skipped, asked.least_work_seconds)
         except MemoryExceeded as error:
             # The next number is where this one's least would fit.
             count = max(2 * count, error.fewest_microbatches) - 1
@@ -84,36 +86,28 @@ def _not_again(asked: PlanRequest, program: Program, count: int, found: Planning
     return found
 
 
-class _Spent:
-    """Seconds of the work so far."""
-
-    def __init__(self) -> None:
-        self.trace = self.solve = 0.0
-
-    def traced(self, asked: PlanRequest, count: int) -> Program:
-        """The step in so many microbatches."""
-        begun = time.perf_counter()
-        asked.tell("tracing" + _with(count))
-        try:
-            return asked.program(count)
-        finally:
-            self.trace += time.perf_counter() - begun
-
-    def told(self, planning: Planning, started: float) -> Planning:
-        """What was found, with all that it took since the work began."""
-        seconds = time.perf_counter() - started
-        return replace(planning, trace_seconds=self.trace, solve_seconds=self.solve, seconds=seconds)
+def _traced(asked: PlanRequest, count: int) -> Program:
+    """The step in so many microbatches."""
+    asked.tell("tracing" + _with(count))
+    return asked.program(count)
 
 
 def _with(count: int) -> str:
     return "" if count == 1 else f" with {count} microbatches"
 
 
-def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: str | None, spent: _Spent) -> Planning:
-    """The fastest plan in so many microbatches; what it took is in `spent`, and not yet in the plan.
+class _OutOfTime(Exception):
+    """The time was over before a plan had turned out to fit, and another one is known."""
+
+
+def _in_microbatches(
+    asked: PlanRequest, program: Program, count: int, remat: str | None, late: Callable[[], bool] = lambda: False
+) -> Planning:  # fmt: skip
+    """The fastest plan in so many microbatches.
 
     Raises:
       MemoryExceeded: if none fits.
+      _OutOfTime: if it is late before one is known to fit.
     """
     preset, pinned = asked.preset, asked.pins
     if preset is not None:
@@ -128,19 +122,17 @@ def _in_microbatches(asked: PlanRequest, program: Program, count: int, remat: st
         time_limit_seconds=max(asked.left_seconds, 0.0),
     )  # fmt: skip
     pinned.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
-    begun = time.perf_counter()
-    try:
-        result = _search_within_memory(program, request, lambda text: asked.tell(text + _with(count)))
-    finally:
-        spent.solve += time.perf_counter() - begun
+    result = _search_within_memory(program, request, lambda text: asked.tell(text + _with(count)), late)
     return Planning(
-        program=program, plan=result.plan, cluster=asked.cluster, seconds=0.0, trace_seconds=0.0,
-        solve_seconds=0.0, considered=result.considered, alternatives=result.alternatives,
+        program=program, plan=result.plan, cluster=asked.cluster, considered=result.considered,
+        alternatives=result.alternatives,
     )  # fmt: skip
 
 
-def _search_within_memory(program: Program, request: SearchRequest, tell: Callable[[str], None]) -> SearchResult:
-    """The best plan whose traced peak fits."""
+def _search_within_memory(
+    program: Program, request: SearchRequest, tell: Callable[[str], None], late: Callable[[], bool]
+) -> SearchResult:
+    """The best plan whose traced peak fits; arguments and what is raised as of `_in_microbatches`."""
     usable = request.cluster.device.usable_memory_bytes
     search = HierarchicalSearch(request, tell)
     row = usable
@@ -153,6 +145,8 @@ def _search_within_memory(program: Program, request: SearchRequest, tell: Callab
             if leanest is not None:
                 raise _over(request, usable, leanest, peak) from error
             raise
+        if late():
+            raise _OutOfTime
         tell("predicting memory")
         predicted = LocalStep(program, result.plan).predicted_memory(request.cluster.device.platform)
         leanest, peak = result.plan, float(predicted.peak_bytes)

@@ -21,6 +21,8 @@ from .program.trace import Program, abstract
 from .program.traces import Traces
 from .schedule import WORTH_SPLITTING
 from .search.alternative import Alternative, merged, one_stage_words, stages_words
+from .search.best_known import gap_of
+from .search.least_work import least_work_seconds
 from .search.pins import Pins
 from .search.submeshes import Submesh, Submeshes
 from .simulate.of_plan import plan_schedule
@@ -71,6 +73,12 @@ class PlanRequest:
         """Of the time limit; negative once it is over."""
         return self.time_limit_seconds - (time.perf_counter() - self.started)
 
+    @property
+    def least_work_seconds(self) -> float:
+        """What no plan takes less than."""
+        count = self.microbatches if self.microbatches is not None else 1
+        return least_work_seconds(self.program(count).graph, count, self.cluster)
+
     def program(self, microbatches: int) -> Program:
         """The step in so many microbatches."""
         return self.traces.program(
@@ -92,21 +100,21 @@ class Planning:
       program: the traced step.
       plan: the plan.
       cluster: it is for.
-      seconds: in all.
-      trace_seconds: for tracing and analysing the step.
-      solve_seconds: for the search.
       considered: the candidates, a line each.
       alternatives: plans that were not taken, the fastest first.
+      seconds: in all; like what follows, once planning is over.
+      trace_seconds: for tracing and analysing the step.
+      solve_seconds: for everything else: all searches, also those whose plan was not taken, and writing plans out.
     """
 
     program: Program
     plan: Plan
     cluster: Cluster
-    seconds: float
-    trace_seconds: float
-    solve_seconds: float
     considered: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
+    seconds: float = 0.0
+    trace_seconds: float = 0.0
+    solve_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -118,6 +126,12 @@ class Planning:
     def counted_seconds(self) -> float:
         """What the step counts for where stages are compared: a split backward has to be worth it."""
         return counted_seconds(self.plan)
+
+    @property
+    def least_seconds(self) -> float:
+        """What other plans count for at least, by its gap; 0 where nothing is known of them."""
+        assert self.plan.predicted is not None
+        return max(1 - self.plan.predicted.optimality_gap, 0.0) * self.counted_seconds
 
     @property
     def as_alternative(self) -> Alternative:
@@ -133,6 +147,24 @@ class Planning:
             sizes = [(stage.layers[1] - stage.layers[0], len(stage.devices)) for stage in plan.stages]
             what = stages_words(plan.microbatches, plan.schedule, sizes)
         return Alternative(what=what, step_seconds=self.step_seconds)
+
+    def bounded(self, least_seconds: float) -> Planning:
+        """The same plan with its gap, where all others are known to count for so much at least; 0 for nothing known."""
+        predicted = self.plan.predicted
+        assert predicted is not None  # plans that are found are priced
+        predicted = replace(predicted, optimality_gap=gap_of(self.counted_seconds, least_seconds))
+        return replace(self, plan=replace(self.plan, predicted=predicted))
+
+    def beside(self, least_seconds: float) -> Planning:
+        """The same where there are others that its gap does not know of, which take so much at least."""
+        return self if least_seconds >= self.least_seconds else self.bounded(least_seconds)
+
+    def unfinished(self, words: str, least_seconds: float) -> Planning:
+        """The same where others were not looked at to the end, which is said, and so is what they take at least."""
+        if least_seconds > 0:
+            words += f", {least_seconds:.6g} s at the very least"
+        found = self.beside(least_seconds)
+        return replace(found, considered=(*found.considered, words))
 
     def preferred_to(self, *others: Planning) -> Planning:
         """This plan, with others and what they were preferred to among its alternatives."""

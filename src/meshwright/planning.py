@@ -90,7 +90,8 @@ def plan_for(
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
-    start, tell = time.perf_counter(), _only_here(tell)
+    start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step)
+    traced = traces.seconds
     check_refine(refine)
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     _check_types(where, pins, preset)
@@ -98,7 +99,7 @@ def plan_for(
     check_batch_axis(args, batch_axis)
     if memory_per_device is not None:
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
-    meshes, traces = mesh_argument(mesh), traces_of(step)
+    meshes = mesh_argument(mesh)
     if refine is not None:
         from .calibrate.origin import check_origin  # a tenth of a second, which most never need
         from .calibrate.refine import measured_best
@@ -113,7 +114,7 @@ def plan_for(
             lambda **those: plan_for(traces, args, cluster=where, tell=tell, **those), options, traces=traces,
             args=args, cluster=where, tell=tell,
         )  # fmt: skip
-        return replace(found, seconds=time.perf_counter() - start)
+        return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     if preset is not None:
         preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
         check_free(preset, mesh=mesh, zero=zero, remat=remat, stages=None if stages == 1 else stages, schedule=schedule)
@@ -141,7 +142,13 @@ def plan_for(
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
-    return replace(found, plan=replace(found.plan, notes=notes), seconds=time.perf_counter() - start)
+    found = replace(found, plan=replace(found.plan, notes=notes))
+    return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+
+
+def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:
+    """What was found, with all that it took: what is no tracing is for the search."""
+    return replace(planning, seconds=seconds, trace_seconds=trace_seconds, solve_seconds=seconds - trace_seconds)
 
 
 def _only_here(tell: Callable[[str], None]) -> Callable[[str], None]:
@@ -243,10 +250,13 @@ def _any_stages(asked: PlanRequest) -> Planning:
         except PlanError:
             raise refused from None
     if asked.left_seconds < 0:
-        return replace(one, considered=(*one.considered, "several stages: not searched, out of time"))
+        return one.unfinished("several stages: not searched, out of time", asked.least_work_seconds)
     try:
         several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH_STAGES))
-    except (NothingFaster, MemoryExceeded):
+    except (NothingFaster, MemoryExceeded) as nothing:
+        if asked.left_seconds < 0:
+            least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds
+            return one.unfinished("several stages: broken off, out of time", least)
         return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
     except PlanError as error:
         return replace(one, considered=(*one.considered, f"several stages: {error}"))

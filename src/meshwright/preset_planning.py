@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import gcd, inf
 
 from .one_stage_planning import MARGIN
-from .plan import Plan
 from .plan_request import Planning, PlanRequest
 from .presets.incumbent import Incumbent
 from .presets.prices import PresetPrices
 from .program.batch import batch_extents
 from .program.equal_stages import main_scan
 from .search.alternative import Alternative, merged, preset_words
+from .search.considered import said_once
 from .search.pins import Pins
 from .search.stage_result import NothingFaster
 
@@ -39,7 +38,6 @@ class BestUnderPresets:
 
     Attributes:
       priced: the best by its price, or the one that has become the plan; None if there is none.
-      solve_seconds: that all this has taken, but for tracing.
     """
 
     def __init__(
@@ -47,22 +45,14 @@ class BestUnderPresets:
         better: Callable[[float], None],
     ) -> None:  # fmt: skip
         self._asked, self._prices, self._seconds = asked, prices, seconds
-        self.solve_seconds = 0.0
         self._is_plan = False
-        with self._spending():
-            self._incumbent = Incumbent(
-                prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
-                given_up=lambda: time.perf_counter() > self._until + (_GIVEN_UP - 1) * seconds,
-                tell=asked.tell, better=better,
-            )  # fmt: skip
-            self.priced = self._incumbent.priced()
-
-    @contextmanager
-    def _spending(self) -> Iterator[None]:
-        begun, traced = time.perf_counter(), self._prices.trace_seconds
-        self._until = begun + self._seconds
-        yield
-        self.solve_seconds += time.perf_counter() - begun - (self._prices.trace_seconds - traced)
+        self._until = time.perf_counter() + seconds
+        self._incumbent = Incumbent(
+            prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
+            given_up=lambda: time.perf_counter() > self._until + (_GIVEN_UP - 1) * seconds,
+            tell=asked.tell, better=better,
+        )  # fmt: skip
+        self.priced = self._incumbent.priced()
 
     @property
     def step_seconds(self) -> float:
@@ -80,26 +70,24 @@ class BestUnderPresets:
         """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
         does."""
         when = "" if self._asked.left_seconds > 0 else " before the time was over"
-        with self._spending():
-            found = self._incumbent.planned()
+        self._until = time.perf_counter() + self._seconds
+        found = self._incumbent.planned()
         self.priced, self._is_plan = found.priced if found is not None else None, True
         if found is None:
             return None
         note = f"found under the preset {found.priced.preset}: the search found nothing faster{when}"
         plan = replace(found.plan, notes=(*found.plan.notes, note))
         return Planning(
-            program=found.priced.program.source, plan=plan, cluster=self._asked.cluster,
-            seconds=time.perf_counter() - self._asked.started, trace_seconds=self._prices.trace_seconds,
-            solve_seconds=self.solve_seconds, considered=found.considered,
-        )  # fmt: skip
+            program=found.priced.program.source, plan=plan, cluster=self._asked.cluster, considered=found.considered
+        )
 
     def beaten_by(self, found: Planning) -> Planning:
         """A faster plan, with the best preset among its alternatives."""
-        seconds, alternatives = found.solve_seconds + self.solve_seconds, found.alternatives
+        alternatives = found.alternatives
         if self.priced is not None:
             what = preset_words(self.priced.microbatches, str(self.priced.preset), fits=self._is_plan)
             alternatives = merged(alternatives, [Alternative(what=what, step_seconds=self.step_seconds)])
-        return replace(found, alternatives=alternatives, solve_seconds=seconds)
+        return replace(found, alternatives=alternatives)
 
 
 def best_under_presets(
@@ -137,17 +125,8 @@ def proven(planning: Planning, nothing: NothingFaster) -> Planning:
       planning: of a plan that was known.
       nothing: what the search said.
     """
-    found = bounded(planning, nothing.least_seconds)
-    return replace(found, considered=(*planning.considered, *nothing.considered))
-
-
-def bounded(planning: Planning, least_seconds: float) -> Planning:
-    """The same plan with its gap, where all others are known to count for so much at least."""
-    predicted = planning.plan.predicted
-    assert predicted is not None  # plans that are found are priced
-    gap = max(1 - least_seconds / planning.counted_seconds, 0.0)
-    plan: Plan = replace(planning.plan, predicted=replace(predicted, optimality_gap=gap))
-    return replace(planning, plan=plan)
+    found = planning.bounded(nothing.least_seconds)
+    return replace(found, considered=said_once(planning.considered, nothing.considered))
 
 
 def _divisors(asked: PlanRequest) -> list[int]:

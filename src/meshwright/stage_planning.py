@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -16,7 +15,7 @@ from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
 from .plan_memory import PlanMemory
 from .plan_request import Planning, PlanRequest, counted_seconds, in_cluster
-from .preset_planning import BestUnderPresets, best_under_presets, bounded, proven
+from .preset_planning import BestUnderPresets, best_under_presets, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.priced import PricedPreset
@@ -89,7 +88,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     except Unexpected:
         asked.expectations.give_up()
         return plan_stages(asked, stages, faster_than_seconds=faster_than_seconds)
-    return replace(found, seconds=time.perf_counter() - asked.started)
+    return found
 
 
 def _plan_in_orders(
@@ -107,23 +106,18 @@ def _plan_in_orders(
     if presets is None:
         scout.recall()  # the search is faster with a second process at the same than with a guess at what comes next
     least = presets.step_seconds if presets is not None else faster_than_seconds
-    in_vain = 0.0
     while True:
-        begun = time.perf_counter()
         try:
             found = _searched(asked, stages, orders, scout, begun_with, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             if presets is None or presets.priced is None:
                 raise
-            in_vain += time.perf_counter() - begun
             scout.recall()
             known = presets.planning()
             if known is not None and presets.step_seconds <= least * (1 + 1e-9):
-                known = proven(known, error) if isinstance(error, NothingFaster) else known
-                return replace(known, solve_seconds=in_vain + presets.solve_seconds)
+                return proven(known, error) if isinstance(error, NothingFaster) else known
             least = presets.step_seconds  # what seemed faster does not fit
             continue
-        found = replace(found, solve_seconds=in_vain + found.solve_seconds)
         return presets.beaten_by(found) if presets is not None else found
 
 
@@ -139,30 +133,40 @@ def _searched(
     """
     best: Planning | None = None
     refused: list[NothingFaster | MemoryExceeded] = []
-    solve_seconds = 0.0
-    for order in orders:
-        least, begun = min(faster_than_seconds, best.counted_seconds if best is not None else inf), time.perf_counter()
+    least_seconds = inf  # that plans in any order take
+    for number, order in enumerate(orders):
+        least = min(faster_than_seconds, best.counted_seconds if best is not None else inf)
+        if number and isfinite(least) and asked.left_seconds < 0:
+            least_seconds = min(least_seconds, asked.least_work_seconds)
+            break
         try:
             found = _plan_in_order(
                 replace(asked, cluster=order.cluster), stages, scout, begun_with, presets, faster_than_seconds=least
             )
         except (NothingFaster, MemoryExceeded) as error:
             refused.append(error)
-            solve_seconds += time.perf_counter() - begun
+            least_seconds = min(least_seconds, _least_told(asked, error))
             continue
         found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, order, asked.cluster))
-        solve_seconds += found.solve_seconds
+        least_seconds = min(least_seconds, found.least_seconds)
         if best is None:
             best = found
         else:
             faster = found.counted_seconds < best.counted_seconds
             best = found.preferred_to(best) if faster else best.preferred_to(found)
-        if asked.left_seconds < 0:
-            break
     if best is not None:
-        return replace(best, solve_seconds=solve_seconds)
+        return best.bounded(least_seconds) if len(orders) > 1 else best
     slower = [error for error in refused if isinstance(error, NothingFaster)]
-    raise min(slower, key=lambda error: error.least_seconds) if slower else refused[0]
+    if not slower:
+        raise refused[0]
+    raise NothingFaster(least_seconds, min(slower, key=lambda error: error.least_seconds).considered)
+
+
+def _least_told(asked: PlanRequest, error: NothingFaster | MemoryExceeded) -> float:
+    """What plans in an order of the hosts take at least in which there is none."""
+    if isinstance(error, NothingFaster):
+        return error.least_seconds
+    return inf if asked.left_seconds > 0 else asked.least_work_seconds
 
 
 class _Begun(NamedTuple):
@@ -229,7 +233,6 @@ def _plan_in_order(
     large = is_large(programs.any.source)
     mine = scout if large else None  # a small one is searched before a scout has found anything out
     search = StageSearch(request, begun=begun, scout=mine)
-    solve_seconds = 0.0
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None
     unwritten: StageSearchResult | None = None  # what is kept, as long as it has not been written out
@@ -240,7 +243,7 @@ def _plan_in_order(
     retimed = asked.schedule in _SEARCHED
     scout.kept = None
     scout.write = memory.begin if not retimed else lambda plan, program: None
-    late, least = 0, 0.0
+    late, least, known = 0, 0.0, isfinite(faster_than_seconds)
 
     def keeps() -> bool:
         """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
@@ -254,23 +257,22 @@ def _plan_in_order(
     for _ in range(_ATTEMPTS):
         if unwritten is not None and asked.left_seconds < 0:
             keeps()
-        late += kept is not None and asked.left_seconds < 0
+        late += (kept is not None or known) and asked.left_seconds < 0
         if late > _LATE_ATTEMPTS:
             break
         probing = kept is None and probes > 0
         probes -= 1
         asked.tell("searching stages")
-        since = time.perf_counter()
         try:
-            least_seconds = _LEAST_SHARE * asked.time_limit_seconds if kept is None else 0.0
+            least_share = _LEAST_SHARE if kept is None and not known else 0.0
             result = search.run(
-                memory.missed, time_limit_seconds=max(asked.left_seconds, least_seconds), probing=probing,
+                memory.missed, probing=probing,
+                time_limit_seconds=max(asked.left_seconds, least_share * asked.time_limit_seconds),
                 faster_than_seconds=kept.counted_seconds if kept is not None and not retimed else inf,
             )  # fmt: skip
         except NothingFaster as error:
             if kept is None:
                 raise
-            solve_seconds += time.perf_counter() - since
             if not keeps():
                 continue
             kept, least = proven(kept, error), max(least, error.least_seconds)
@@ -290,23 +292,22 @@ def _plan_in_order(
             request = replace(request, programs=programs, begin_with=None, known_interleaved=None)
             search = StageSearch(request, scout=mine)
             continue
-        solve_seconds += result.seconds
         plan, counted = result.plan, held_bytes(result.plan)
         if asked.schedule == "inference":
             if len(plan.stages) == 1:
-                return _planning(asked, result, plan, programs.seconds, solve_seconds)  # it keeps nothing to be missed
+                return _planning(asked, result, plan)  # it keeps nothing to be missed
             plan = _timed(replace(plan, schedule="inference", schedule_options=()))
         elif asked.schedule == "pipedream" and len(plan.stages) > 1:
             plan = _asynchronous(plan, result.program.graph)
         if probing and not retimed and len(plan.stages) > 1:
             # Most such plans are a beginning and no more, and nearly all fit.
-            kept, unwritten = _planning(asked, result, plan, programs.seconds, solve_seconds), result
+            kept, unwritten = _planning(asked, result, plan), result
             scout.kept = kept.plan, result.program
             continue
         scout.recall(writing=False)
         plan, fits = memory.written_out(plan, result.program, counted)
         if fits:
-            found = _planning(asked, result, plan, programs.seconds, solve_seconds)
+            found = _planning(asked, result, plan)
             if not probing:
                 slower = kept is not None and kept.counted_seconds < found.counted_seconds and keeps()
                 return kept if slower and kept is not None else found
@@ -319,14 +320,12 @@ def _plan_in_order(
             # What plans take at least they take in less memory too.
             least = max(least, (1 - predicted.optimality_gap) * counted_seconds(result.plan))
     if keeps() and kept is not None:
-        kept = bounded(kept, least) if least and not retimed else kept
-        return replace(kept, trace_seconds=programs.seconds, solve_seconds=solve_seconds)
+        return kept.bounded(least) if least and not retimed else kept
     raise memory.too_large(asked.cluster) if isfinite(memory.leanest) or nothing is None else nothing
 
 
 def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
     """The best plan under a preset of several stages."""
-    begun = time.perf_counter()
     prices = PresetPrices(
         asked.traces, asked.args, asked.cluster, layouts=asked.pins.layouts, batch_axis=asked.batch_axis,
         reduction=asked.reduction,
@@ -342,12 +341,9 @@ def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
         prices, preset, counts, remat=asked.remat, margin=MARGIN, finish=finish, late=lambda: asked.left_seconds < 0,
         tell=asked.tell,
     )  # fmt: skip
-    seconds = time.perf_counter() - begun
     return Planning(
-        program=found.priced.program.source, plan=found.plan, cluster=asked.cluster,
-        seconds=time.perf_counter() - asked.started, trace_seconds=prices.trace_seconds,
-        solve_seconds=seconds - prices.trace_seconds, considered=found.considered,
-    )  # fmt: skip
+        program=found.priced.program.source, plan=found.plan, cluster=asked.cluster, considered=found.considered
+    )
 
 
 def _nearest(counts: Iterable[int], wanted: int) -> int:
@@ -370,13 +366,10 @@ def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
         )  # fmt: skip
 
 
-def _planning(
-    asked: PlanRequest, result: StageSearchResult, plan: Plan, trace_seconds: float, solve_seconds: float
-) -> Planning:
+def _planning(asked: PlanRequest, result: StageSearchResult, plan: Plan) -> Planning:
     return Planning(
-        program=result.program.source, plan=plan, cluster=asked.cluster,
-        seconds=time.perf_counter() - asked.started, trace_seconds=trace_seconds, solve_seconds=solve_seconds,
-        considered=result.considered, alternatives=result.alternatives,
+        program=result.program.source, plan=plan, cluster=asked.cluster, considered=result.considered,
+        alternatives=result.alternatives,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -26,7 +25,6 @@ class StepPrograms(Mapping[int, StagedProgram]):
         self._asked, self._stages, self._counts = asked, stages, counts
         self._known: dict[int, StagedProgram] = {}
         self._second: StagedProgram | None = None
-        self.seconds = 0.0
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._counts)
@@ -61,7 +59,7 @@ class StepPrograms(Mapping[int, StagedProgram]):
         return batch_extents(self._asked.args, self._asked.batch_axis)
 
     def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:
-        asked, begun = self._asked, time.perf_counter()
+        asked = self._asked
         asked.tell(f"tracing {count} microbatches")
         program = _traced(asked, count)
         if not program.marked:
@@ -73,9 +71,7 @@ class StepPrograms(Mapping[int, StagedProgram]):
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
                 "a step that computes no gradients",
             )  # fmt: skip
-        staged = asked.traces.staged(program, like)
-        self.seconds += time.perf_counter() - begun
-        return staged
+        return asked.traces.staged(program, like)
 
     @cached_property
     def any(self) -> StagedProgram:

@@ -428,7 +428,8 @@ def test_no_time_is_enough_for_some_plan() -> None:
     for stages in (1, None):
         planning = plan_for(target.step, args, cluster="cpu", stages=stages, time_limit_seconds=1e-6)
         assert any("not searched, out of time" in words for words in planning.considered)
-        assert planning.plan.predicted.optimality_gap == 1  # nothing is known of the other meshes
+        # Of the other meshes nothing is known but how much arithmetic there is.
+        assert 0.5 < planning.plan.predicted.optimality_gap < 1
 
 
 def test_the_same_request_gives_the_same_plan() -> None:

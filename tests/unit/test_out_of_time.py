@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import pytest
 
+from meshwright import one_stage_planning
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
-from meshwright.search import part_rows, pipeline
+from meshwright.search import inter_op, part_rows, pipeline
+from meshwright.search.inter_op_problem import InterOpProblem, Option
 from meshwright.search.microbatch_costs import MicrobatchCosts
 from meshwright.search.part_rows import OutOfTime
 from meshwright.search.pipeline import StageSearch
+from meshwright.search.submeshes import Submesh
 from meshwright.zoo import gpt
 
 CLUSTER = load_cluster("p3.16xlarge:1")
@@ -98,3 +103,84 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(StageSearch, "_refine", refine)
     assert planned().plan == before
     assert calls[0] > 0
+
+
+def test_bounds_of_all_numbers_are_broken_off_where_a_plan_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solving a problem of pure numbers looks at the clock too: of a program of few parts it is most of the work."""
+    target, extended = build(), [0]
+    extend = inter_op._Search._extend
+
+    def extending(self: Any, *args: Any) -> None:
+        extended[0] += 1
+        extend(self, *args)
+
+    monkeypatch.setattr(inter_op._Search, "_extend", extending)
+    monkeypatch.setattr(StageSearch, "over", property(lambda self: extended[0] >= 3 and isfinite(self._known)))
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None, time_limit_seconds=600
+    )
+    assert extended[0] == 3
+    assert len(planning.plan.stages) == 1
+
+
+def test_whoever_solves_numbers_can_be_stopped() -> None:
+    class Over(Exception):
+        pass
+
+    def check() -> None:
+        raise Over
+
+    problem = InterOpProblem(
+        layers=2, devices=1, submeshes=[Submesh(0, 1)], crossings=(), microbatches=1,
+        options=lambda *range_: (Option(forward_seconds=1.0, backward_seconds=1.0),),
+        transfer_seconds=lambda source, target, size: 0.0, limit_bytes=lambda submesh, last: 1.0,
+    )  # fmt: skip
+    assert inter_op.solve_inter_op(problem) is not None
+    with pytest.raises(Over):
+        inter_op.solve_inter_op(problem, check=check)
+    with pytest.raises(Over):
+        inter_op.least_seconds(problem, check)
+
+
+def test_more_microbatches_are_not_looked_at_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stage that computes activations again is a plan: another number is tried to spare that, no longer than there
+    is time."""
+    target = build()
+    args = target.example_state, target.example_batch
+    known = plan_for(target.step, args, cluster=CLUSTER)
+    stage = replace(known.plan.stages[0], rematerialised=(((), ((0, 1),)),))
+    again = replace(known, plan=replace(known.plan, stages=(stage,)))
+    asked: list[str | None] = []
+
+    def found(request: Any, program: Any, count: int, remat: str | None, late: Any = None) -> Any:
+        asked.append(remat)
+        if remat == "none":
+            raise one_stage_planning._OutOfTime
+        return again
+
+    monkeypatch.setattr(one_stage_planning, "_in_microbatches", found)
+    planning = plan_for(target.step, args, cluster=CLUSTER)
+    assert asked == [None, "none"]
+    assert planning.plan.stages == (stage,)
+    assert planning.considered[-1].startswith("2 microbatches, nothing rematerialised: not searched, out of time, ")
+    assert seconds(planning.plan) * (1 - planning.plan.predicted.optimality_gap) > 0
+    plan_for(target.step, args, cluster=CLUSTER, time_limit_seconds=0)
+    assert asked == [None, "none", None]
+
+
+def test_several_stages_that_were_not_looked_at_are_in_the_gap() -> None:
+    target = build()
+    planning = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None, time_limit_seconds=0
+    )
+    gap = planning.plan.predicted.optimality_gap
+    assert 0.5 < gap < 1
+    least = (1 - gap) * planning.step_seconds
+    assert f"several stages: not searched, out of time, {least:.6g} s at the very least" in planning.considered
+
+
+def test_all_that_was_not_tracing_was_solving() -> None:
+    target = build()
+    planning = plan_for(target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None)
+    assert planning.trace_seconds > 0
+    assert planning.trace_seconds + planning.solve_seconds == pytest.approx(planning.seconds)

@@ -175,10 +175,7 @@ def _agreed(
             if theirs.schedule == "inference"
             else traces.program(args, microbatches=theirs.microbatches, batch_axis=axis, reduction=options["reduction"])
         )
-        planning = Planning(
-            program=program, plan=theirs, cluster=cluster, seconds=0.0, trace_seconds=0.0, solve_seconds=0.0,
-            considered=(),
-        )  # fmt: skip
+        planning = Planning(program=program, plan=theirs, cluster=cluster, considered=())
         found.append(Candidate(name=name, planning=planning))
     return found
 

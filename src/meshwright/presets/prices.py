@@ -14,7 +14,6 @@ Known limits: with several stages on a device, each may have the same share of m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import ceil, inf
@@ -64,7 +63,6 @@ class PresetPrices:
 
     Attributes:
       submeshes: of the cluster.
-      trace_seconds: that tracing has taken.
     """
 
     def __init__(
@@ -79,7 +77,6 @@ class PresetPrices:
     ) -> None:
         self.traces, self.args, self.cluster = traces, args, cluster
         self.submeshes = Submeshes(cluster)
-        self.trace_seconds = 0.0
         self._layouts = dict(layouts or {})
         self._batch_axis, self._reduction = batch_axis, reduction
         self._programs: dict[int, Program] = {}
@@ -97,11 +94,9 @@ class PresetPrices:
           PlanError: if it cannot be cut so.
         """
         if microbatches not in self._programs:
-            begun = time.perf_counter()
             self._programs[microbatches] = self.traces.program(
                 self.args, microbatches=microbatches, batch_axis=self._batch_axis, reduction=self._reduction
             )
-            self.trace_seconds += time.perf_counter() - begun
         return self._programs[microbatches]
 
     def any_program(self, counts: Sequence[int]) -> Program:

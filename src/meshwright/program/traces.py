@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -25,11 +27,15 @@ class Traces:
 
     Args:
       step: of the user.
+
+    Attributes:
+      seconds: that tracing and cutting into layers have taken.
     """
 
     def __init__(self, step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step = step
+        self.seconds = 0.0
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
         self._staged: dict[tuple[int, int | None], StagedProgram] = {}
@@ -49,10 +55,11 @@ class Traces:
         """As `trace_program`."""
         key = (*self._key(args), microbatches, batch_axis, reduction)
         if key not in self._programs:
-            self._programs[key] = trace_program(
-                self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction,
-                trace=self._traced,
-            )  # fmt: skip
+            with self._timed():
+                self._programs[key] = trace_program(
+                    self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction,
+                    trace=self._traced,
+                )  # fmt: skip
         return self._programs[key]
 
     def is_traced(self, args: Sequence[Any], *, microbatches: int, batch_axis: int, reduction: str | None) -> bool:
@@ -63,8 +70,19 @@ class Traces:
         """As `trace_inference`."""
         key = ("inference", *self._key(args), microbatches, batch_axis)
         if key not in self._programs:
-            self._programs[key] = trace_inference(self._step, args, microbatches=microbatches, batch_axis=batch_axis)
+            with self._timed():
+                self._programs[key] = trace_inference(
+                    self._step, args, microbatches=microbatches, batch_axis=batch_axis
+                )
         return self._programs[key]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begun
 
     def _traced(self, step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
         """As `trace_step`."""
@@ -81,7 +99,8 @@ class Traces:
         """As `staged_program`, of programs that `program` and `staged` gave."""
         key = id(program), id(like) if like is not None else None
         if key not in self._staged:
-            self._staged[key] = staged_program(program, like=like)
+            with self._timed():
+                self._staged[key] = staged_program(program, like=like)
         return self._staged[key]
 
 

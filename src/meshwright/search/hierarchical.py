@@ -15,7 +15,9 @@ from ..program.segments import Segments, layer_segments, rematerialise
 from ..solve import Infeasible
 from .account import account
 from .alternative import Alternative, nearest, one_stage_words
+from .best_known import gap_of
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
+from .least_work import least_work_seconds
 from .passes import Passes
 from .pins import Pins
 from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
@@ -68,7 +70,6 @@ class SearchResult:
     """A plan and what finding it took."""
 
     plan: Plan
-    solve_seconds: float
     considered: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
 
@@ -115,7 +116,6 @@ class HierarchicalSearch:
         Raises:
           MemoryExceeded: if there is none, with the least memory that would do.
         """
-        start = time.perf_counter()
         request = self._request
         best: _Candidate | None = None
         least = bound = float("inf")
@@ -124,7 +124,6 @@ class HierarchicalSearch:
         for index in range(len(self._meshes)):
             if best is not None and time.perf_counter() > self._deadline:
                 unsearched.append(f"mesh {_shape(self._meshes[index])}: not searched, out of time")
-                bound = 0.0
                 continue
             found: list[_Candidate | float] = []
             if request.remat in (None, "none"):
@@ -142,12 +141,13 @@ class HierarchicalSearch:
                     best = candidate
         if best is None:
             raise _nothing_fits(request, memory_row_bytes, least) if isfinite(least) else _contradiction(request)
-        plan = _assemble(request, best, gap=max(1 - bound / best.seconds, 0.0) if best.seconds else 0.0)
+        if unsearched:
+            bound = min(bound, least_work_seconds(request.graph, request.microbatches, request.cluster))
+        plan = _assemble(request, best, gap=gap_of(best.seconds, bound))
         considered = (*(_described(candidate, best) for candidate in candidates), *unsearched)
         seconds = {_words(candidate): candidate.seconds for candidate in candidates}
         return SearchResult(
-            plan=plan, solve_seconds=time.perf_counter() - start, considered=considered,
-            alternatives=nearest(seconds, but=_words(best)),
+            plan=plan, considered=considered, alternatives=nearest(seconds, but=_words(best))
         )  # fmt: skip
 
     def _solve(self, index: int, remat: str, limit: float) -> _Candidate | float:
