@@ -170,7 +170,7 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
     except PlanError as error:
         refused = error
     if wanted and found is not None and asked.left_seconds < 0:
-        return replace(found, considered=(*found.considered, "replicas: not searched, out of time"))
+        return found.unfinished("replicas: not searched, out of time", asked.least_work_seconds)
     if wanted:
         most = found.step_seconds if found is not None else inf
         if found is not None and len(found.plan.stages) == 1:
@@ -179,9 +179,11 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
             copies = plan_replicas(asked, stages, faster_than_seconds=most)
             if found is None:
                 return copies
-            return replace(copies.preferred_to(found), considered=(*copies.considered, *found.considered))
+            best = copies.preferred_to(found).beside(found.least_seconds)
+            return replace(best, considered=(*copies.considered, *found.considered))
         except NothingFaster as nothing:
             assert found is not None  # or everything would be faster
+            found = found.beside(nothing.least_seconds)
             return replace(found, considered=(*found.considered, *nothing.considered))
         except PlanError as error:
             if found is not None:

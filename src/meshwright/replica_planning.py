@@ -3,7 +3,6 @@ batch by their speed."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from math import inf, isfinite
 
@@ -27,11 +26,11 @@ REPLICAS = "replicas"
 # How often a plan whose traced peak is too high is solved again in less memory.
 _ATTEMPTS = 4
 
-# The fewest microbatches by whose estimate a step takes this much longer than by the best are looked at first.
-_AS_GOOD = 1.03
+# What is known of a number of microbatches; of equal seconds the most certain comes first.
+_FITS, _SOLVED, _EXPECTED, _TOLD = range(4)
 
-# So many numbers in a row that are no faster end the search on their side.
-_PATIENCE = 2
+# Of numbers of which little is known, and that by as much as this are as good as the best, the fewest come first.
+_AS_GOOD = 1.1
 
 
 def may_have_replicas(asked: PlanRequest, stages: int | None) -> bool:
@@ -44,8 +43,8 @@ def may_have_replicas(asked: PlanRequest, stages: int | None) -> bool:
 def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> Planning:
     """The fastest plan of replicas.
 
-    The estimates of the fewest microbatches say how many balance the devices and fit; from there finer and coarser
-    numbers are tried until two of them in a row are no faster.
+    Numbers of microbatches are looked at in the order of what they promise: as the estimates of the fewest say, then as
+    their own do, then by a plan, which is written out only if nothing else promises to be as fast.
 
     Args:
       asked: the request.
@@ -57,7 +56,7 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
       NothingFaster: if no plan is that fast.
       PlanError: if there can be no replicas of this step on this cluster.
     """
-    begun, kinds = time.perf_counter(), _kinds(asked.cluster)
+    kinds = _kinds(asked.cluster)
     order = next((one for one in host_orders(asked.cluster) if len(like_groups(one.cluster)) == kinds), None)
     if order is None or not may_have_replicas(asked, stages):
         raise PlanError(
@@ -72,58 +71,136 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
             needed=f"one for each of {kinds} kinds of device", where="microbatches=", try_="a larger batch",
         )  # fmt: skip
     asked.tell("sharing microbatches out")
-    tries = _Tries(asked, order)
-    coarsest = tries.coarsest(counts)
-    counts = [count for count in counts if count >= coarsest.request.program.microbatches]
-    expected = {count: coarsest.expected(count)[0] for count in counts}
-    least = min(expected.values())
-    if not isfinite(least):
-        raise _over(asked, coarsest, counts[-1])
-    if least >= faster_than_seconds:
-        raise NothingFaster(least, (f"replicas: not searched, {least:.6g} s by estimates at best",))
-    first = next(number for number, count in enumerate(counts) if expected[count] <= _AS_GOOD * least)
-    # Finer ones balance better and fit sooner, coarser ones start fewer kernels, which no estimate knows.
-    for run in (counts[first:], [count for count in reversed(counts[:first]) if isfinite(expected[count])]):
-        worse = 0
-        for count in run:
-            if worse == _PATIENCE or (asked.left_seconds < 0 and (tries.best or isfinite(faster_than_seconds))):
-                break
-            worse = 0 if tries.look_at(count) else worse + 1
-    if tries.best is None:
-        assert tries.refused is not None  # some number was tried
-        raise tries.refused
-    program, plan, seconds = tries.best
-    if seconds >= faster_than_seconds:
-        raise NothingFaster(seconds, tuple(tries.considered))
-    return Planning(
+    tries = _Tries(asked, order, counts)
+    count = tries.best(faster_than_seconds)
+    if count is None:
+        if not tries.found and tries.refused is not None and not isfinite(faster_than_seconds):
+            raise tries.refused
+        raise NothingFaster(tries.least_seconds, tries.considered)
+    program, plan = tries.found[count]
+    found = Planning(
         program=program, plan=in_cluster(plan, order, asked.cluster), cluster=asked.cluster,
-        seconds=time.perf_counter() - asked.started, trace_seconds=0.0, solve_seconds=time.perf_counter() - begun,
-        considered=tuple(tries.considered),
+        considered=tries.considered,
     )  # fmt: skip
+    return found.beside(tries.least_seconds)
 
 
 class _Tries:
-    """Numbers of microbatches that were looked at.
+    """Numbers of microbatches, and what is known of each.
 
     Args:
       asked: the request.
       order: of the hosts, those of a kind together.
+      counts: the numbers.
 
     Attributes:
-      best: the fastest plan, with its program and its seconds.
+      found: by number a plan that fits, with its program.
       refused: why the first number without a plan has none.
-      considered: a line for each.
+
+    Raises:
+      MemoryExceeded: if some kind of device cannot hold the program.
+      PlanError: if the step can be cut into none of them, or replicas cannot share it.
     """
 
-    def __init__(self, asked: PlanRequest, order: HostOrder) -> None:
+    def __init__(self, asked: PlanRequest, order: HostOrder, counts: Sequence[int]) -> None:
         self._asked, self._order = asked, order
         self._known: dict[Hashable, StageMemory] = {}
         self._made: dict[int, Replicas] = {}
-        self.best: tuple[Program, Plan, float] | None = None
+        self._lines: dict[int, str] = {}
+        self._lost: dict[int, float] = {}  # by number, what its own estimates are beyond those of the fewest
+        self.found: dict[int, tuple[Program, Plan]] = {}
         self.refused: PlanError | None = None
-        self.considered: list[str] = []
+        coarsest = self._coarsest(counts)
+        mine = [count for count in counts if count >= coarsest.request.program.microbatches]
+        self._told = {count: coarsest.expected(count)[0] for count in mine}
+        # By number its seconds, and what they are known by.
+        self._left = {count: (least, _TOLD) for count, least in self._told.items() if isfinite(least)}
+        if not self._left:
+            raise _over(asked, coarsest, counts[-1])
 
-    def coarsest(self, counts: Sequence[int]) -> Replicas:
+    @property
+    def least_seconds(self) -> float:
+        """What any takes at least, by what is known now; infinite where nothing is left."""
+        return min(map(self._bound, self._left), default=inf)
+
+    @property
+    def considered(self) -> tuple[str, ...]:
+        """A line for each number that was looked at, and one for all others."""
+        others = [self._bound(count) for count, (_, known) in self._left.items() if known == _TOLD]
+        rest = [f"replicas in other numbers: not searched, {min(others):.6g} s at the very least"] if others else []
+        return *self._lines.values(), *rest
+
+    def best(self, faster_than_seconds: float) -> int | None:
+        """The number with the fastest plan; None if none is as fast, or is known to be when the time is over.
+
+        Args:
+          faster_than_seconds: what is wanted.
+        """
+        while (count := self._next(faster_than_seconds)) is not None:
+            known = self._left[count][1]
+            if known == _FITS:
+                return count
+            try:
+                self._left[count] = self._look(count, known), known - 1
+            except PlanError as error:
+                del self._left[count]
+                self.refused = self.refused or error
+                self._lines[count] = f"{count} microbatches, replicas: {error}"
+        return None
+
+    def _next(self, faster_than_seconds: float) -> int | None:
+        """The number that promises most; when the time is over and a plan is known, of those with a plan alone."""
+        late = self._asked.left_seconds < 0 and (self.found or isfinite(faster_than_seconds))
+        bounds = {
+            count: (self._bound(count), known, count)
+            for count, (_, known) in self._left.items()
+            if not late or known <= _SOLVED
+        }
+        if not bounds or min(bounds.values())[0] >= faster_than_seconds:
+            return None
+        least, known, first = min(bounds.values())
+        if known != _TOLD:
+            return first
+        # What fewer microbatches lose says more of finer ones than the other way round.
+        return min(n for n, (seconds, known, _) in bounds.items() if known == _TOLD and seconds <= _AS_GOOD * least)
+
+    def _bound(self, count: int) -> float:
+        """What a number takes at least: what coarser microbatches lose finer ones lose too."""
+        seconds, known = self._left[count]
+        lost = max((one for n, one in self._lost.items() if n < count), default=0.0) if known == _TOLD else 0.0
+        return seconds + lost
+
+    def _look(self, count: int, known: int) -> float:
+        """Find out the next thing about a number, beyond what is known: its seconds.
+
+        Raises:
+          PlanError: if there is no plan in so many microbatches.
+        """
+        replicas = self._replicas(count)
+        if known == _TOLD:
+            self._asked.tell(f"sharing out {count} microbatches")
+            expected, shares = replicas.expected(count)
+            if not isfinite(expected):
+                raise _over(self._asked, replicas, count)
+            self._lost[count] = expected - self._told[count]
+            self._say(count, expected, shares, "by estimates")
+            return expected
+        if known == _EXPECTED:
+            plan = replicas.plan([room / MARGIN for room in replicas.usable_bytes])
+            if plan is None:
+                raise _over(self._asked, replicas, count)
+        else:
+            plan = _fitting(self._asked, replicas, self._known)
+            self.found[count] = replicas.request.program.source, plan
+        assert plan.predicted is not None  # the search prices what it finds
+        self._say(count, plan.predicted.step_seconds, plan.shares, "if it fits" if known == _EXPECTED else "")
+        return plan.predicted.step_seconds
+
+    def _say(self, count: int, seconds: float, shares: Sequence[int], certainty: str) -> None:
+        words = f"{count} microbatches, replicas: {seconds:.6g} s with {', '.join(map(str, shares))}"
+        self._lines[count] = f"{words}, {certainty}" if certainty else words
+
+    def _coarsest(self, counts: Sequence[int]) -> Replicas:
         """Of the fewest microbatches into which the step can be cut.
 
         Raises:
@@ -137,25 +214,6 @@ class _Tries:
                 refused = refused or error
         assert refused is not None  # there is a number
         raise refused
-
-    def look_at(self, count: int) -> bool:
-        """Find a plan in so many microbatches; whether it is the best so far, or the first fits yet to come."""
-        self._asked.tell(f"sharing out {count} microbatches")
-        try:
-            replicas = self._replicas(count)
-            plan = _fitting(self._asked, replicas, self._known)
-        except PlanError as error:
-            self.refused = self.refused or error
-            self.considered.append(f"{count} microbatches, replicas: {error}")
-            return self.best is None
-        assert plan.predicted is not None  # the search prices what it finds
-        seconds = plan.predicted.step_seconds
-        shares = ", ".join(map(str, plan.shares))
-        self.considered.append(f"{count} microbatches, replicas: {seconds:.6g} s with {shares}")
-        if self.best is not None and seconds >= self.best[2]:
-            return False
-        self.best = replicas.request.program.source, plan, seconds
-        return True
 
     def _replicas(self, count: int) -> Replicas:
         if count not in self._made:

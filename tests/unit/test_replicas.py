@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from test_mixed_clusters import FAST, LINK, SLOW, chain, cluster_of, host
 
-from meshwright import value_and_grad
+from meshwright import replica_planning, value_and_grad
 from meshwright.cluster import Cluster, Device
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
@@ -205,7 +205,7 @@ def test_pins_of_nothing_are_refused() -> None:
         planned(cluster_of(host(FAST), host(SLOW)), microbatches=4, pins={"*nonsense*": (None, "x")})
 
 
-def test_no_number_of_microbatches_is_faster() -> None:
+def test_no_number_of_microbatches_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coarser ones start fewer kernels; finer ones than the step can be cut into are left out."""
     slow_start = [replace(device, kernel_launch_seconds=2e-3) for device in (FAST, SLOW)]
     cluster = cluster_of(*map(host, slow_start))
@@ -216,12 +216,34 @@ def test_no_number_of_microbatches_is_faster() -> None:
 
     args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
     options: dict[str, Any] = {"cluster": cluster, "stages": None, "schedule": "replicas"}
+    written: list[int] = []
+    write = replica_planning.written_out
+
+    def writing(plan: Plan, *those: Any, **more: Any) -> Plan:
+        written.append(plan.microbatches)
+        return write(plan, *those, **more)
+
+    monkeypatch.setattr(replica_planning, "written_out", writing)
     found = plan_for(step, args, **options)
+    assert written == [2], "what others lose is known by estimates"
+    assert found.plan.predicted is not None
+    assert found.plan.predicted.optimality_gap < 0.01
     each = [plan_for(step, args, microbatches=count, **options).step_seconds for count in (2, 4, 8, 16, 32)]
     assert found.step_seconds == pytest.approx(min(each))
     assert found.plan.microbatches == 2
     with pytest.raises(PlanError):
         plan_for(step, args, microbatches=64, **options)
+
+
+def test_when_the_time_is_over_the_gap_says_what_replicas_might_take() -> None:
+    """Nobody looks at them then, nor at more than one stage: nothing is known but how much arithmetic there is."""
+    options: dict[str, Any] = {"cluster": cluster_of(host(FAST), host(SLOW)), "stages": None, "microbatches": 4}
+    at_leisure, short = plan_for(chain, ARGS, **options), plan_for(chain, ARGS, **options, time_limit_seconds=0)
+    assert at_leisure.plan.predicted is not None
+    assert at_leisure.plan.predicted.optimality_gap < 0.05
+    assert short.plan.predicted is not None
+    assert (1 - short.plan.predicted.optimality_gap) * short.step_seconds <= at_leisure.step_seconds
+    assert any(line.startswith("replicas: not searched, out of time, ") for line in short.considered)
 
 
 def test_groups() -> None:
