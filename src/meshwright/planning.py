@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 from .cluster import Cluster, load_cluster, one_kind_alone
-from .errors import MemoryExceeded, PlanError
+from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
 from .plan_request import (
@@ -197,7 +198,7 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
 def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) -> Planning:
     """A plan for hosts of several kinds, with those for the hosts of each kind alone among its alternatives, and a note
     where one of them is faster: a few slow devices can cost more than they do."""
-    clusters = one_kind_alone(asked.cluster)
+    clusters = _told_apart(asked.cluster)
     seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(clusters), 1)
     if found.plan.shares:  # then as many stages were asked for as there are kinds, or none
         stages = None
@@ -214,17 +215,36 @@ def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) ->
             found = replace(found, considered=(*found.considered, f"{cluster.name} alone: {error}"))
             continue
         told = Alternative(what=f"{cluster.name} alone, {other.as_alternative.what}", step_seconds=other.step_seconds)
+        # A share of the time is little: planned for by itself such a cluster may turn out to be much faster.
+        late = request.left_seconds < 0
+        line = f"{cluster.name} alone: {'at most ' if late else ''}{other.step_seconds:.6g} s"
+        line += f", found in {seconds:.2g} s" if late else ""
         found = replace(
-            found, alternatives=merged(found.alternatives, [told]),
-            considered=(*found.considered, f"{cluster.name} alone: {other.step_seconds:.6g} s"),
-            solve_seconds=found.solve_seconds + other.solve_seconds,
+            found, alternatives=merged(found.alternatives, [told]), considered=(*found.considered, line)
         )  # fmt: skip
-        alone.append((other.step_seconds, cluster.name))
-    step_seconds, name = min(alone, default=(inf, ""))
+        alone.append((other.step_seconds, f"{cluster.name} alone would take{' at most' if late else ''}"))
+    step_seconds, would_take = min(alone, default=(inf, ""))
     if step_seconds < (1 - TOO_LITTLE) * found.step_seconds:
-        note = f"{name} alone would take {step_seconds:.4g} s a step: better leave out the other hosts"
+        note = f"{would_take} {step_seconds:.4g} s a step: better leave out the other hosts"
         found = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
     return found
+
+
+def _told_apart(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The hosts of each kind of device as a cluster of their own; where devices have one name, with what tells them
+    apart: their memory, or else which hosts they are in."""
+    alone = one_kind_alone(cluster)
+    kinds = [one.hosts[0].device for one in alone]
+    named = Counter(device.kind for device in kinds)
+    sized = Counter((device.kind, size_words(device.memory_bytes)) for device in kinds)
+    found = []
+    for one, device in zip(alone, kinds, strict=True):
+        size, more = size_words(device.memory_bytes), ""
+        if named[device.kind] > 1:
+            mine = [str(number) for number, host in enumerate(cluster.hosts) if host.device == device]
+            more = f" of {size}" if sized[device.kind, size] == 1 else f" (host {', '.join(mine)})"
+        found.append(replace(one, name=f"{one.name}{more}"))
+    return tuple(found)
 
 
 def _in_stages(asked: PlanRequest, stages: int | None) -> Planning:

@@ -226,6 +226,24 @@ def test_of_two_kinds_that_are_faster_alone_one_is_told(monkeypatch: pytest.Monk
     assert not any("alone" in note for note in plan_for(chain, ARGS, cluster=cluster, stages=None).plan.notes)
 
 
+def test_kinds_of_one_name_are_told_apart() -> None:
+    half = replace(FAST, memory_bytes=FAST.memory_bytes / 2)
+    slower = replace(FAST, kernel_launch_seconds=3e-6)
+
+    def names(*devices: Device) -> list[str]:
+        return [alone.name for alone in planning_module._told_apart(cluster_of(*map(host, devices)))]
+
+    assert names(FAST, SLOW) == ["1 x fast", "1 x slow"]
+    assert names(FAST, half) == ["1 x fast of 59.6 GiB", "1 x fast of 29.8 GiB"]
+    assert names(FAST, slower, FAST) == ["2 x fast (host 0, 2)", "1 x fast (host 1)"]
+
+
+def test_what_one_kind_takes_in_little_time_is_a_bound() -> None:
+    mixed = cluster_of(host(FAST), host(SLOW))
+    found = plan_for(chain, ARGS, cluster=mixed, stages=None, time_limit_seconds=0)
+    assert sum(" alone: at most " in line and line.endswith(" s, found in 0 s") for line in found.considered) == 2
+
+
 def test_kinds_under_one_leaf_switch_have_no_cluster_of_their_own() -> None:
     mixed = cluster_of(host(FAST), host(SLOW))
     assert [(alone.name, alone.num_devices) for alone in one_kind_alone(mixed)] == [("1 x fast", 1), ("1 x slow", 1)]
