@@ -29,14 +29,18 @@ class Alternative:
 
 
 def nearest(seconds: Mapping[str, float], *, but: str = "") -> tuple[Alternative, ...]:
-    """The few that take the least.
+    """The few that take the least; of those that take the same, which are one layout under several schedules, one.
+
+    >>> [one.what for one in nearest({"gpipe": 2.0, "adaptive": 2.0, "taken": 1.0, "eager": 3.0}, but="taken")]
+    ['adaptive', 'eager']
 
     Args:
       seconds: of each plan, by what it is.
       but: the one that was taken.
     """
     found = sorted((taken, what) for what, taken in seconds.items() if what != but)
-    return tuple(Alternative(what=what, step_seconds=taken) for taken, what in found[:_MOST])
+    first = {f"{taken:.9g}": (taken, what) for taken, what in reversed(found)}
+    return tuple(Alternative(what=what, step_seconds=taken) for taken, what in sorted(first.values())[:_MOST])
 
 
 def merged(*groups: Iterable[Alternative]) -> tuple[Alternative, ...]:
