@@ -28,7 +28,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Traces are millions of small objects that are no garbage: looking for some less often takes a twentieth off all tests.
-gc.set_threshold(100_000, 20, 100)
+gc.set_threshold(40_000, 20, 100)
 
 _TESTS = Path(__file__).parent
 _FOLDER_MARKERS = frozenset({"unit", "property", "multidevice", "multiprocess"})

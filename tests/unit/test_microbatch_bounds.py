@@ -94,7 +94,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
     base = SimpleNamespace(
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
-        forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts={}), hear=lambda: None,
+        forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts={}), hear=lambda: None, check=lambda: None,
         solver=SimpleNamespace(kind_of=OneKind()), used={},
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
