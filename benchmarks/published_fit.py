@@ -58,12 +58,7 @@ def best_of(one: Any, profile: EfficiencyProfile) -> Evaluation:
     """A row's fastest candidate that fits; where none does, the one that needs the least."""
     layout, narrow, limit = layout_of(one.row, one.stated), one.stated.narrow_products, usable_bytes(one.stated)
     priced = [price_stated(plan, profile, layout, narrow_products=narrow) for plan in one.plans]
-    fitting = [found for found in priced if found.peak_bytes <= limit]
-    return (
-        min(fitting, key=lambda found: found.step_seconds)
-        if fitting
-        else min(priced, key=lambda found: (found.peak_bytes, found.step_seconds))
-    )
+    return min(priced, key=lambda found: (max(found.peak_bytes, limit), found.step_seconds))
 
 
 def seconds_of(one: Any, profile: EfficiencyProfile) -> float:

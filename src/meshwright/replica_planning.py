@@ -120,13 +120,14 @@ class _Tries:
 
     @property
     def least_seconds(self) -> float:
-        """What any takes at least, by what is known now; infinite where nothing is left."""
-        return min(map(self._bound, self._left), default=inf)
+        """What any takes at least, by what is known now; infinite where nothing is left. That finer microbatches lose
+        what coarser ones do decides what is looked at, and is not told for certain."""
+        return min((seconds for seconds, _ in self._left.values()), default=inf)
 
     @property
     def considered(self) -> tuple[str, ...]:
         """A line for each number that was looked at, and one for all others."""
-        others = [self._bound(count) for count, (_, known) in self._left.items() if known == _TOLD]
+        others = [seconds for seconds, known in self._left.values() if known == _TOLD]
         rest = [f"replicas in other numbers: not searched, {min(others):.6g} s at the very least"] if others else []
         return *self._lines.values(), *rest
 
@@ -165,7 +166,7 @@ class _Tries:
         return min(n for n, (seconds, known, _) in bounds.items() if known == _TOLD and seconds <= _AS_GOOD * least)
 
     def _bound(self, count: int) -> float:
-        """What a number takes at least: what coarser microbatches lose finer ones lose too."""
+        """What a number promises: what coarser microbatches lose finer ones lose too."""
         seconds, known = self._left[count]
         lost = max((one for n, one in self._lost.items() if n < count), default=0.0) if known == _TOLD else 0.0
         return seconds + lost

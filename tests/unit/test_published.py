@@ -17,17 +17,10 @@ from published_cells import AMOUNTS, COUNTS, FLAGS, Inexpressible, Row, RowsErro
 from published_measured import measured_memory, measured_step_seconds
 from published_plans import sharding_of
 from published_profiles import read_profiles
+from published_row import ROW
 from published_rows import stated_row
 
 from meshwright.cluster import load_cluster
-
-ROW: Row = {
-    "row_id": "X1", "source": "here", "source_date": "2021-06", "framework": "Megatron-LM", "model": "GPT",
-    "n_layers": "8", "d_model": "1024", "n_heads": "16", "n_kv_heads": "16", "d_ff": "4096", "mlp_gated": "0",
-    "vocab": "51200", "seq_len": "512", "accelerator": "A100-SXM-80GB", "n_devices": "16", "devices_per_node": "8",
-    "interconnect": "8x200Gb/s HDR IB per node", "gbs": "64", "mbs": "2", "tp": "2", "pp": "2", "dp": "4",
-    "shard": "none", "sp": "0", "recompute": "full", "precision": "fp16", "step_time_s": "0.3", "status": "ok",
-}  # fmt: skip
 
 
 def test_a_row_states_a_plan() -> None:

@@ -19,19 +19,12 @@ from published_measured import measured_step_seconds
 from published_models import note_of, precision_of
 from published_plans import recompute_of, sharding_of
 from published_profiles import LAYOUTS, layout_of, prior_of, profile_of, read_profiles, usable_bytes
+from published_row import ROW
 from published_rows import stated_row
 
 from meshwright.cluster import load_cluster
 from meshwright.stated import price_stated
 from meshwright.zoo import gpt
-
-ROW: Row = {
-    "row_id": "X1", "source": "here", "source_date": "2021-06", "framework": "Megatron-LM", "model": "GPT",
-    "n_layers": "8", "d_model": "1024", "n_heads": "16", "n_kv_heads": "16", "d_ff": "4096", "mlp_gated": "0",
-    "vocab": "51200", "seq_len": "512", "accelerator": "A100-SXM-80GB", "n_devices": "16", "devices_per_node": "8",
-    "interconnect": "8x200Gb/s HDR IB per node", "gbs": "64", "mbs": "2", "tp": "2", "pp": "2", "dp": "4",
-    "shard": "none", "sp": "0", "recompute": "full", "precision": "fp16", "step_time_s": "0.3", "status": "ok",
-}  # fmt: skip
 
 EXPERTS = {"n_experts": "8", "top_k": "2", "pp": "1", "dp": "8"}
 LAYER = {"status": "per-layer", "n_layers": "1", "pp": "1", "dp": "8"}

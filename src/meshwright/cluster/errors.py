@@ -73,7 +73,7 @@ def check_count(owner: str, field: str, value: object, *, at_most: int = _MOST) 
 
 
 def _shown(value: object) -> str:
-    """A value in an error; of a number of hundreds of digits how many there are."""
+    """A value in an error; a number of very many digits is not written out."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_MOST_DIGITS:
         return f"a whole number of more than {_MOST_DIGITS} digits"
     return repr(value)

@@ -196,7 +196,7 @@ class StageSearch:
         solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
         solves += best.costs.solves if best.costs is not searched else 0
         return StageSearchResult(
-            plan=plan, program=best.costs.program, seconds=time.perf_counter() - self.start, solves=solves,
+            plan=plan, program=best.costs.program, solves=solves,
             considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
             alternatives=nearest(self.finished.simulated, but=taken),
         )  # fmt: skip

@@ -17,7 +17,6 @@ class StageSearchResult:
     Args:
       plan: the plan.
       program: the program its equations count in: the core with scans split as the plan says.
-      seconds: of the search.
       solves: integer programs solved.
       considered: the best plan of each number of microbatches and order, a line each.
       scheduled: the schedule and its simulation.
@@ -26,7 +25,6 @@ class StageSearchResult:
 
     plan: Plan
     program: StagedProgram
-    seconds: float
     solves: int
     considered: tuple[str, ...]
     scheduled: Scheduled
