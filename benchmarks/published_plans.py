@@ -186,15 +186,26 @@ def _chunks(row: Row, generation: Generation, sizes: Sizes) -> Sequence[int]:
 
 
 def candidates(
-    row: Row, generation: Generation, sizes: Sizes, *, batch: int, searched: bool
+    row: Row, generation: Generation, sizes: Sizes, *, batch: int, slices: int, searched: bool
 ) -> tuple[StatedPlan, ...]:  # fmt: skip
     """The plans that a row may mean; one if it says everything.
+
+    Args:
+      row: the row.
+      generation: of its framework.
+      sizes: of its axes.
+      batch: samples of a step.
+      slices: of TPUs that it has; 1 for other devices.
+      searched: whether layouts are left to a search.
 
     Raises:
       Inexpressible: if none has whole microbatches.
     """
     data = sizes.data // sizes.expert
     zero, replicas = sharding_of(row, generation.zero, data)
+    if zero == 3 and replicas == 1 and data % slices == 0 and "dcn" not in (row.get("shard") or "").lower():
+        # Nobody gathers parameters over the data-center network where the row does not say so.
+        replicas = slices
     if sizes.pipeline > 1 and zero == 3:
         # Under pipelines software keeps parameters gathered from microbatch to microbatch (torchtitan:
         # reshard_after_forward=False; Llama 3 says so): else each would gather them anew.

@@ -104,7 +104,8 @@ def stated_row(row: Row) -> StatedRow:
         # A layer's time is what a second layer adds to a stage.
         raise Inexpressible("the time of a layer is told of a model of one layer without a pipeline; try n_layers = 1")
     searched = family is wide_resnet and "auto" in (row.get("shard") or "")
-    plans = candidates(row, generation, sizes, batch=batch, searched=searched)
+    slices = sizes.devices // cluster.hosts[0].devices if cluster.hosts[0].torus else 1
+    plans = candidates(row, generation, sizes, batch=batch, slices=slices, searched=searched)
     _check_elements(config, batch // min(plan.microbatches for plan in plans))
     return StatedRow(
         row_id=row["row_id"], source=row["source"], generation=generation,

@@ -291,6 +291,14 @@ def test_a_profile_of_the_framework_on_a_like_device_reaches_as_much_more_of_the
     assert profile_of(tpus, profiles) == prior_of(tpus)
 
 
+def test_parameters_are_split_inside_of_slices() -> None:
+    """Over the data-center network only where a row says so."""
+    pods = {**ROW, "accelerator": "TPU v4", "n_devices": "8192", "devices_per_node": "", "tp": "1", "pp": "1"}
+    pods |= {"dp": "8192", "gbs": "16384", "mbs": "", "n_heads": "16"}
+    for shard, replicas in (("fsdp", 2), ("fsdp 8192 (ici 4096 x dcn 2)", 1), ("none", 1)):
+        assert {plan.replicas for plan in stated_row({**pods, "shard": shard}).candidates} == {replicas}
+
+
 def test_pipelines_keep_parameters_gathered() -> None:
     found = stated_row({**ROW, "framework": "Llama 3", "source_date": "2024-07", "shard": "fsdp"})
     assert {plan.zero for plan in found.candidates} == {2}
