@@ -53,7 +53,7 @@ class Parallelized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on arguments as the step itself takes them; the first call plans.
 
-        The state (a first argument that comes back as the first result) is donated: its buffers are gone afterwards.
+        What is donated (`donate` of `plan_for`), as a rule the training state, is gone afterwards.
         """
         if kwargs:
             args = self._positional(args, kwargs)
@@ -162,7 +162,7 @@ class Parallelized:
 
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
         """The step as the plan has it."""
-        traces, batch_axis = traces_of(self._function), self._options.get("batch_axis", 0)
+        traces, batch_axis = traces_of(self._function, self._options.get("donate")), self._options.get("batch_axis", 0)
         check_batch_axis(args, batch_axis)
         if plan.schedule == "inference":
             return traces.inference(args, microbatches=plan.microbatches, batch_axis=batch_axis)
@@ -221,7 +221,7 @@ def _check_options(options: Mapping[str, Any], plan: Any) -> None:
             refused="the plan", got=type(plan).__name__, needed="a Plan or the path of a saved one", where="plan=",
             try_="meshwright.load_plan(path)",
         )  # fmt: skip
-    if taken := sorted(set(options) - {"batch_axis", "reduction"}):
+    if taken := sorted(set(options) - {"batch_axis", "reduction", "donate"}):
         raise PlanError(
             refused=f"the option {taken[0]!r}", got="a plan as well, which says all of it", needed="one or the other",
             where="parallelize", try_=f"leaving out plan= or {', '.join(f'{name}=' for name in taken)}",
@@ -270,11 +270,13 @@ def parallelize(
 
     Args:
       step: `(state, batch, ...) -> (state, metrics)`, or any function of arrays. With `meshwright.value_and_grad` in
-        place of `jax.value_and_grad` the batch can be cut into microbatches.
+        place of `jax.value_and_grad` the batch can be cut into microbatches, and the state is donated.
       plan: run this plan, or the one saved at this path, instead of searching.
       options: as in `plan_for`.
 
-    A state that the step returns is donated: pass on what it returned, not what it was given.
+    A training state (a first argument that comes back as the first result, and by whose leaves `value_and_grad`
+    differentiates) is donated: pass on what the step returned, not what it was given, or say `donate=()`. An array that
+    stands in it twice, or in another argument as well, is copied first.
 
     Raises:
       PlanError: for an option that does not exist; at the first call, for whatever `plan_for` refuses.

@@ -57,6 +57,7 @@ def plan_for(
     schedule: str | None = None,
     submeshes: Sequence[int] | None = None,
     preset: Preset | str | None = None,
+    donate: int | Sequence[int] | None = None,
     time_limit_seconds: float = 60.0,
     refine: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -82,6 +83,9 @@ def plan_for(
       submeshes: how many devices each stage has, in order, as many stages as there are numbers; None to choose.
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
         stages, submeshes and schedule, some also remat, which then cannot be given.
+      donate: the arguments whose buffers the step may take over, as jax.jit's `donate_argnums`: a number or several, ()
+        for none. None for what the step says itself: `donate_argnums` of a step that is a jax.jit function, or else the
+        first argument, if it comes back as the first result and `value_and_grad` differentiates by what is in it.
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
         Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
@@ -91,7 +95,7 @@ def plan_for(
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
-    start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step)
+    start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step, donate)
     traced = traces.seconds
     check_refine(refine)
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -140,7 +144,8 @@ def plan_for(
     found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     if preset is None and submeshes is None and not meshes:
         found = _beside_one_kind(asked, stages, found)
-    notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes = (*found.program.notes, *found.plan.notes)
+    notes += (f"held to the preset {preset}",) if preset is not None else ()
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     found = replace(found, plan=replace(found.plan, notes=notes))

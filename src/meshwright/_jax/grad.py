@@ -80,13 +80,16 @@ def traced_to_call(fun: Callable[..., Any], shapes: Sequence[Any]) -> MarkedCall
 
 def marked_calls(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     """How many marked calls a program has, those in loops, branches and loss functions included."""
+    return sum((e.primitive is value_and_grad_p) + marked_calls_inside(e) for e in open_jaxpr(program).eqns)
+
+
+def marked_calls_inside(equation: jex_core.JaxprEqn) -> int:
+    """How many marked calls the programs inside an equation have."""
     count = 0
-    for equation in open_jaxpr(program).eqns:
-        count += equation.primitive is value_and_grad_p
-        for value in equation.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)):
-                    count += marked_calls(part)
+    for value in equation.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)):
+                count += marked_calls(part)
     return count
 
 

@@ -157,6 +157,16 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     return ClosedJaxpr(jaxpr, consts)
 
 
+def jit_donations(closed: ClosedJaxpr) -> frozenset[int]:
+    """The inputs that a program which is one `jit` call donates (`donate_argnums`)."""
+    jaxpr = open_jaxpr(closed)
+    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in ("jit", "pjit"):
+        return frozenset()
+    (call,) = jaxpr.eqns
+    donated = {a for a, flag in zip(call.invars, call.params["donated_invars"], strict=True) if flag}
+    return frozenset(i for i, var in enumerate(jaxpr.invars) if var in donated)
+
+
 def _whole_arrays(equation: Equation) -> ClosedJaxpr:
     """A `shard_map` as a program on whole arrays."""
     body = plain_body(equation)

@@ -20,6 +20,7 @@ from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
 from ..errors import PlanError
 from .build import build_graph
+from .donation import named_inputs
 from .graph import Graph
 from .reduction import Reduction, aux_reductions, loss_reduction, results_of
 from .rules import Rules
@@ -42,6 +43,7 @@ class Program:
       microbatches: into how many parts the batch is cut.
       input_names: path of each input of the step.
       state_inputs: how many of the step's leading inputs are state, that is, come back as its leading outputs.
+      donated: the inputs whose buffers the step may take over.
       state: for each state input, how its dims relate to the parameters'.
       parameter_inputs: for each differentiated core input, the input of the step it is, or None if it is computed.
       core_inputs: for each other core input, the input of the step it is, or None.
@@ -51,6 +53,7 @@ class Program:
       reduction: how losses of microbatches combine, "mean" or "sum".
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
+      notes: what a plan of it is to say about the step.
     """
 
     outer: ClosedJaxpr
@@ -63,6 +66,7 @@ class Program:
     microbatches: int
     input_names: tuple[str, ...]
     state_inputs: int
+    donated: frozenset[int]
     state: tuple[StateLeaf | None, ...]
     parameter_inputs: tuple[int | None, ...]
     core_inputs: tuple[int | None, ...]
@@ -72,6 +76,7 @@ class Program:
     reduction: str
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
+    notes: tuple[str, ...] = ()
 
     @property
     def marked(self) -> bool:
@@ -133,6 +138,7 @@ def trace_program(
     microbatches: int = 1,
     batch_axis: int = 0,
     reduction: str | None = None,
+    donate: Any = None,
     trace: Callable[..., TracedStep] = trace_step,
 ) -> Program:
     """Trace `step` on arguments of the given shapes.
@@ -143,6 +149,7 @@ def trace_program(
       microbatches: into how many parts to cut the batch.
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum", how losses of microbatches combine; None to find out from the program.
+      donate: the arguments whose buffers the step may take over; None for those that the step says (`donation`).
       trace: of a step and shapes what programs in all numbers of microbatches share, for whoever remembers it.
 
     Raises:
@@ -152,6 +159,8 @@ def trace_program(
     _check_request(microbatches, batch_axis, reduction)
     _check_batch(shapes, microbatches, batch_axis)
     whole = trace(step, shapes)
+    donated = whole.donated if donate is None else named_inputs(donate, shapes)
+    notes = _notes(whole) if donate is None else ()
     markers = whole.markers
     if len(markers) != 1:
         if microbatches > 1:
@@ -161,7 +170,7 @@ def trace_program(
                 where=getattr(step, "__name__", "the step"),
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
             )  # fmt: skip
-        return _uncut(whole)
+        return _uncut(whole, donated, notes)
     marker = markers[0]
     equation = open_jaxpr(whole.outer).eqns[marker]
     num_consts = equation.params["num_consts"]
@@ -194,6 +203,7 @@ def trace_program(
         microbatches=microbatches,
         input_names=whole.names,
         state_inputs=whole.state_inputs,
+        donated=donated,
         state=whole.state,
         parameter_inputs=sources[num_consts:],
         core_inputs=sources[:num_consts],
@@ -203,19 +213,28 @@ def trace_program(
         reduction=reduction or "mean",
         aux_reductions=combined,
         boundaries=boundaries,
+        notes=notes,
     )
 
 
-def _uncut(whole: TracedStep) -> Program:
+def _notes(whole: TracedStep) -> tuple[str, ...]:
+    """What is to be known of a step whose first argument comes back and is not donated."""
+    if not whole.state_inputs or whole.donated:
+        return ()
+    why = "no meshwright.value_and_grad differentiates by it"
+    return (f"args[0] comes back as the first result and is not donated, since {why}: donate=0 saves its memory",)
+
+
+def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -> Program:
     """A step without a core, or with several, as one program."""
     core = eliminate_dead_code(inline(inline_value_and_grad(whole.outer)))
     names = whole.names
     return Program(
         outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
-        state_inputs=whole.state_inputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
+        state_inputs=whole.state_inputs, donated=donated, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean",
+        fingerprint=fingerprint(core), reduction="mean", notes=notes,
     )  # fmt: skip
 
 
@@ -232,8 +251,8 @@ def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches
     try:
         found = traced_to_call(step, shapes) if alone else None
         if found is None:
-            outer, _ = traced(step, shapes)
-            found = _call(next(e for e in open_jaxpr(outer).eqns if e.primitive is value_and_grad_p))
+            outer = open_jaxpr(traced(step, shapes))
+            found = _call(next(e for e in outer.eqns if e.primitive is value_and_grad_p))
     except (TypeError, ValueError) as error:
         raise PlanError(
             refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",

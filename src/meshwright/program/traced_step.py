@@ -13,6 +13,7 @@ import jax
 from .._jax.boundary import Boundaries
 from .._jax.grad import marked_calls, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, is_literal, open_jaxpr
+from .donation import donated_inputs
 from .rules import Rules
 from .state import StateLeaf, relate_state
 
@@ -25,6 +26,7 @@ class TracedStep:
       outer: the whole step, `jit` calls inlined.
       names: path of each input.
       state_inputs: how many of the leading inputs come back as the leading outputs.
+      donated: the inputs whose buffers the step takes over, as it says itself (`donation`).
       in_tree: structure of the arguments.
       out_tree: structure of the results.
       rules: factor rules of the step's equations and of its programs'.
@@ -33,6 +35,7 @@ class TracedStep:
     outer: ClosedJaxpr
     names: tuple[str, ...]
     state_inputs: int
+    donated: frozenset[int]
     in_tree: Any
     out_tree: Any
     rules: Rules = field(default_factory=Rules)
@@ -100,18 +103,19 @@ def trace_step(step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
       step: a function of arrays; the first argument is the state if the first result has its structure and shapes.
       shapes: its arguments (`abstract`).
     """
-    outer, out_tree = traced(step, shapes)
+    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
+    outer, out_tree = inline(closed), jax.tree.structure(out_shape)
+    state_inputs = _state_inputs(outer, shapes, out_tree)
     return TracedStep(
         outer=outer, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
         names=tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes)),
-        state_inputs=_state_inputs(outer, shapes, out_tree),
+        state_inputs=state_inputs, donated=donated_inputs(closed, outer, state_inputs),
     )  # fmt: skip
 
 
-def traced(step: Callable[..., Any], shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
-    """A step's program, `jit` calls inlined, and the structure of its results."""
-    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
-    return inline(closed), jax.tree.structure(out_shape)
+def traced(step: Callable[..., Any], shapes: tuple[Any, ...]) -> ClosedJaxpr:
+    """A step's program, `jit` calls inlined."""
+    return inline(jax.make_jaxpr(step)(*shapes))
 
 
 def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) -> int:

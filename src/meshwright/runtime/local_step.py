@@ -111,7 +111,7 @@ class LocalStep:
           platform: of the devices.
         """
         step = jax.jit(self.on(self.abstract_mesh(), platform))
-        donated = tuple(range(self.program.state_inputs))
+        donated = sorted(self.program.donated)
         return predict(dataflow_of(step, *self.avals(), donate_argnums=donated, platform=platform))
 
     def _output_specs(self) -> list[Spec]:

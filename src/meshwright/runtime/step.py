@@ -9,9 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from .._jax.jaxpr import consts_of
 from ..errors import PlanError
 from ..plan import Plan
 from ..program.trace import Program
+from .aliases import Unshared
 from .local_step import LocalStep, partition
 from .pipeline.placing import check_not_donated, put
 from .watch import watch
@@ -53,12 +55,13 @@ class PlannedStep:
             self._local.on(self.mesh),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
-            donate_argnums=tuple(range(program.state_inputs)),
+            donate_argnums=tuple(sorted(program.donated)),
         )
+        self._unshared = Unshared(program.donated, consts_of(program.outer))
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step on the step's own arguments; state buffers are donated."""
-        flat = self.place(jax.tree.leaves(args))
+        """Run one step on the step's own arguments, of which `program.donated` are donated."""
+        flat = self.place(self._unshared(self._checked(jax.tree.leaves(args))))
         if jax.process_count() == 1:
             return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
         with watch.over(_about):
@@ -67,11 +70,16 @@ class PlannedStep:
             watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
         return jax.tree.unflatten(self.program.out_tree, made)
 
+    def _checked(self, flat: Sequence[Any]) -> Sequence[Any]:
+        """The arguments' leaves, all of which are still there."""
+        for x, name in zip(flat, self.program.input_names, strict=True):
+            check_not_donated(x, name)
+        return flat
+
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""
         placed = []
-        for index, (x, sharding, dtype) in enumerate(zip(flat, self.in_shardings, self._dtypes, strict=True)):
-            check_not_donated(x, self.program.input_names[index])
+        for x, sharding, dtype in zip(flat, self.in_shardings, self._dtypes, strict=True):
             if isinstance(x, jax.Array):
                 if getattr(x, "weak_type", False):  # would be another signature, and compile the step again
                     x = jax.lax.convert_element_type(x, x.dtype)

@@ -104,7 +104,8 @@ class Executor:
                 self._call(number, stage.prepare, memory, "the preparation")
             self._call(number, stage.begin, memory, "the beginning")
             if self._asynchronous:
-                self._began_with[number] = {slot: memory[slot] for slot in stage.stage.parameters}
+                held = [slot for slot in stage.stage.parameters if stage.update.takes_over(slot)]
+                self._began_with[number] = {slot: memory[slot] for slot in held}
         for one in self._order:
             if isinstance(one, Run):
                 self._run(one, memories[one.stage], passing[one.stage][one.microbatch])

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ..._jax.jaxpr import open_jaxpr
+from ..._jax.jaxpr import consts_of, open_jaxpr
 from ...errors import PlanError
 from ...plan import Plan
 from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
+from ..aliases import Unshared
 from .executor import Executor, Memory
 from .local_stages import LocalStages
 from .operations import Work, operations
@@ -75,6 +76,9 @@ class PipelinedStep:
         naive = LocalTransport() if self._one_process else ProcessTransport()
         between: Transport = naive if transport == "naive" else PlannedTransport(network)
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
+        self._unshared = Unshared(
+            program.donated.intersection(range(program.state_inputs)), consts_of(program.outer)
+        )
         self._kept = [update.kept for update in self.local.updates]
         shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
         self._copies = shared  # stages on the same devices must not keep one buffer
@@ -84,7 +88,7 @@ class PipelinedStep:
         )
 
     def __call__(self, *args: Any) -> Any:
-        """Run one step on the step's own arguments; state buffers are donated.
+        """Run one step on the step's own arguments; what of its state is in `program.donated` is donated.
 
         Leaves of the state that several stages hold come back as `StagedArray`s and go into the next call as such.
         """
@@ -92,6 +96,7 @@ class PipelinedStep:
         for leaf, name in zip(flat, self.program.input_names, strict=True):
             for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
                 check_not_donated(part, name)
+        flat = self._unshared(flat)
         memories = [self._memory(number, flat) for number in range(len(self.stages))]
         del flat
         self._executor.run(memories)

@@ -147,9 +147,17 @@ class UpdateProgram:
             taken = [slot for slot, p in pairs if left.get(p) == self._stage.local_shape(slot).shape]
             return tuple(slot for slot in taken if slot in program.inputs)
         weights = {self.direct(slot) for slot in self._stage.parameters} if versions else set()
-        state = range(self.state_inputs)
+        state = self._taken_over
         taken = [s for s in program.inputs if s.role is Role.ARGUMENT and s.position in state]
         return tuple(s for s in taken if s.position not in weights)
+
+    def takes_over(self, parameter: Slot) -> bool:
+        """Whether the array of a parameter with which a step begins is let go in it."""
+        return self.direct(parameter) in self._taken_over
+
+    @property
+    def _taken_over(self) -> frozenset[int]:
+        return self._program.donated.intersection(range(self.state_inputs))
 
     def _prepared_slots(self) -> tuple[Slot, ...]:
         stage = self._stage

@@ -18,11 +18,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from ..._jax.buffers import located
 from ..._jax.context import is_tracing, own_context
 from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
+from ..aliases import copied
 from ..pipeline.placing import put
 from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of
@@ -140,7 +142,7 @@ def _moved(
     found: list[Any] = [None] * len(leaves)
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if in_place[i]:
-            found[i] = leaf if i in free else _copied(leaf)
+            found[i] = leaf if i in free else copied(leaf)
         elif not ours[i]:
             found[i] = put(np.asarray(leaf), target)
     if mover is not None:
@@ -230,17 +232,9 @@ def _unshared(leaves: Sequence[Any]) -> frozenset[int]:
     owners: dict[Any, set[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            for shard in () if is_key(jax.typeof(leaf)) else leaf.addressable_shards:
-                if shard.data.size:
-                    owners.setdefault((shard.device.id, shard.data.unsafe_buffer_pointer()), set()).add(i)
-            owners.setdefault(id(leaf), set()).add(i)
+            for owned in (id(leaf), *located(leaf)):
+                owners.setdefault(owned, set()).add(i)
     return frozenset(range(len(leaves))).difference(*(those for those in owners.values() if len(those) > 1))
-
-
-def _copied(x: jax.Array) -> jax.Array:
-    """The same array in buffers of its own, block by block."""
-    blocks = [jax.numpy.copy(shard.data) for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks, dtype=x.dtype)
 
 
 def _agree(plan: str, names: Sequence[str], leaves: Sequence[Any], targets: Sequence[Sharding]) -> None:
