@@ -9,16 +9,21 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
+from ._jax.context import no_mesh
 from ._jax.grad import value_and_grad as value_and_grad
 from ._jax.jaxpr import is_traced
+from ._jax.placement import placement
+from ._jax.trace import trace
 from .calibrate.origin import check_origin
-from .cluster import Cluster, load_cluster
+from .cluster import Cluster, cluster_of, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
 from .plan import Plan
@@ -28,7 +33,8 @@ from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of
 from .runtime.agree import agree, exchange_texts
-from .runtime.executable import Executable, check_devices, executable
+from .runtime.devices import Placed, devices_for, named_devices
+from .runtime.executable import Executable, check_devices, executable, needed_devices
 
 log = logging.getLogger("meshwright")
 
@@ -42,6 +48,8 @@ class Parallelized:
 
     def __init__(self, step: Callable[..., Any], options: Mapping[str, Any], plan: Any) -> None:
         _check_options(options, plan)
+        devices = options.get("devices")
+        self._named = named_devices(devices) if devices is not None else None
         if isinstance(plan, (str, Path)):
             plan = load_plan(plan)
         functools.update_wrapper(self, step)
@@ -101,7 +109,8 @@ class Parallelized:
                 refused="to create the state", got=f"{type(make_state).__name__}, which cannot be called",
                 needed="a function that makes it", where="init", try_="init(make_state, *args, batch=batch)",
             )  # fmt: skip
-        state = jax.eval_shape(make_state, *args)
+        with no_mesh():
+            state = trace(make_state, args).results
         leaves, tree = jax.tree.flatten(state)
         planned = self._with_state(leaves, tree) if batch is None else None
         if planned is None:
@@ -131,34 +140,56 @@ class Parallelized:
             program = planned.program
             shapes = planned.avals()[: program.state_inputs]
             same = [(a.shape, a.dtype) for a in shapes] == [(x.shape, x.dtype) for x in leaves]
-            if same and program.in_tree.children()[0].children()[0] == tree:
+            if same and program.in_tree.children()[0] == tree:
                 return planned
         return None
 
+    @no_mesh()
     def _planned(self, args: Sequence[Any]) -> Executable:
-        leaves, tree = jax.tree.flatten(tuple(args))
-        if not all(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) for leaf in leaves):
+        given, tree = jax.tree.flatten(tuple(args))
+        leaves = given
+        if not all(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) for leaf in given):
             leaves = jax.tree.leaves(abstract(tuple(args)))
-        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        shapes = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (shapes, tuple(map(placement, leaves)), self._devices(given, shapes))
         planned = self._steps.get(key)
         if planned is None:
-            if self._steps:
-                log.warning(
-                    "%s: arguments of new shapes, planning again", getattr(self._function, "__name__", "the step")
-                )
-            planned = self._steps[key] = self._make(args)
+            planned = next((old for known, old in self._steps.items() if _serves(known, old, key)), None)
+            if planned is None:
+                if self._steps:
+                    name = getattr(self._function, "__name__", "the step")
+                    log.warning("%s: arguments of new shapes or on other devices, planning again", name)
+                planned = self._make(args, key[2])
+            self._steps[key] = planned
         return planned
 
-    def _make(self, args: Sequence[Any]) -> Executable:
+    def _devices(self, leaves: Sequence[Any], shapes: Any) -> tuple[jax.Device, ...]:
+        """The devices to run on."""
+        if self._named is not None:
+            return self._named
+        earlier = (devices for known, _, devices in reversed(self._steps) if known == shapes)
+        return devices_for(Placed(leaves), self._wanted, earlier)
+
+    @cached_property
+    def _wanted(self) -> int | None:
+        """How many devices the plan is for; None for those at hand."""
+        if self._given is not None:
+            return needed_devices(self._given)
+        cluster = self._options.get("cluster", "local")
+        if not isinstance(cluster, (str, Cluster)) or cluster == "local":
+            return None
+        return (load_cluster(cluster) if isinstance(cluster, str) else cluster).num_devices
+
+    def _make(self, args: Sequence[Any], devices: Sequence[jax.Device]) -> Executable:
         if self._given is not None:
             program, plan = self._traced(args, self._given), self._given
-            check_devices(plan, jax.devices())
-            _check_cluster(plan, jax.devices())
+            check_devices(plan, devices)
+            _check_cluster(plan, devices)
         else:
-            _check_devices(self._options.get("cluster", "local"))
-            program, plan = self._found(args)
-        _check_agreed(program, plan)
-        return executable(program, plan, jax.devices())
+            _check_devices(self._options.get("cluster", "local"), devices)
+            program, plan = self._found(args, devices)
+        _check_agreed(program, plan, devices)
+        return executable(program, plan, devices)
 
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
         """The step as the plan has it."""
@@ -170,16 +201,17 @@ class Parallelized:
             args, microbatches=plan.microbatches, batch_axis=batch_axis, reduction=self._options.get("reduction")
         )
 
-    def _found(self, args: Sequence[Any]) -> tuple[Program, Plan]:
+    def _found(self, args: Sequence[Any], devices: Sequence[jax.Device]) -> tuple[Program, Plan]:
         """The plan that is searched for, the same in every process: process 0 searches."""
-        if self._options.get("refine") is not None:
+        options = {**self._options, "devices": devices}
+        if options.get("refine") is not None:
             # Every process takes part in measuring; process 0 decides there too.
-            planning = plan_for(self._function, args, **self._options)
+            planning = plan_for(self._function, args, **options)
             return planning.program, planning.plan
         found: list[Planning] = []
 
         def search() -> str:
-            found.append(plan_for(self._function, args, **self._options))
+            found.append(plan_for(self._function, args, **options))
             return json.dumps(plan_to_dict(found[0].plan))
 
         limit = self._options.get("time_limit_seconds", _SEARCH_SECONDS) + _TRACE_SECONDS
@@ -188,9 +220,23 @@ class Parallelized:
         return (found[0].program if found else self._traced(args, plan)), plan
 
 
-def _check_agreed(program: Program, plan: Plan) -> None:
+def _serves(known: Any, planned: Executable, key: Any) -> bool:
+    """Whether what was planned for some arguments serves others too: of the same shapes, for the same devices, and of
+    places that the program knows or need not know. (What a step returns is on no mesh of the user's, and in the memory
+    that the step leaves it in.)"""
+    if (known[0], known[2]) != (key[0], key[2]):
+        return False
+    hosted = planned.program.host_inputs
+    return all(
+        new is None or new == old or (i in hosted and isinstance(new, SingleDeviceSharding))
+        for i, (old, new) in enumerate(zip(known[1], key[1], strict=True))
+    )
+
+
+def _check_agreed(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
     """Refuse, in every process, programs or plans that are not the same in all: they would wait for each other."""
-    text = hashlib.sha256(json.dumps([program.fingerprint, plan_to_dict(plan)]).encode()).hexdigest()[:16]
+    agreed = [program.fingerprint, plan_to_dict(plan), [device.id for device in devices]]
+    text = hashlib.sha256(json.dumps(agreed).encode()).hexdigest()[:16]
     among = range(jax.process_count())
     said = exchange_texts(text, among=among, about="the plan", timeout_seconds=_TRACE_SECONDS)
     others = [process for process in among if said[process] != text]
@@ -221,18 +267,18 @@ def _check_options(options: Mapping[str, Any], plan: Any) -> None:
             refused="the plan", got=type(plan).__name__, needed="a Plan or the path of a saved one", where="plan=",
             try_="meshwright.load_plan(path)",
         )  # fmt: skip
-    if taken := sorted(set(options) - {"batch_axis", "reduction", "donate"}):
+    if taken := sorted(set(options) - {"batch_axis", "reduction", "donate", "devices"}):
         raise PlanError(
             refused=f"the option {taken[0]!r}", got="a plan as well, which says all of it", needed="one or the other",
             where="parallelize", try_=f"leaving out plan= or {', '.join(f'{name}=' for name in taken)}",
         )  # fmt: skip
 
 
-def _check_devices(cluster: Any) -> None:
-    """Refuse, before anything is planned, a cluster that cannot be run on here."""
+def _check_devices(cluster: Any, devices: Sequence[jax.Device]) -> None:
+    """Refuse, before anything is planned, a cluster that cannot be run on these devices."""
     if not isinstance(cluster, (str, Cluster)) or cluster == "local":
         return
-    wanted, devices = load_cluster(cluster) if isinstance(cluster, str) else cluster, jax.devices()
+    wanted = load_cluster(cluster) if isinstance(cluster, str) else cluster
     check_origin(wanted)
     if len(devices) < wanted.num_devices or wanted.device.platform != devices[0].platform:
         raise PlanError(
@@ -245,7 +291,7 @@ def _check_devices(cluster: Any) -> None:
 def _check_cluster(plan: Plan, devices: Sequence[jax.Device]) -> None:
     """Refuse a plan for another platform; warn of one whose predicted times are for other devices."""
     try:
-        here = load_cluster("local")
+        here = cluster_of(devices)
     except ClusterError:
         return  # devices that no preset describes: nothing to compare with
     if plan.cluster_fingerprint == here.fingerprint():

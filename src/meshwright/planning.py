@@ -10,7 +10,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .cluster import Cluster, load_cluster, one_kind_alone
+from ._jax.context import no_mesh
+from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
@@ -25,6 +26,7 @@ from .plan_request import (
 from .presets import Preset, check_free, parse_preset
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
+from .runtime.devices import named_devices
 from .search.alternative import TOO_LITTLE, Alternative, merged
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
@@ -40,6 +42,7 @@ _STAGES_SHARE, _ALONE_SHARE = 0.75, 0.1
 
 
 @seldom_collected()
+@no_mesh()
 def plan_for(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -58,6 +61,7 @@ def plan_for(
     submeshes: Sequence[int] | None = None,
     preset: Preset | str | None = None,
     donate: int | Sequence[int] | None = None,
+    devices: Any = None,
     time_limit_seconds: float = 60.0,
     refine: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -86,6 +90,8 @@ def plan_for(
       donate: the arguments whose buffers the step may take over, as jax.jit's `donate_argnums`: a number or several, ()
         for none. None for what the step says itself: `donate_argnums` of a step that is a jax.jit function, or else the
         first argument, if it comes back as the first result and `value_and_grad` differentiates by what is in it.
+      devices: a sequence of `jax.Device` or a mesh: those that the cluster is, `cluster="local"` describes and a step is
+        run on. None for all, or for a step that is run those that its arguments lie on (`parallelize`).
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
         Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
@@ -98,7 +104,7 @@ def plan_for(
     start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step, donate)
     traced = traces.seconds
     check_refine(refine)
-    where = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    where = _cluster(cluster, devices)
     _check_types(where, pins, preset)
     check_time_limit(time_limit_seconds)
     check_batch_axis(args, batch_axis)
@@ -117,7 +123,7 @@ def plan_for(
         }  # fmt: skip
         found = measured_best(
             lambda **those: plan_for(traces, args, cluster=where, tell=tell, **those), options, traces=traces,
-            args=args, cluster=where, tell=tell,
+            args=args, cluster=where, tell=tell, devices=devices,
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     if preset is not None:
@@ -150,6 +156,20 @@ def plan_for(
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+
+
+def _cluster(cluster: Any, devices: Any) -> Any:
+    """The cluster, as it is called and on these devices."""
+    if devices is None:
+        return load_cluster(cluster) if isinstance(cluster, str) else cluster
+    named = named_devices(devices)
+    found = cluster_of(named) if cluster == "local" else load_cluster(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(found, Cluster) and found.num_devices != len(named):
+        raise PlanError(
+            refused="the devices", got=str(len(named)), needed=f"the {found.num_devices} of cluster {found.name}",
+            where="devices=", try_='cluster="local", or as many devices',
+        )  # fmt: skip
+    return found
 
 
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:
@@ -265,7 +285,8 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
         return plan_stages(asked, None)
     count = asked.microbatches if asked.microbatches is not None else 1
-    if asked.cluster.num_devices == 1 or not asked.program(count).marked:
+    program = asked.program(count)
+    if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked)
     if is_large(asked.program(count)):
         return plan_stages(asked, None)

@@ -14,8 +14,9 @@ import jax
 
 
 def addresses(x: jax.Array) -> list[int]:
-    """Where the blocks of an array begin, on the devices of this process. Devices may have equal addresses, so what
-    differs here is not shared, and what is equal may be (`located`). Nothing for an array without elements.
+    """Where the blocks of an array begin, on the devices of this process, in any order. Devices may have equal
+    addresses: what differs here is not shared, and what is equal may be (`located`). None for an array without
+    elements.
 
     >>> x = jax.numpy.ones(4)
     >>> addresses(x) == addresses(jax.device_put(x, x.sharding)), addresses(x) == addresses(jax.numpy.copy(x))
@@ -27,6 +28,12 @@ def addresses(x: jax.Array) -> list[int]:
 def located(x: jax.Array) -> frozenset[Hashable]:
     """The buffers of an array on the devices of this process: equal for one memory alone."""
     return frozenset((block.device, block.unsafe_buffer_pointer()) for block in _blocks(x)) if x.size else frozenset()
+
+
+def block_type(x: jax.Array) -> Hashable:
+    """Shape and dtype of the blocks of an array: arrays that share a buffer have the same."""
+    x = getattr(x, "_base_array", x)
+    return x.sharding.shard_shape(x.shape), x.dtype
 
 
 def _blocks(x: Any) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -20,7 +20,10 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from ..errors import StepError
+from .context import as_user
 from .jaxpr import consts_of, evaluate, hoist_consts, inline, open_jaxpr
+from .placement import placed
+from .plain import Region, programs_in, unmeshed
 
 value_and_grad_p = jex_core.Primitive("meshwright_value_and_grad")
 value_and_grad_p.multiple_results = True
@@ -70,11 +73,12 @@ def traced_to_call(fun: Callable[..., Any], shapes: Sequence[Any]) -> MarkedCall
       fun: of arrays.
       shapes: its arguments.
     """
+    region = as_user()
     try:
-        with _set_stopping(True):
-            jax.make_jaxpr(fun)(*shapes)
+        with _set_stopping(True), region():
+            jax.make_jaxpr(placed(fun, shapes))(*shapes)
     except _Reached as reached:
-        return reached.call
+        return replace(reached.call, jaxpr=unmeshed(reached.call.jaxpr, Region(enter=region)))
     return None
 
 
@@ -85,12 +89,7 @@ def marked_calls(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
 
 def marked_calls_inside(equation: jex_core.JaxprEqn) -> int:
     """How many marked calls the programs inside an equation have."""
-    count = 0
-    for value in equation.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)):
-                count += marked_calls(part)
-    return count
+    return sum(map(marked_calls, programs_in(equation)))
 
 
 def value_and_grad(

@@ -16,8 +16,9 @@ from jax._src import source_info_util  # the line of user code an equation came 
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
 
+from ..errors import PlanError
 from .boundary import Boundaries, layer_boundary_p
-from .manual import is_shard_map, on_whole_arrays, plain_body
+from .manual import axes_of_one, is_shard_map, mentions, on_whole_arrays, over_one, plain_body
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 ShapedArray = jax.core.ShapedArray
@@ -33,9 +34,15 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
 _REMAT = ("remat2", "checkpoint", "remat")
 _STRUCTURED = (*_REMAT, "scan", "cond", "while", "custom_jvp_call", "custom_vjp_call")
 
-# Wishes about the layout of a value on a mesh of the user's. The plan decides layouts; the values stay the same.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_WISHES = ("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast")
+
+# Wishes about the layout of a value, on a mesh of the user's: what users call them, by primitive. The plan decides
+# layouts; the values stay the same.
+LAYOUT_WISHES: Mapping[str, str] = {
+    "sharding_constraint": "with_sharding_constraint", "layout_constraint": "with_layout_constraint",
+    "mesh_cast": "reshard", "reshard": "reshard",
+}  # fmt: skip
+_STATEMENTS = (*LAYOUT_WISHES, "device_put", "pvary", "pcast")
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
@@ -90,7 +97,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
         for equation in jaxpr.eqns:
             invars = [read(env, atom) for atom in equation.invars]
-            if equation.primitive.name in _WISHES:
+            if equation.primitive.name in _STATEMENTS:
                 env.update(zip(equation.outvars, invars, strict=True))
                 continue
             if equation.primitive is layer_boundary_p:
@@ -169,10 +176,24 @@ def jit_donations(closed: ClosedJaxpr) -> frozenset[int]:
 
 def _whole_arrays(equation: Equation) -> ClosedJaxpr:
     """A `shard_map` as a program on whole arrays."""
-    body = plain_body(equation)
+    body, alone = plain_body(equation), axes_of_one(equation)
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-    with user_context(equation):
-        return jax.make_jaxpr(on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks)))(*avals)
+
+    def on_equation(inner: Equation, operands: Sequence[Any]) -> Any:
+        names = [name for name in alone if mentions(inner, name)]
+        return over_one(lambda *given: bind(inner, *given), names, operands) if names else None
+
+    run = on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks, on_equation=on_equation))
+    try:
+        with user_context(equation):
+            return jax.make_jaxpr(run)(*avals)
+    except NotImplementedError as error:
+        raise PlanError(
+            refused="a shard_map", got=f"an operator in it that JAX cannot map over blocks ({error})",
+            needed="operators that have a batching rule: its blocks become a dim of whole arrays",
+            where=source_line(equation), try_="the same without jax.shard_map (the plan decides what is split), or over "
+            "mesh axes of one device",
+        ) from error  # fmt: skip
 
 
 def _inline_params(equation: Equation, inside: Boundaries) -> dict[str, Any]:

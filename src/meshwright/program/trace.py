@@ -18,6 +18,7 @@ import numpy as np
 from .._jax.boundary import Boundaries
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
+from .._jax.placement import cut_placement, placement
 from ..errors import PlanError
 from .build import build_graph
 from .donation import named_inputs
@@ -26,6 +27,10 @@ from .reduction import Reduction, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
 from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
+
+
+# How many of the step's lines a note lists.
+_MOST_LISTED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,8 @@ class Program:
       input_names: path of each input of the step.
       state_inputs: how many of the step's leading inputs are state, that is, come back as its leading outputs.
       donated: the inputs whose buffers the step may take over.
+      host_inputs: the inputs that are kept in the host's memory, state that is left there among them.
+      host_outputs: the results that are.
       state: for each state input, how its dims relate to the parameters'.
       parameter_inputs: for each differentiated core input, the input of the step it is, or None if it is computed.
       core_inputs: for each other core input, the input of the step it is, or None.
@@ -67,6 +74,8 @@ class Program:
     input_names: tuple[str, ...]
     state_inputs: int
     donated: frozenset[int]
+    host_inputs: frozenset[int]
+    host_outputs: frozenset[int]
     state: tuple[StateLeaf | None, ...]
     parameter_inputs: tuple[int | None, ...]
     core_inputs: tuple[int | None, ...]
@@ -85,7 +94,7 @@ class Program:
 
 
 def abstract(args: Any) -> Any:
-    """The arguments as shapes and dtypes; refuses leaves that are not arrays, naming them."""
+    """The arguments as shapes and dtypes, and as their types say where they are; refuses leaves that are not arrays, naming them."""
 
     def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, (bool, int, float, complex, np.generic)):
@@ -106,7 +115,8 @@ def abstract(args: Any) -> Any:
             )  # fmt: skip
         # NumPy's 64-bit numbers become JAX's 32-bit ones; a Python scalar takes the dtype of what it meets.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
+        weak_type = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak_type, sharding=placement(leaf))
 
     _refuse_modules(args)
     return jax.tree_util.tree_map_with_path(one, args)
@@ -160,7 +170,7 @@ def trace_program(
     _check_batch(shapes, microbatches, batch_axis)
     whole = trace(step, shapes)
     donated = whole.donated if donate is None else named_inputs(donate, shapes)
-    notes = _notes(whole) if donate is None else ()
+    notes = _notes(whole, said=donate is not None)
     markers = whole.markers
     if len(markers) != 1:
         if microbatches > 1:
@@ -204,6 +214,8 @@ def trace_program(
         input_names=whole.names,
         state_inputs=whole.state_inputs,
         donated=donated,
+        host_inputs=whole.host_inputs,
+        host_outputs=whole.host_outputs,
         state=whole.state,
         parameter_inputs=sources[num_consts:],
         core_inputs=sources[:num_consts],
@@ -217,12 +229,29 @@ def trace_program(
     )
 
 
-def _notes(whole: TracedStep) -> tuple[str, ...]:
-    """What is to be known of a step whose first argument comes back and is not donated."""
-    if not whole.state_inputs or whole.donated:
-        return ()
-    why = "no meshwright.value_and_grad differentiates by it"
-    return (f"args[0] comes back as the first result and is not donated, since {why}: donate=0 saves its memory",)
+def _notes(whole: TracedStep, *, said: bool) -> tuple[str, ...]:
+    """What a plan is to say about the step.
+
+    Args:
+      whole: the step.
+      said: whether the user has said what is donated.
+    """
+    notes = []
+    if whole.state_inputs and not whole.donated and not said:
+        why = "no meshwright.value_and_grad differentiates by it"
+        notes.append(f"args[0] comes back as the first result and is not donated, since {why}: donate=0 does donate it")
+    if whole.wishes:
+        listed = _listed(whole.wishes)
+        notes.append(f"layouts are the plan's (pins= fixes those of parameters and inputs), not followed: {listed}")
+    if whole.offloads:
+        listed = _listed(whole.offloads)
+        notes.append(f"only arguments and results are kept in the host's memory, not what is moved there by {listed}")
+    return tuple(notes)
+
+
+def _listed(lines: Sequence[str]) -> str:
+    more = len(lines) - _MOST_LISTED
+    return "; ".join(lines[:_MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -> Program:
@@ -232,7 +261,8 @@ def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -
     return Program(
         outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
-        state_inputs=whole.state_inputs, donated=donated, state=(None,) * whole.state_inputs, parameter_inputs=(),
+        state_inputs=whole.state_inputs, donated=donated, host_inputs=whole.host_inputs,
+        host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
         fingerprint=fingerprint(core), reduction="mean", notes=notes,
     )  # fmt: skip
@@ -344,7 +374,8 @@ def _microbatch_shapes(shapes: tuple[Any, ...], microbatches: int, batch_axis: i
         shape = list(leaf.shape)
         if batched:
             shape[batch_axis] //= microbatches
-        small.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type))
+        place = cut_placement(leaf.sharding, tuple(shape))
+        small.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type, sharding=place))
     return jax.tree.unflatten(tree, small)
 
 

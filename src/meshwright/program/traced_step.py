@@ -13,6 +13,8 @@ import jax
 from .._jax.boundary import Boundaries
 from .._jax.grad import marked_calls, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, is_literal, open_jaxpr
+from .._jax.placement import in_host_memory
+from .._jax.trace import trace
 from .donation import donated_inputs
 from .rules import Rules
 from .state import StateLeaf, relate_state
@@ -27,6 +29,10 @@ class TracedStep:
       names: path of each input.
       state_inputs: how many of the leading inputs come back as the leading outputs.
       donated: the inputs whose buffers the step takes over, as it says itself (`donation`).
+      wishes: what it says about layouts (`_jax.trace`), of which the plan decides.
+      offloads: where it moves what it computes on with to the host's memory (there).
+      host_inputs: the inputs that are kept in the host's memory.
+      host_outputs: the results that are.
       in_tree: structure of the arguments.
       out_tree: structure of the results.
       rules: factor rules of the step's equations and of its programs'.
@@ -36,6 +42,10 @@ class TracedStep:
     names: tuple[str, ...]
     state_inputs: int
     donated: frozenset[int]
+    wishes: tuple[str, ...]
+    offloads: tuple[str, ...]
+    host_inputs: frozenset[int]
+    host_outputs: frozenset[int]
     in_tree: Any
     out_tree: Any
     rules: Rules = field(default_factory=Rules)
@@ -103,19 +113,24 @@ def trace_step(step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
       step: a function of arrays; the first argument is the state if the first result has its structure and shapes.
       shapes: its arguments (`abstract`).
     """
-    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
-    outer, out_tree = inline(closed), jax.tree.structure(out_shape)
+    found = trace(step, shapes)
+    outer, out_tree = inline(found.program), jax.tree.structure(found.results)
     state_inputs = _state_inputs(outer, shapes, out_tree)
+    # State stays where the step leaves it: what comes from elsewhere is moved there before the first step.
+    hosted = [*found.hosted[:state_inputs], *map(in_host_memory, jax.tree.leaves(shapes)[state_inputs:])]
+    host_inputs = frozenset(i for i, is_one in enumerate(hosted) if is_one)
     return TracedStep(
         outer=outer, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
         names=tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes)),
-        state_inputs=state_inputs, donated=donated_inputs(closed, outer, state_inputs),
+        state_inputs=state_inputs, donated=donated_inputs(found.program, outer, state_inputs), wishes=found.wishes,
+        offloads=found.offloads, host_inputs=host_inputs,
+        host_outputs=frozenset(i for i, is_one in enumerate(found.hosted) if is_one),
     )  # fmt: skip
 
 
 def traced(step: Callable[..., Any], shapes: tuple[Any, ...]) -> ClosedJaxpr:
     """A step's program, `jit` calls inlined."""
-    return inline(jax.make_jaxpr(step)(*shapes))
+    return inline(trace(step, shapes).program)
 
 
 def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) -> int:

@@ -96,7 +96,7 @@ class Traces:
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         leaves, tree = jax.tree.flatten(abstract(tuple(args)))
-        return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
+        return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves)
 
     def staged(self, program: Program, like: StagedProgram | None = None) -> StagedProgram:
         """As `staged_program`, of programs that `program` and `staged` gave."""

@@ -33,13 +33,18 @@ def executable(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> E
     return PlannedStep(program, plan, [devices[device] for device in plan.stages[0].devices])
 
 
+def needed_devices(plan: Plan) -> int:
+    """How many devices there have to be for a plan."""
+    return 1 + max(device for stage in plan.stages for device in stage.devices)
+
+
 def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
     """Refuse devices that are too few for a plan, or processes of which it has no device.
 
     Raises:
       PlanError: if so.
     """
-    needed = 1 + max(device for stage in plan.stages for device in stage.devices)
+    needed = needed_devices(plan)
     if len(devices) < needed:
         raise PlanError(
             refused="to run the plan", got=f"{len(devices)} devices in {jax.process_count()} processes",

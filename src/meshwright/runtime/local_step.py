@@ -105,14 +105,20 @@ class LocalStep:
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
     def predicted_memory(self, platform: str = "cpu") -> PredictedMemory:
-        """Peak memory of one device, from the traced step: nothing is compiled, no device is needed.
+        """Peak memory of one device, from the traced step: nothing is compiled, no device is needed. What is kept in
+        the host's memory counts while the step has it on the device.
 
         Args:
           platform: of the devices.
         """
         step = jax.jit(self.on(self.abstract_mesh(), platform))
-        donated = sorted(self.program.donated)
-        return predict(dataflow_of(step, *self.avals(), donate_argnums=donated, platform=platform))
+        program = self.program
+        return predict(
+            dataflow_of(
+                step, *self.avals(), donate_argnums=sorted(program.donated), platform=platform,
+                host_inputs=program.host_inputs, host_outputs=program.host_outputs,
+            )
+        )  # fmt: skip
 
     def _output_specs(self) -> list[Spec]:
         """State leaves as it came; the rest in whatever layout it has at the end."""

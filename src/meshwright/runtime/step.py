@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from .._jax.jaxpr import consts_of
+from .._jax.context import no_mesh
+from .._jax.placement import HOST_MEMORY
+from .._jax.trace import trace
 from ..errors import PlanError
 from ..plan import Plan
 from ..program.trace import Program
-from .aliases import Unshared
+from ..sharding import Spec
+from .arguments import Arguments
 from .local_step import LocalStep, partition
-from .pipeline.placing import check_not_donated, put
+from .pipeline.placing import put
 from .watch import watch
 
 
@@ -48,33 +51,51 @@ class PlannedStep:
         names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-        self.in_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.in_specs)
-        self.out_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.out_specs)
+        self.in_shardings = self._shardings(self._local.in_specs, program.host_inputs)
+        self.out_shardings = self._shardings(self._local.out_specs, program.host_outputs)
         self._dtypes = tuple(aval.dtype for aval in self._local.avals())
         self.jitted = jax.jit(
-            self._local.on(self.mesh),
+            self._between_memories(self._local.on(self.mesh)),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=tuple(sorted(program.donated)),
         )
-        self._unshared = Unshared(program.donated, consts_of(program.outer))
+        self._arguments = Arguments(program)
+
+    def _shardings(self, specs: Sequence[Spec], hosted: Collection[int]) -> tuple[NamedSharding, ...]:
+        return tuple(
+            NamedSharding(self.mesh, partition(spec), memory_kind=HOST_MEMORY if i in hosted else None)
+            for i, spec in enumerate(specs)
+        )
+
+    def _between_memories(self, step: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """The step with what is kept in the host's memory moved from there to the devices, and back."""
+        program = self.program
+        if not program.host_inputs and not program.host_outputs:
+            return step
+
+        def moved(values: Sequence[Any], which: Collection[int], space: Any) -> list[Any]:
+            return [jax.device_put(x, space) if i in which else x for i, x in enumerate(values)]
+
+        def run(*flat: Any) -> tuple[Any, ...]:
+            made = step(*moved(flat, program.host_inputs, jax.memory.Space.Device))
+            return tuple(moved(made, program.host_outputs, jax.memory.Space.Host))
+
+        return run
 
     def __call__(self, *args: Any) -> Any:
         """Run one step on the step's own arguments, of which `program.donated` are donated."""
-        flat = self.place(self._unshared(self._checked(jax.tree.leaves(args))))
-        if jax.process_count() == 1:
-            return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
-        with watch.over(_about):
-            made = self.jitted(*flat)
-        if len(made) > self.program.state_inputs:
+        with no_mesh():
+            flat = self.place(self._arguments(jax.tree.leaves(args)))
+            if jax.process_count() == 1:
+                made = self.jitted(*flat)
+            else:
+                with watch.over(_about):
+                    made = self.jitted(*flat)
+        self._arguments.remember(made)
+        if jax.process_count() > 1 and len(made) > self.program.state_inputs:
             watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
         return jax.tree.unflatten(self.program.out_tree, made)
-
-    def _checked(self, flat: Sequence[Any]) -> Sequence[Any]:
-        """The arguments' leaves, all of which are still there."""
-        for x, name in zip(flat, self.program.input_names, strict=True):
-            check_not_donated(x, name)
-        return flat
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""
@@ -91,13 +112,17 @@ class PlannedStep:
 
     def create(self, make_state: Callable[..., Any], *args: Any) -> Any:
         """The state `make_state(*args)`, created as the plan keeps it and never whole on one device."""
-        tree = jax.tree.structure(jax.eval_shape(make_state, *args))
-        shardings = jax.tree.unflatten(tree, self.in_shardings[: tree.num_leaves])
-        return jax.jit(make_state, out_shardings=shardings)(*args)
+        with no_mesh():
+            traced = trace(make_state, args)
+            tree = jax.tree.structure(traced.results)
+            shardings = list(self.in_shardings[: tree.num_leaves])
+            made = jax.jit(traced.run, out_shardings=shardings)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(tree, made)
 
     def lower(self) -> Any:
         """The lowered step, from shapes alone."""
-        return self.jitted.lower(*self.avals())
+        with no_mesh():
+            return self.jitted.lower(*self.avals())
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the step's flat arguments."""

@@ -9,13 +9,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ..._jax.jaxpr import consts_of, open_jaxpr
+from ..._jax.context import no_mesh
+from ..._jax.jaxpr import open_jaxpr
+from ..._jax.trace import Traced, trace
 from ...errors import PlanError
 from ...plan import Plan
 from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
-from ..aliases import Unshared
+from ..arguments import Arguments
 from .executor import Executor, Memory
 from .local_stages import LocalStages
 from .operations import Work, operations
@@ -76,9 +78,7 @@ class PipelinedStep:
         naive = LocalTransport() if self._one_process else ProcessTransport()
         between: Transport = naive if transport == "naive" else PlannedTransport(network)
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
-        self._unshared = Unshared(
-            program.donated.intersection(range(program.state_inputs)), consts_of(program.outer)
-        )
+        self._arguments = Arguments(program)
         self._kept = [update.kept for update in self.local.updates]
         shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
         self._copies = shared  # stages on the same devices must not keep one buffer
@@ -94,13 +94,16 @@ class PipelinedStep:
         """
         flat = jax.tree.leaves(args)
         for leaf, name in zip(flat, self.program.input_names, strict=True):
-            for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
+            for part in leaf.parts.values() if isinstance(leaf, StagedArray) else ():
                 check_not_donated(part, name)
-        flat = self._unshared(flat)
-        memories = [self._memory(number, flat) for number in range(len(self.stages))]
-        del flat
-        self._executor.run(memories)
-        return jax.tree.unflatten(self.program.out_tree, self._results(memories))
+        with no_mesh():
+            flat = self._arguments(flat)
+            memories = [self._memory(number, flat) for number in range(len(self.stages))]
+            del flat
+            self._executor.run(memories)
+            results = self._results(memories)
+        self._arguments.remember(results)
+        return jax.tree.unflatten(self.program.out_tree, results)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
@@ -113,8 +116,11 @@ class PipelinedStep:
 
     def create(self, make_state: Callable[..., Any], *args: Any) -> Any:
         """The state `make_state(*args)`, each leaf created where the plan keeps it and never whole on one device."""
-        shapes = jax.eval_shape(make_state, *args)
-        leaves, tree = jax.tree.flatten(shapes)
+        with no_mesh():
+            return self._created(trace(make_state, args), jax.tree.leaves(args))
+
+    def _created(self, make_state: Traced, args: Sequence[Any]) -> Any:
+        leaves, tree = jax.tree.flatten(make_state.results)
         parts: list[dict[int, Any]] = [{} for _ in leaves]
         for number, stage in enumerate(self.stages):
             mine = [i for i in range(len(leaves)) if number in self.in_shardings[i]]
@@ -125,7 +131,7 @@ class PipelinedStep:
             shardings = [stage.sharding(_argument(i)) for i in mine]
 
             def some(*inner: Any, mine: Sequence[int] = mine, number: int = number) -> list[Any]:
-                made = jax.tree.leaves(make_state(*inner))
+                made = make_state.run(*inner)
                 return [self._part(made[i], number, i) for i in mine]
 
             for index, array in zip(mine, jax.jit(some, out_shardings=shardings)(*args), strict=True):
