@@ -90,8 +90,8 @@ def plan_for(
       donate: the arguments whose buffers the step may take over, as jax.jit's `donate_argnums`: a number or several, ()
         for none. None for what the step says itself: `donate_argnums` of a step that is a jax.jit function, or else the
         first argument, if it comes back as the first result and `value_and_grad` differentiates by what is in it.
-      devices: a sequence of `jax.Device` or a mesh: those that the cluster is, `cluster="local"` describes and a step is
-        run on. None for all, or for a step that is run those that its arguments lie on (`parallelize`).
+      devices: a sequence of `jax.Device` or a mesh: what `cluster="local"` stands for, and what a step is run on. None
+        for all; a step that is run takes those that its arguments lie on (`parallelize`).
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
         Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is

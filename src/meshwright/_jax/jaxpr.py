@@ -191,8 +191,8 @@ def _whole_arrays(equation: Equation) -> ClosedJaxpr:
         raise PlanError(
             refused="a shard_map", got=f"an operator in it that JAX cannot map over blocks ({error})",
             needed="operators that have a batching rule: its blocks become a dim of whole arrays",
-            where=source_line(equation), try_="the same without jax.shard_map (the plan decides what is split), or over "
-            "mesh axes of one device",
+            where=source_line(equation),
+            try_="the same without jax.shard_map (the plan decides what is split), or over mesh axes of one device",
         ) from error  # fmt: skip
 
 

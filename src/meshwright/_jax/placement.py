@@ -1,5 +1,5 @@
-"""What an array says of its place that a program traced on it knows: its memory (the devices' or the host's), and how it
-lies on a mesh of Explicit axes, which is in its type (`jax.typeof(x).sharding`)."""
+"""What the programs traced on an array know of its place: its memory (the devices' or the host's), and how it lies on a
+mesh of Explicit axes, which is in its type (`jax.typeof(x).sharding`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,16 @@ def placement(x: Any) -> Sharding | None:
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
         spec = PartitionSpec(*sharding.spec, *(None,) * (len(x.shape) - len(sharding.spec)))
         return NamedSharding(sharding.mesh.abstract_mesh, spec, memory_kind=kind)
-    return SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind) if kind is not None else None
+    return _host() if kind is not None else None
+
+
+def _host() -> SingleDeviceSharding:
+    return SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
+
+
+def in_host(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array in the host's memory."""
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=_host())
 
 
 def _in_host_memory(sharding: Sharding) -> bool:

@@ -1,9 +1,10 @@
 """Programs without the places of the user: values of plain types, equations without shardings.
 
-Where a program sets a mesh (`jax.set_mesh`), constrains a value to one, holds arrays of Explicit axes or moves one to the
-host's memory, JAX writes that into the types of the values, the parameters of equations and their contexts; inside a manual region, the axes that
-a value varies over. A plan has meshes of its own, so all of that is taken out, at any depth. Derivative rules are traced
-when they are asked for: they run in the context that they were written in, and what they trace is made plain too.
+Where a program sets a mesh (`jax.set_mesh`), constrains a value to one, holds arrays of Explicit axes or moves one to
+the host's memory, JAX writes that into the types of the values, the parameters of equations and their contexts; inside
+a manual region, the axes that a value varies over. A plan has meshes of its own, so all of that is taken out, at any
+depth. Derivative rules are traced when they are asked for: they run in the context that they were written in, and what
+they trace is made plain too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def plain(closed: Any, region: Region) -> jex_core.ClosedJaxpr:
       closed: the program, closed or not.
       region: that it was traced in.
     """
-    return jex_core.ClosedJaxpr(_plain(getattr(closed, "jaxpr", closed), region), _consts(getattr(closed, "consts", ())))
+    return jex_core.ClosedJaxpr(
+        _plain(getattr(closed, "jaxpr", closed), region), _consts(getattr(closed, "consts", ()))
+    )
 
 
 def unmeshed(closed: Any, region: Region) -> Any:

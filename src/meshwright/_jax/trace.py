@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from ..errors import PlanError
 from .context import as_user
 from .jaxpr import LAYOUT_WISHES, ClosedJaxpr, evaluate, inline, is_literal, open_jaxpr, source_line
-from .placement import is_host_typed, placed
+from .placement import in_host, is_host_typed, placed
 from .plain import Region, mesh_of, programs_in, unmeshed
 
 
@@ -22,7 +23,7 @@ class Traced:
 
     Args:
       program: of it, without meshes.
-      results: as shapes.
+      results: as shapes, with `placement` where they are left in the host's memory.
       hosted: for each leaf of the results, whether it is left in the host's memory (`jax.memory.Space.Host`).
       wishes: what it says about layouts, in words with the line, each once.
       offloads: where it moves what it computes on with to the host's memory, likewise.
@@ -45,13 +46,31 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Traced:
     Args:
       function: of the user, of arrays.
       args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      PlanError: if it computes on both memories at once.
     """
     region = as_user()
-    with region():
-        closed, results = jax.make_jaxpr(placed(function, args), return_shape=True)(*args)
+    try:
+        with region():
+            closed, shapes = jax.make_jaxpr(placed(function, args), return_shape=True)(*args)
+    except ValueError as error:
+        if "memory_space" not in str(error):
+            raise
+        raise PlanError(
+            refused="to compute on arrays in the host's memory and in the devices'", got=str(error),
+            needed="operands in one memory, as under jax.jit", where=getattr(function, "__name__", "the step"),
+            try_="jax.device_put(x, jax.memory.Space.Device) before it is computed with, and Space.Host for what is to "
+            "stay in the host's memory",
+        ) from error  # fmt: skip
+    leaves, tree = jax.tree.flatten(shapes)
+    hosted = [is_host_typed(aval) for aval in closed.out_avals]
+    results = jax.tree.unflatten(
+        tree, [in_host(leaf) if is_one else leaf for leaf, is_one in zip(leaves, hosted, strict=True)]
+    )
     return Traced(
         program=unmeshed(closed, Region(enter=region)), results=results,
-        hosted=tuple(is_host_typed(aval) for aval in closed.out_avals), wishes=tuple(dict.fromkeys(_wishes(closed))),
+        hosted=tuple(hosted), wishes=tuple(dict.fromkeys(_wishes(closed))),
         offloads=tuple(dict.fromkeys(_offloads(closed))),
     )  # fmt: skip
 

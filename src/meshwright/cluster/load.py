@@ -146,8 +146,14 @@ def _from_file(path: Path) -> Cluster:
 
 
 def cluster_of(devices: Sequence[Any] | None = None) -> Cluster:
-    """Devices that JAX sees, all of them by default, as `load_cluster("local")` describes them: one host for each process (TPUs: one slice of all), described by the preset with the same
-    kind of device."""
+    """Devices that JAX sees, by default all of them, which is `load_cluster("local")`: one host for each process (TPUs:
+    one slice of all), described by the preset with the same kind of device.
+
+    Args:
+      devices: of `jax.devices()`, those of a process together.
+
+    Raises ClusterError for devices that no preset describes, or several do.
+    """
     # The only use of JAX in this package, and only when it is asked for.
     from .._jax.devices import visible_devices
 

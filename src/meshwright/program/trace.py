@@ -28,7 +28,6 @@ from .rules import Rules
 from .state import StateLeaf
 from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
 
-
 # How many of the step's lines a note lists.
 _MOST_LISTED = 4
 
@@ -94,7 +93,8 @@ class Program:
 
 
 def abstract(args: Any) -> Any:
-    """The arguments as shapes and dtypes, and as their types say where they are; refuses leaves that are not arrays, naming them."""
+    """The arguments as shapes and dtypes, with what programs know of their places (`placement`); refuses leaves that
+    are not arrays, naming them."""
 
     def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, (bool, int, float, complex, np.generic)):
