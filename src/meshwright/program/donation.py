@@ -83,6 +83,7 @@ def _walk(jaxpr: Jaxpr, given: Sequence[bool]) -> tuple[bool, list[bool]]:
         made = [True] * len(equation.outvars)
         if equation.primitive is value_and_grad_p:
             found = found or any(read[equation.params["num_consts"] :])
+            made = [False] * len(made)  # gradients depend on whatever the loss reads: that makes nothing a parameter
         elif equation.primitive.name in ("scan", "cond", "while") and marked_calls_inside(equation):
             inside, made = _walk_inside(equation, read)
             found = found or inside
