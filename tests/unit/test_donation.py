@@ -100,7 +100,8 @@ def test_what_is_no_argument_is_refused(donate: Any) -> None:
 
 def test_a_state_that_is_not_donated_is_noted() -> None:
     (note,) = trace_program(unmarked, (W, X)).notes
-    assert "args[0] comes back" in note and "donate=0" in note
+    assert "args[0] comes back" in note
+    assert "donate=0" in note
     assert trace_program(unmarked, (W, X), donate=()).notes == trace_program(train, (W, X)).notes == ()
 
 
@@ -114,10 +115,13 @@ def test_arrays_that_share_a_buffer_are_copied_once() -> None:
     assert [a is b for a, b in zip(apart, [w, w, again, other], strict=True)] == [True, False, False, True]
     assert apart[2].sharding == again.sharding
     kept = Unshared(donated=[0])([w, other, w])
-    assert kept[0] is not w and kept[1:] == [other, w]
+    assert kept[0] is not w
+    assert kept[1:] == [other, w]
     assert Unshared(donated=[0], constants=[w])([w])[0] is not w
     (first, second) = Unshared(donated=[0, 1])([keys, keys])
-    assert first is keys and second is not keys and (second == keys).all()
+    assert first is keys
+    assert second is not keys
+    assert (second == keys).all()
     assert all(a is b for a, b in zip(Unshared(donated=[])([w, w]), [w, w], strict=True))
 
 
