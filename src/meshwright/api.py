@@ -324,6 +324,10 @@ def parallelize(
     differentiates) is donated: pass on what the step returned, not what it was given, or say `donate=()`. An array that
     stands in it twice, or in another argument as well, is copied first.
 
+    The step runs on `devices`, or else where its arguments lie: arrays on several devices say which these are, as under
+    `jax.jit`, and all are moved to the layouts of the plan. With nothing said these are the first of `jax.devices()`.
+    What the step leaves in the host's memory is kept there (docs/arguments.md).
+
     Raises:
       PlanError: for an option that does not exist; at the first call, for whatever `plan_for` refuses.
 

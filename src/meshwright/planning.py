@@ -79,7 +79,7 @@ def plan_for(
       zero: ZeRO stage for every parameter that is not pinned, None to choose for each.
       remat: "none", "layer", or None to choose.
       memory_per_device: bytes a device may use; None for what it has.
-      batch_axis: which axis of every array outside the state is the batch.
+      batch_axis: which axis of every array after the first argument is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
       stages: into how many parts, each on its own devices, the program is cut; None to choose.
       schedule: of the microbatches over several stages (docs/schedules.md); None to choose. Where the number of stages
