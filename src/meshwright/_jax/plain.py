@@ -151,20 +151,25 @@ def _later(derivative: Any, region: Region) -> Any:
 
 
 def _backward_later(rule: Any, region: Region) -> Any:
-    """A rule that computes cotangents, as `_later`. Those of operands that have none stay what they are."""
+    """A rule that computes cotangents, as `_later`. It gives a list of them, since JAX 0.11 with something else; what
+    is no array (the cotangent of an operand that has none) stays what it is."""
 
-    def called(*given: Any) -> list[Any]:
-        others: list[Any] = []
+    def called(*given: Any) -> Any:
+        said: dict[str, Any] = {}
 
         def computed(*values: Any) -> list[Any]:
-            made = list(rule.call_wrapped(*values))
-            others[:] = [None if isinstance(one, jax.Array) else one for one in made]
-            return [one for one in made if isinstance(one, jax.Array)]
+            leaves, said["tree"] = jax.tree.flatten(
+                rule.call_wrapped(*values), is_leaf=lambda x: not isinstance(x, (list, tuple, dict))
+            )
+            said["others"] = [None if isinstance(one, jax.Array) else one for one in leaves]
+            said["arrays"] = [isinstance(one, jax.Array) for one in leaves]
+            return [one for one in leaves if isinstance(one, jax.Array)]
 
         with region.enter():
             closed = jax.make_jaxpr(computed)(*(jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in given))
-        values = iter(jex_core.jaxpr_as_fun(plain(closed, region))(*given))
-        return [next(values) if one is None else one for one in others]
+        made = iter(jex_core.jaxpr_as_fun(plain(closed, region))(*given))
+        pairs = zip(said["arrays"], said["others"], strict=True)
+        return jax.tree.unflatten(said["tree"], [next(made) if is_one else other for is_one, other in pairs])
 
     return wrap_init(called, debug_info=rule.debug_info)
 
