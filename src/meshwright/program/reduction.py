@@ -8,13 +8,13 @@ differing between two batch sizes.
 
 The degree alone is not enough: a masked mean has degree 0, but its microbatches divide by counts of their own. So each
 value also says whether it is linear in sums over the batch; a loss that is not (a quotient of two sums, the root of a
-mean, a maximum) is neither a mean nor a sum. A statistic of degree 0 that goes back into the examples, as in batch
-normalisation, is taken as it is: its microbatches use statistics of their own, as every framework's do. But examples
-that are compared with each other, as in contrastive losses, would not meet those of other microbatches: a value with
-two batch dims, or one shifted along its batch, makes whatever comes of it unknown.
+mean, a maximum) is neither a mean nor a sum. And examples that meet would not meet those of other microbatches: a
+statistic that goes back into the examples (batch normalisation), a value with two batch dims (contrastive losses), a
+batch that is shifted, sorted, summed up along itself or read at indices of other examples makes whatever comes of it
+unknown. Statistics that depend on no parameter are whole before that (`batch_statistics`).
 
-Known limit: examples put in another order (`rev`, `sort`, a gather by a permutation) are not told from those of a layer
-that puts them back, as mixtures of experts do; a loss that compares them with the old order is taken for a mean.
+Known limit: examples put in another order are refused, also where a layer puts them back later, as some mixtures of
+experts do.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, inline, is_literal, is_remat, open_jaxpr, scan_parts, source_line
 from ..errors import PlanError
+from .places import INDEX_ARITHMETIC
 
 # How a result combines over microbatches; "same": any of them has it.
 Reduction = Literal["mean", "sum", "max", "min", "same"]
@@ -100,6 +101,13 @@ _LINEAR = frozenset(
 _PASSED_ON = ("convert_element_type", "reshape", "squeeze", "copy", "stop_gradient", "reduce_max", "reduce_min")
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge", "eq", "ne", "is_finite", "sign"])
 _CUTS = ("slice", "dynamic_slice")
+# By the parameter that says along which dims they mix elements.
+_ALONG: Mapping[str, str] = {
+    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis",
+    "cumlogsumexp": "axis",
+}  # fmt: skip
+# A constant beside a count does not change what it counts: a guard against zero.
+_GUARDS = ("max", "min", "add", "add_any", "sub")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 
 
@@ -113,7 +121,8 @@ class _Growth:
       sums: for a value without a batch dim: 0 if it holds no sum over the examples, 1 if it is linear in such sums,
         2 if it depends on the examples in another way.
       zero: whether it is 0 or infinite, which any degree may be added to or compared with.
-      meet: where examples are compared with each other, if that is why nothing is known.
+      meet: where examples meet each other, if that is why nothing is known.
+      place: whether it holds the examples' own positions in the batch, as an index (`x[arange(batch), label]`).
     """
 
     degree: Fraction | None = Fraction(0)
@@ -121,6 +130,7 @@ class _Growth:
     sums: int = 0
     zero: bool = False
     meet: str | None = None
+    place: bool = False
 
 
 _UNKNOWN = _Growth(degree=None, varies=True, sums=2)
@@ -143,7 +153,10 @@ class Results:
     growths: Sequence[_Growth]
 
 
-def results_of(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]) -> Results:
+def results_of(
+    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None],
+    degrees: Sequence[int] = (),
+) -> Results:  # fmt: skip
     """How the results of a loss function depend on the batch.
 
     Args:
@@ -151,12 +164,38 @@ def results_of(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_d
       small: the same.
       microbatches: the same.
       split_dims: for each leading input, the dim that is the batch.
+      degrees: of each input behind these, which are statistics of the whole batch.
+    """
+    a, b = open_jaxpr(full), open_jaxpr(small)
+    given = [_Growth(varies=d is not None) for d in split_dims] + [_Growth(degree=Fraction(d)) for d in degrees]
+    given += [_Growth()] * (len(a.invars) - len(given))
+    growths = _growths(a, b, microbatches, given)
+    return Results(full=a, small=b, microbatches=microbatches, growths=growths)
+
+
+def degrees_of(
+    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]
+) -> dict[Any, Fraction]:
+    """The degree of each value at the top level of a loss function of which one is known, by its variable in `full`; a
+    guard (`maximum(count, 1)`) has that of what it guards.
+
+    Args: as of `results_of`.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
     given = [_Growth(varies=d is not None) for d in split_dims]
     given += [_Growth()] * (len(a.invars) - len(given))
-    growths = _growths(a, b, microbatches, given) if _names(a) == _names(b) else [_UNKNOWN] * len(a.outvars)
-    return Results(full=a, small=b, microbatches=microbatches, growths=growths)
+    env: dict[Any, _Growth] = {}
+    _growths(a, b, microbatches, given, env)
+    found = {var: growth.degree for var, growth in env.items() if growth.degree is not None}
+    for equation in a.eqns:
+        (var, *_), atoms = equation.outvars, equation.invars
+        if var not in found and all(is_literal(atom) or atom in found for atom in atoms):
+            varying = [atom for atom in atoms if not is_literal(atom) and (env[atom].varies or env[atom].sums)]
+            if equation.primitive.name in _GUARDS and len(varying) == 1:
+                found[var] = found[varying[0]]
+            elif equation.primitive.name in _SAME and len(atoms) == 1 and not is_literal(atoms[0]):
+                found[var] = found[atoms[0]]
+    return found
 
 
 def loss_reduction(results: Results) -> str:
@@ -172,9 +211,10 @@ def loss_reduction(results: Results) -> str:
     bent = loss.degree is not None and loss.sums == 2
     if loss.meet is not None:
         raise PlanError(
-            refused=f"microbatches={microbatches}", got="a loss that compares examples of the batch with each other",
+            refused=f"microbatches={microbatches}", got="a loss whose examples meet each other in the batch (they are "
+            "compared, sorted or shifted, or normalised by statistics of the batch that depend on parameters)",
             needed="a loss whose examples do not need those of other microbatches", where=loss.meet or last,
-            try_='microbatches=1, or reduction="mean" to compare examples within each microbatch alone',
+            try_='microbatches=1, or reduction="mean" to let examples meet within each microbatch alone',
         )  # fmt: skip
     raise PlanError(
         refused=f"microbatches={microbatches}",
@@ -211,7 +251,7 @@ def aux_reductions(results: Results) -> tuple[Reduction, ...]:
         if growth.meet is not None and _is_batched(x, y):
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"a result of shape {x.aval.shape} that compares examples of the batch with each other",
+                got=f"a result of shape {x.aval.shape} in which examples of the batch meet each other",
                 needed="results beside the loss whose examples do not need those of other microbatches",
                 where=_line(a, made, x), try_="microbatches=1, or computing it outside the loss function",
             )  # fmt: skip
@@ -270,11 +310,15 @@ def _names(jaxpr: Jaxpr) -> list[str]:
     return [equation.primitive.name for equation in jaxpr.eqns]
 
 
-def _growths(full: Jaxpr, small: Jaxpr, ratio: int, operands: Sequence[_Growth]) -> list[_Growth]:
-    """Growth of each output; the batch dims of a value are those whose extent differs between the programs."""
+def _growths(
+    full: Jaxpr, small: Jaxpr, ratio: int, operands: Sequence[_Growth], env: dict[Any, _Growth] | None = None
+) -> list[_Growth]:
+    """Growth of each output; the batch dims of a value are those whose extent differs between the programs. That of
+    each value is written into `env`, if it is given."""
     if _names(full) != _names(small):
         return [_UNKNOWN] * len(full.outvars)
-    env: dict[Any, _Growth] = dict(zip(full.invars, operands, strict=True))
+    env = {} if env is None else env
+    env.update(zip(full.invars, operands, strict=True))
     env.update({var: _Growth() for var in full.constvars})
 
     def read(x: Any, y: Any) -> _Growth:
@@ -309,17 +353,50 @@ def _equation(full: Equation, small: Equation, given: list[_Growth], ratio: int)
         return [replace(g, sums=2) if g.varies else g for g in outs] if name == "cond" and given[0].sums else outs
     if name == "scan":
         return _scan(full, small, given, ratio)
+    if name == "while":
+        return _while(full, small, given, ratio)
+    if name == "iota":
+        grows = full.params["shape"][full.params["dimension"]] != small.params["shape"][small.params["dimension"]]
+        return [_Growth(varies=grows, place=grows)]
+    met = next((g.meet for g in given if g.meet is not None), None)
+    if met is None and name in INDEX_ARITHMETIC and any(g.place for g in given):
+        return [_Growth(varies=True, place=True)]
     degree = _degree(full, small, given)
     zero = name in _SAME and all(g.zero for g in given) and bool(given)
-    met = next((g.meet for g in given if g.meet is not None), None)
+    mixed = any(g.varies for g in given) and _mixes(full, small, given)
     found = []
     for x, y in zip(full.outvars, small.outvars, strict=True):
-        growth = _Growth(degree, *_sums(full, small, given, _is_batched(x, y)), zero)
-        meet = met if met is not None or not (growth.varies and _meet(name, x, y, ratio)) else source_line(full) or ""
-        if degree is None or meet is not None or (_is_batched(x, y) and any(g.sums and g.degree != 0 for g in given)):
+        batched = _is_batched(x, y)
+        growth = _Growth(degree, *_sums(full, small, given, batched), zero)
+        meets = growth.varies and (_meet(name, x, y, ratio) or mixed or (batched and any(g.sums for g in given)))
+        meet = met if met is not None or not meets else source_line(full) or ""
+        if degree is None or meet is not None:
             growth = replace(_UNKNOWN, meet=meet)
         found.append(growth)
     return found
+
+
+def _mixes(full: Equation, small: Equation, given: Sequence[_Growth]) -> bool:
+    """Whether an equation lets elements of different examples meet along the batch, in an array of the same batch."""
+    name, params = full.primitive.name, full.params
+    shapes = [[getattr(atom.aval, "shape", ()) for atom in one.invars] for one in (full, small)]
+    grown = [{d for d, (x, y) in enumerate(zip(a, b, strict=False)) if x != y} for a, b in zip(*shapes, strict=True)]
+    if name in _ALONG:
+        along = params[_ALONG[name]]
+        return not grown[0].isdisjoint(along if isinstance(along, (tuple, list)) else (along,))
+    if name == "gather" and grown[0]:
+        numbers = params["dimension_numbers"]
+        own = {*numbers.operand_batching_dims}
+        own |= {d for d in grown[0] if params["slice_sizes"][d] == shapes[0][0][d]}
+        return not grown[0] <= (own | set(numbers.start_index_map) if given[1].place else own)
+    if name.startswith("scatter") and grown[0]:
+        numbers = params["dimension_numbers"]
+        at = set(numbers.scatter_dims_to_operand_dims)
+        return not given[1].place and not grown[0].isdisjoint(at)
+    if name.startswith("reduce_window") or name in ("cumred", "select_and_scatter_add"):
+        window = params.get("window_dimensions", ())
+        return any(d < len(window) and window[d] > 1 for d in grown[0])
+    return False
 
 
 def _meet(name: str, full: Any, small: Any, ratio: int) -> bool:
@@ -339,7 +416,7 @@ def _sums(full: Equation, small: Equation, given: list[_Growth], batched: bool) 
     """Whether a result depends on the examples, and how it holds sums over them."""
     name = full.primitive.name
     if batched:
-        return any(g.varies for g in given) or name in ("random_bits", "iota"), 0
+        return any(g.varies for g in given) or name in ("random_bits", "random_split"), 0
     if not any(g.varies for g in given):
         return False, 0
     examples = [g.varies and _is_batched(x, y) for g, x, y in zip(given, full.invars, small.invars, strict=True)]
@@ -403,9 +480,9 @@ def _summed(full: Equation, small: Equation) -> int:
 def _scan(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> list[_Growth]:
     """A loop of the same length in both programs: what it carries has one growth."""
     parts, other = scan_parts(full), scan_parts(small)
-    if parts.length != other.length:
-        return [_UNKNOWN] * len(full.outvars)
     first, last = parts.num_consts, parts.num_consts + parts.num_carry
+    if parts.length != other.length:
+        return _loop_over_examples(full, small, given, ratio)
     carry = given[first:last]
     while True:  # ends: growths only go up, towards unknown
         outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), ratio, [*given[:first], *carry, *given[last:]])
@@ -413,6 +490,34 @@ def _scan(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> 
         if joined == carry:
             return [*carry, *outs[parts.num_carry :]]
         carry = joined
+
+
+def _loop_over_examples(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> list[_Growth]:
+    """A loop with a trip for each example, which is as good as a `vmap` where no trip hears of another."""
+    parts, other = scan_parts(full), scan_parts(small)
+    consts = list(zip(given, full.invars, small.invars, strict=True))[: parts.num_consts]
+    if parts.num_carry or any(g.varies and (g.sums or _is_batched(x, y)) for g, x, y in consts):
+        return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(full.outvars)
+    outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), ratio, [replace(g, place=False) for g in given])
+    return [g if g.degree is None else replace(g, sums=0, varies=True) for g in outs]
+
+
+def _while(full: Equation, small: Equation, given: list[_Growth], ratio: int) -> list[_Growth]:
+    """A loop whose trips are counted by what it carries: examples meet where that depends on them."""
+    params, other = full.params, small.params
+    first = params["cond_nconsts"] + params["body_nconsts"]
+    asked, used, carry = given[: params["cond_nconsts"]], given[params["cond_nconsts"] : first], given[first:]
+    while True:  # ends, as `_scan` does
+        bodies = open_jaxpr(params["body_jaxpr"]), open_jaxpr(other["body_jaxpr"])
+        joined = [_join(a, b) for a, b in zip(carry, _growths(*bodies, ratio, [*used, *carry]), strict=True)]
+        if joined == carry:
+            break
+        carry = joined
+    conditions = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(other["cond_jaxpr"])
+    (goes_on,) = _growths(*conditions, ratio, [*asked, *carry])
+    if goes_on.varies:
+        return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(carry)
+    return carry
 
 
 def _join(*growths: _Growth) -> _Growth:
@@ -424,6 +529,7 @@ def _join(*growths: _Growth) -> _Growth:
         sums=max(g.sums for g in growths),
         zero=all(g.zero for g in growths),
         meet=next((g.meet for g in growths if g.meet is not None), None),
+        place=all(g.place for g in growths),
     )
 
 
