@@ -6,7 +6,7 @@ the batch alone. `with_batch_statistics` moves them in front of the loss, where 
 them to every microbatch as an input. Losses that are then linear in sums over examples are as exact in microbatches as
 any plain mean.
 
-A count (of degree 1 in the size of the batch: `reduction`) comes to a microbatch divided by the number of microbatches,
+A count (of degree 1 in the size of the batch: `growth`) comes to a microbatch divided by the number of microbatches,
 as if each had its share: a masked mean is then a mean over microbatches, like the regularisation beside it. Whether
 that makes the loss a mean, and not something else, is found afterwards from what became of the program, whatever was
 assumed of the degree.
@@ -25,7 +25,7 @@ import jax
 
 from .._jax.boundary import Boundaries
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, is_literal, open_jaxpr
-from .reduction import degrees_of
+from .growth import degrees_of
 
 # More than a pass over the batch: not worth having twice.
 _DEAR = frozenset(

@@ -11,9 +11,9 @@ the microbatch's examples stand, as `rows_of_microbatch` says. No key is changed
 (noise of weights, dropped layers) are the same in every microbatch, and a key that comes back from the loss is the one
 that went in.
 
-Known limits, all refused by name and line: a count that is both a number and an index, one that goes into a loop or
-branch, draws that grow inside of a function with its own derivative, loops over the examples that carry a key from one
-to the next, and draws whose extent is no multiple of the batch. A dim into which the batch was merged (batch x tokens)
+Known limits, all refused by name and line: a count that is both a number and an index, draws that grow inside of a
+function with its own derivative, loops over the examples that carry a key from one to the next, and draws whose extent
+is no multiple of the batch. A dim into which the batch was merged (batch x tokens)
 is taken to have the batch as its major part, as `reshape` merges.
 """
 
@@ -204,33 +204,9 @@ class _Placing:
 
     def _is_number(self, var: Any, full: Jaxpr, small: Jaxpr, origin: Equation) -> bool:
         """Whether a count of the examples is used as a number and not as an index into arrays of the batch."""
-        kinds: set[str] = set()
-        waiting, seen = [var], {var}
-        grows = {
-            y: x.aval.shape != y.aval.shape
-            for a, b in zip(full.eqns, small.eqns, strict=True)
-            for x, y in zip(a.invars, b.invars, strict=True)
-            if not is_literal(y) and not is_literal(x)
-        }
-        while waiting:
-            one = waiting.pop()
-            if one in small.outvars:
-                kinds.add("number")
-            for equation in small.eqns:
-                places = [i for i, atom in enumerate(equation.invars) if not is_literal(atom) and atom is one]
-                if not places:
-                    continue
-                name = equation.primitive.name
-                if (name in _INDEXED or name.startswith("scatter")) and min(places) > 0:
-                    kinds.add("index" if grows.get(equation.invars[0], False) else "number")
-                elif name in INDEX_ARITHMETIC:
-                    fresh = [out for out in equation.outvars if out not in seen]
-                    waiting += fresh
-                    seen.update(fresh)
-                elif _bodies(equation) or name in ("custom_jvp_call", "custom_vjp_call"):
-                    raise self._refusal(origin, f"positions in the batch that go into a {name}")
-                else:
-                    kinds.add("number")
+        kinds, left = _uses(var, full, small)
+        if left:
+            kinds.add("number")
         if len(kinds) > 1:
             raise self._refusal(origin, "positions in the batch that are both an index and a number")
         return kinds == {"number"}
@@ -242,6 +218,57 @@ class _Placing:
             where=source_line(equation) or "the loss function",
             try_="microbatches=1, or making them before the loss function, where they are cut with the batch",
         )  # fmt: skip
+
+
+def _uses(var: Any, full: Jaxpr, small: Jaxpr) -> tuple[set[str], set[int]]:
+    """What a count of the examples is used as ("index" into arrays of the batch, "number"), and the program's results
+    that hold it."""
+    kinds: set[str] = set()
+    waiting, seen = [var], {var}
+    while waiting:
+        one = waiting.pop()
+        for theirs, equation in zip(full.eqns, small.eqns, strict=True):
+            places = [i for i, atom in enumerate(equation.invars) if not is_literal(atom) and atom is one]
+            if not places:
+                continue
+            name, made = equation.primitive.name, set[int]()
+            inside = list(_inside(theirs, equation))
+            if (name in _INDEXED or name.startswith("scatter")) and min(places) > 0:
+                grows = _shapes(theirs.invars[:1]) != _shapes(equation.invars[:1])
+                kinds.add("index" if grows else "number")
+            elif name in INDEX_ARITHMETIC:
+                made = set(range(len(equation.outvars)))
+            elif inside:
+                for a, b, first in inside:
+                    for place in places:
+                        if 0 <= place - first < len(b.invars):
+                            found, results = _uses(b.invars[place - first], a, b)
+                            kinds |= found
+                            made |= {i for i in results if i < len(equation.outvars)}
+            else:
+                kinds.add("number")
+            fresh = [out for i, out in enumerate(equation.outvars) if i in made and out not in seen]
+            waiting += fresh
+            seen.update(fresh)
+    return kinds, {i for i, atom in enumerate(small.outvars) if not is_literal(atom) and atom in seen}
+
+
+def _inside(full: Equation, small: Equation) -> Iterator[tuple[Jaxpr, Jaxpr, int]]:
+    """The programs inside an equation, in both sizes, and which of its operands is the first that each takes."""
+    name, params = small.primitive.name, small.params
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        pairs = [(full.params["call_jaxpr"], params["call_jaxpr"], 0)]
+    elif name == "while":
+        pairs = [
+            (full.params["cond_jaxpr"], params["cond_jaxpr"], params["body_nconsts"]),
+            (full.params["body_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]),
+        ]
+    elif name == "cond":
+        pairs = [(a, b, 1) for a, b in zip(full.params["branches"], params["branches"], strict=True)]
+    else:
+        pairs = [(full.params[key], body, 0) for key, body in _bodies(small).items()]
+    for a, b, first in pairs:
+        yield open_jaxpr(a), open_jaxpr(b), first
 
 
 def _draws(equation: Equation) -> bool:

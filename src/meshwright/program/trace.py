@@ -173,6 +173,7 @@ def trace_program(
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
     notes: tuple[str, ...] = ()
+    reduction = reduction or equation.params["reduction"]
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
@@ -186,11 +187,11 @@ def trace_program(
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
         results = results_of(full_core, core, microbatches, split_dims, degrees)
+        combined = aux_reductions(results, accepted=reduction is not None)
         if reduction is None:
             reduction = loss_reduction(results)
         else:
             notes = _accepted(results, reduction)
-        combined = aux_reductions(results)
         core = placed(full_core, core, microbatches)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
