@@ -354,14 +354,30 @@ def main() -> None:
         except Exception as error:  # each is a finding, whatever it is
             end = "failed"
             where = traceback.extract_tb(error.__traceback__)[-1]
-            failed.append({"seed": seed, "what": f"{type(error).__name__}: {error}"[:400], "at": f"{where.filename.split('/')[-1]}:{where.lineno}",
-                           "step": random_step(seed).words, "options": repr(options_of(seed))})
+            failed.append(
+                {
+                    "seed": seed,
+                    "what": f"{type(error).__name__}: {error}"[:400],
+                    "at": f"{where.filename.split('/')[-1]}:{where.lineno}",
+                    "step": random_step(seed).words,
+                    "options": repr(options_of(seed)),
+                }
+            )
             print(json.dumps(failed[-1]), file=sys.stderr, flush=True)
         ends[end if end.startswith("refused") else end] += 1
         jax.clear_caches()
     refusals = sum(count for end, count in ends.items() if end.startswith("refused"))
-    print(json.dumps({"equal": ends["equal"], "refused": refusals, "failed": len(failed),
-                      "refusals": {k[:300]: v for k, v in ends.most_common() if k.startswith("refused")}}, indent=1))
+    print(
+        json.dumps(
+            {
+                "equal": ends["equal"],
+                "refused": refusals,
+                "failed": len(failed),
+                "refusals": {k[:300]: v for k, v in ends.most_common() if k.startswith("refused")},
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":
