@@ -1,8 +1,8 @@
 """Random training steps as users write them, for tests that hold plans of them against one device.
 
-A step is drawn from a seed: what its layers are made of, where its random numbers come from, what its loss does with the
-examples, which effects it has, how it updates, and how its state is kept. Whatever is drawn is an ordinary step: it runs
-under `jax.jit`. `python tests/multidevice/random_steps.py --count 300` runs many and prints what it finds as JSON.
+A step is drawn from a seed: what its layers are made of, where its random numbers come from, what its loss does with
+the examples, which effects it has, how it updates, and how its state is kept. Whatever is drawn is an ordinary step: it
+runs under `jax.jit`. `python tests/multidevice/random_steps.py --count 300` runs many and prints what it finds as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax, nn
+from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import SingleDeviceSharding
 
@@ -364,7 +364,7 @@ def main() -> None:
                 }
             )
             print(json.dumps(failed[-1]), file=sys.stderr, flush=True)
-        ends[end if end.startswith("refused") else end] += 1
+        ends[end] += 1
         jax.clear_caches()
     refusals = sum(count for end, count in ends.items() if end.startswith("refused"))
     print(

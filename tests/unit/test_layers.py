@@ -20,8 +20,8 @@ from meshwright.program.graph import Graph
 from meshwright.program.layers import cluster_layers, crossing_bytes, equation_flops
 from meshwright.program.rules import Rules
 from meshwright.program.scan_split import split_scans, stacked_rows, trips_for_layers
-from meshwright.program.stacked import StackedRows
 from meshwright.program.segments import layer_segments
+from meshwright.program.stacked import StackedRows
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.zoo import registry
