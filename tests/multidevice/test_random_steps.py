@@ -1,4 +1,4 @@
-"""Random training steps by random plans: the results, the state and the effects of one device, or a refusal in words."""
+"""Random training steps by random plans: results, state and effects of one device, or a refusal in words."""
 
 from __future__ import annotations
 
