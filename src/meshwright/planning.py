@@ -14,6 +14,7 @@ from .cluster import Cluster, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
+from .padded_dims import padding_note
 from .plan_request import (
     Planning as Planning,
     PlanRequest,
@@ -23,13 +24,18 @@ from .plan_request import (
     checked_submeshes,
 )
 from .presets import Preset, check_free, parse_preset
+from .program.batch import batch_inputs
+from .program.trace import Program
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
+from .replicated_work import replicated_work
 from .search.alternative import TOO_LITTLE, Alternative, merged
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
+from .search.roles import Roles
 from .stage_planning import check_stages, is_large, plan_stages
+from .storage_notes import storage_notes
 
 # Several stages have to be faster by this much: one is simpler to run.
 _WORTH_STAGES = 0.02
@@ -141,10 +147,22 @@ def plan_for(
     if preset is None and submeshes is None and not meshes:
         found = _beside_one_kind(asked, stages, found)
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes += storage_notes(found.plan, zero, preset)
+    notes += replicated_work(found.program, found.plan, where, _roles(asked, found.program)) or padding_note(
+        asked, found
+    )
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+
+
+def _roles(asked: PlanRequest, program: Program) -> Roles | None:
+    """What a preset's axes are for in a program; None without a preset."""
+    if asked.preset is None:
+        return None
+    batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+    return asked.preset.roles_in(program, batch, where=asked.traces.name)
 
 
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ..errors import PlanError
+from ..program.graph import Value
 from ..program.trace import Program
 from ..search.roles import Role, Roles
 
@@ -147,6 +148,15 @@ class Preset:
                     got=f"a program without {_SPLIT[axis.role]} that {axis.size} divides",
                     needed="one, for its axis to split", where=where, try_=_OTHERWISE[axis.role],
                 )  # fmt: skip
+        tensor = self.size("tensor")
+        if self.sequence_parallel and tensor > 1 and not roles.can_split_sequence(program.graph, tensor):
+            raise PlanError(
+                refused=f"the preset {self}", got=f"a program without a sequence that {tensor} divides",
+                needed="one beside a residual stream, for sequence_parallel=True to split", where=where,
+                try_="leaving out sequence_parallel=, or a sequence that is padded to a multiple of "
+                f"{tensor}",
+            )  # fmt: skip
+        check_storage(self, [program.graph.values[program.graph.inputs[p]] for p in program.graph.parameters])
         return roles
 
 
@@ -165,6 +175,38 @@ _OTHERWISE: Mapping[Role, str] = {
 
 # The order of arguments in a preset's name.
 _ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence_parallel")
+
+
+def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
+    """Refuse a ZeRO stage that would split nothing.
+
+    Args:
+      preset: with all sizes.
+      parameters: of the program.
+
+    Raises:
+      PlanError: if its axes divide no dim of any parameter.
+    """
+    sizes = [axis.size for axis in preset.axes if axis.role != "tensor" and axis.size is not None and axis.size > 1]
+    if not preset.zero or not sizes or not parameters:
+        return
+    extents = {extent for value in parameters for extent in value.shape}
+    if any(extent % size == 0 for extent in extents for size in sizes):
+        return
+    largest = max(parameters, key=lambda value: value.bytes)
+    size = max(sizes)
+    other = "data_parallel()"
+    if preset.family != "zero":
+        pipeline = f", pp={preset.stages}" if preset.stages > 1 else ""
+        other = f"megatron(tp={preset.size('tensor')}{pipeline}, dp={size})"
+    parts = [n for n in range(2, size) if size % n == 0 and any(extent % n == 0 for extent in extents)]
+    tries = [f"zero={preset.zero} without a preset, which splits over {max(parts)} of {size} devices"] if parts else []
+    raise PlanError(
+        refused=f"the preset {preset}",
+        got=f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
+        needed=f"one, for ZeRO stage {preset.zero} to split", where="preset=",
+        try_=", or ".join([*tries, f"{other}, the same without ZeRO"]),
+    )  # fmt: skip
 
 
 def check_free(preset: Preset, **options: Any) -> None:
