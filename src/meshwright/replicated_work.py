@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import lcm, prod
+from typing import NamedTuple
 
 from .cluster import Cluster, Device
 from .cost.efficiency import profile_of
@@ -52,25 +52,36 @@ _MOSTLY = 0.5
 _TILE, _HARDLY = 128, 1.01
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What notes are about: work with one reason, in one place.
+class _Reason(NamedTuple):
+    """Why devices do work alike; work of one reason is one note.
 
     Args:
-      reason: "dim", "whole", or "choice".
-      name: of the dim, or of the operator.
-      extent: of the dim; 0 for what is no dim.
+      kind: "dim", "whole", or "choice".
+      extent: of the dim; 0 where the reason is another.
       unit: what has to divide it.
-      source: the user's line.
+      source: of what is whole, the user's line.
       devices: that do it alike.
     """
 
-    reason: str
-    name: str
+    kind: str
     extent: int
     unit: int
     source: str
     devices: int
+
+
+class _Alike(NamedTuple):
+    """An operator that devices do alike.
+
+    Args:
+      reason: why.
+      name: of the dim, or of the operator.
+      source: the user's line; of an operator in scans, that of the outermost one besides.
+    """
+
+    reason: _Reason
+    name: str
+    source: str
 
 
 def replicated_work(program: Program, plan: Plan, cluster: Cluster, roles: Roles | None = None) -> tuple[str, ...]:
@@ -81,57 +92,56 @@ def replicated_work(program: Program, plan: Plan, cluster: Cluster, roles: Roles
       plan: for it, priced.
       cluster: it is for.
       roles: of the mesh axes, where a preset gives them some.
+
+    Warns:
+      ReplicationWarning: for operators without a dim that could be split.
     """
     if plan.predicted is None or plan.num_devices == 1:
         return ()
     step = plan.predicted.step_seconds
-    saved: dict[_Place, float] = {}
-    lines: dict[_Place, dict[str, float]] = {}
+    saved: dict[_Reason, dict[_Alike, float]] = {}
     compute = alike = 0.0
-    for number, graph in enumerate(_graphs(program, plan)):
-        stage = plan.stages[number]
-        if prod(stage.sizes.values()) == 1:
-            compute += stage.compute_seconds
-            continue
+    for stage, graph in stage_graphs(program, plan):
         device = cluster.device_at(stage.devices[0])
-        for operator, place, seconds, idle in _work(graph, stage, plan.microbatches_of(number), device, roles):
+        for found, seconds, idle in _work(graph, stage, plan.microbatches_of(plan.stages.index(stage)), device, roles):
             compute += seconds
             alike += idle
-            if place is not None:
-                saved[place] = saved.get(place, 0.0) + idle
-                of = lines.setdefault(place, {})
-                of[operator.source] = of.get(operator.source, 0.0) + idle
-    mostly = alike >= _MOSTLY * compute
+            if found is not None:
+                of = saved.setdefault(found.reason, {})
+                of[found] = of.get(found, 0.0) + idle
     notes = []
-    for place, seconds in sorted(saved.items(), key=lambda one: (-one[1], one[0].reason, one[0].name, one[0].source)):
-        if seconds < SHARE * step or (place.reason == "choice" and not mostly) or len(notes) == _MOST:
+    for reason, places in sorted(saved.items(), key=lambda one: (-sum(one[1].values()), one[0])):
+        seconds = sum(places.values())
+        due = seconds >= SHARE * step and (reason.kind != "choice" or alike >= _MOSTLY * compute)
+        if not due or len(notes) == _MOST:
             continue
-        where = place.source or max(lines[place].items(), key=lambda one: (one[1], one[0]))[0]
-        if place.reason == "whole":
-            warnings.warn(f"{place.name} at {where} runs whole on every device", ReplicationWarning, stacklevel=3)
-        notes.append(_note(place, where, seconds, step, alike / compute))
+        worst = max(places, key=lambda place: (places[place], place))
+        if reason.kind == "whole":
+            text = f"{worst.name} at {worst.source} runs whole on every device: no dim of it can be split"
+            warnings.warn(text, ReplicationWarning, stacklevel=3)
+        gain = f"at most {format_seconds(seconds)} of {format_seconds(step)} a step"
+        notes.append(_note(worst, gain, alike / compute))
     return tuple(notes)
 
 
-def _note(place: _Place, where: str, seconds: float, step: float, share: float) -> str:
-    gain = f"at most {format_seconds(seconds)} of {format_seconds(step)} a step"
-    match place.reason:
+def _note(worst: _Alike, gain: str, share: float) -> str:
+    reason = worst.reason
+    match reason.kind:
         case "dim":
             return (
-                f"{place.name} is not split over {place.devices} devices, which do the same work there ({where}): "
-                f"{place.unit} does not divide {place.extent}; {padded_words(place.extent, place.unit)} would save "
-                f"{gain}"
+                f"{worst.name} is not split over {reason.devices} devices, which do the same work there "
+                f"({worst.source}): {reason.unit} does not divide {reason.extent}; "
+                f"{padded_words(reason.extent, reason.unit)} would save {gain}"
             )
         case "whole":
             return (
-                f"{place.name} at {where} runs whole on {place.devices} devices: no dim of it can be split; if it "
-                f"could, that would save {gain}"
+                f"{worst.name} at {worst.source} runs whole on {reason.devices} devices: no dim of it can be split; "
+                f"split, it would take {gain} less"
             )
-    inside = f"{place.name}, " if place.name else ""
     return (
-        f"{place.devices} devices do the same work ({100 * share:.0f} % of the compute is done alike; {inside}most at "
-        f"{where}): no layout that splits it is faster by the cost model; without what moving data takes it would "
-        f"save {gain}"
+        f"{reason.devices} devices do the same work: shared out, each would have {100 * share:.0f} % less, most of it "
+        f"at {worst.source}; no layout that splits it is faster by the cost model, with what moving data takes; without "
+        f"that it would save {gain}"
     )
 
 
@@ -163,22 +173,27 @@ def padded_words(extent: int, unit: int) -> str:
     return f"{least}" if least == padded else f"{least}, or {padded} for whole tiles of {_TILE},"
 
 
-def _graphs(program: Program, plan: Plan) -> Iterator[Graph]:
-    """The graph of each stage."""
+def stage_graphs(program: Program, plan: Plan) -> Iterator[tuple[Stage, Graph]]:
+    """Each stage of a plan with its graph.
+
+    Args:
+      program: it is for.
+      plan: the plan.
+    """
     if len(plan.stages) == 1 and plan.stages[0].equations is None:
-        yield program.graph
+        yield plan.stages[0], program.graph
         return
     cuts = [stage.equations[0] for stage in plan.stages[1:] if stage.equations is not None and not plan.shares]
     staged = staged_program(program, layers=1, cuts=cuts, scan_splits=dict(plan.scan_splits))
     for stage in plan.stages:
         assert stage.equations is not None  # plans of several stages have them
-        yield staged.cutter.cut(*stage.equations).graph
+        yield stage, staged.cutter.cut(*stage.equations).graph
 
 
 def _work(
     graph: Graph, stage: Stage, microbatches: int, device: Device, roles: Roles | None
-) -> Iterator[tuple[Operator, _Place | None, float, float]]:
-    """For each operator its place if devices do it alike, its seconds on a device, and what a split would save."""
+) -> Iterator[tuple[_Alike | None, float, float]]:
+    """Of each operator, if devices do it alike, why; its seconds on a device, and those that a split would save."""
     sizes, profile = stage.sizes, profile_of(device)
     devices = prod(sizes.values())
     names = DimNames(graph)
@@ -193,39 +208,40 @@ def _work(
         )
         seconds = microbatches * operator.repeats * once
         parts = parts_of(algorithm, sizes)
-        place = _place(graph, operator, algorithm, stage, roles, names, scans) if parts < devices else None
-        yield operator, place, seconds, seconds * (1 - parts / devices)
+        found = _alike(graph, operator, algorithm, stage, roles, names, scans) if parts < devices else None
+        yield found, seconds, seconds * (1 - parts / devices)
 
 
-def _place(
+def _alike(
     graph: Graph, operator: Operator, algorithm: Algorithm, stage: Stage, roles: Roles | None, names: DimNames,
     scans: dict[tuple[int, ...], str],
-) -> _Place | None:  # fmt: skip
+) -> _Alike | None:  # fmt: skip
     """Why devices do an operator alike; None where a preset has it so, or there is one element alone."""
-    sizes = stage.sizes
+    sizes, rule = stage.sizes, operator.rule
     split = {axis for axes in algorithm.axes for axis in axes}
     free = [axis for axis in sizes if axis not in split]
-    alike = prod(sizes[axis] for axis in free)
-    if all(factor.size == 1 for factor in operator.rule.factors):
+    devices = prod(sizes[axis] for axis in free)
+    if all(factor.size == 1 for factor in rule.factors):
         return None
-    able = set(operator.rule.splittable)
+    able = set(rule.splittable)
     if not able:
-        return _Place("whole", operator.name, 0, 0, operator.source, alike)
+        return _Alike(_Reason("whole", 0, 0, operator.source, devices), operator.name, operator.source)
     wanted = dict.fromkeys(free, able)
     if roles is not None:
-        wanted = {axis: able & roles.wanted(operator, operator_origins(graph)[operator.index], axis) for axis in free}
+        origins = operator_origins(graph)[operator.index]
+        wanted = {axis: able & roles.wanted(operator, origins, axis) for axis in free}
         if not any(wanted.values()):
             return None
-    left = {f: operator.rule.factors[f].size // prod(sizes[a] for a in algorithm.axes[f]) for f in able}
+    left = {f: rule.factors[f].size // prod(sizes[a] for a in algorithm.axes[f]) for f in able}
     if any(left[f] % sizes[axis] == 0 for axis in free for f in wanted[axis]):
-        loop = next((p for n in range(len(operator.path)) if (p := operator.path[:n]) in scans), None)
-        name = f"inside the scan at {scans[loop]}" if loop is not None else ""
-        return _Place("choice", name, 0, 0, "", alike)
+        outer = next((p for n in range(1, len(operator.path)) if (p := operator.path[:n]) in scans), None)
+        inside = f" in the scan at {scans[outer]}" if outer is not None else ""
+        return _Alike(_Reason("choice", 0, 0, "", devices), operator.name, f"{operator.source}{inside}")
     # The longest dim is what is most easily padded.
     factor = max(set().union(*wanted.values()), key=lambda f: (left[f], -f))
     unit = prod(sizes[axis] for axis in (*algorithm.axes[factor], *(a for a in free if factor in wanted[a])))
-    extent = operator.rule.factors[factor].size
-    return _Place("dim", names.of(operator, factor), extent, unit, "", alike)
+    reason = _Reason("dim", rule.factors[factor].size, unit, "", devices)
+    return _Alike(reason, names.of(operator, factor), operator.source)
 
 
 class DimNames:
@@ -237,16 +253,18 @@ class DimNames:
 
     def __init__(self, graph: Graph) -> None:
         self._indices = Indices(graph)
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[int, str]] = {}
         inputs = sorted(range(len(graph.inputs)), key=lambda position: position not in graph.parameters)
         for position in inputs:
             value = graph.values[graph.inputs[position]]
             for dim, extent in enumerate(value.shape):
                 index = self._indices.of_dim(value.index, dim)
                 if index is not None:
-                    self._known.setdefault(index, f"dim {dim} ({extent}) of {value.name}")
+                    self._known.setdefault(index, (extent, f"dim {dim} ({extent}) of {value.name}"))
 
     def of(self, operator: Operator, factor: int) -> str:
-        """The first parameter's, or else input's, dim that a factor is; or its size."""
-        index = self._indices.of(operator.index, factor)
-        return self._known.get(index, f"a dim of {operator.rule.factors[factor].size}")
+        """The first parameter's, or else input's, dim that a factor is, or of which it counts the blocks; or its
+        size."""
+        size = operator.rule.factors[factor].size
+        extent, name = self._known.get(self._indices.of(operator.index, factor), (size, f"a dim of {size}"))
+        return name if extent == size else f"{name}, {size} blocks,"

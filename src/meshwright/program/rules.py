@@ -52,7 +52,7 @@ def call_bodies(equation: Equation) -> list[Jaxpr]:
         case "while":
             return [open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])]
         case "custom_jvp_call" | "custom_vjp_call":
-            return [open_jaxpr(inline(params["call_jaxpr"]))]
+            return [open_jaxpr(inline(params["call_jaxpr"], caller=equation))]
     raise AssertionError(equation.primitive.name)
 
 
