@@ -140,8 +140,8 @@ def _note(worst: _Alike, gain: str, share: float) -> str:
             )
     return (
         f"{reason.devices} devices do the same work: shared out, each would have {100 * share:.0f} % less, most of it "
-        f"at {worst.source}; no layout that splits it is faster by the cost model, with what moving data takes; without "
-        f"that it would save {gain}"
+        f"at {worst.source}; no layout that splits it is faster by the cost model, with what moving data takes; "
+        f"without that it would save {gain}"
     )
 
 

@@ -146,7 +146,8 @@ class Preset:
                 raise PlanError(
                     refused=f"the preset {self}",
                     got=f"a program without {_SPLIT[axis.role]} that {axis.size} divides",
-                    needed="one, for its axis to split", where=where, try_=_OTHERWISE[axis.role],
+                    needed="one, for its axis to split", where=where,
+                    try_=_batch_words(program, batch, axis) if axis.role == "batch" else _OTHERWISE[axis.role],
                 )  # fmt: skip
         tensor = self.size("tensor")
         if self.sequence_parallel and tensor > 1 and not roles.can_split_sequence(program.graph, tensor):
@@ -168,10 +169,27 @@ _SPLIT: Mapping[Role, str] = {
 }
 
 _OTHERWISE: Mapping[Role, str] = {
-    "batch": "a larger batch, fewer microbatches, or a smaller dp=",
     "tensor": "another tp=, or data_parallel()",
     "expert": "another ep=, or data_parallel()",
 }
+
+
+def _batch_words(program: Program, batch: frozenset[tuple[str, int]], axis: PresetAxis) -> str:
+    """What to do about a batch that an axis does not divide."""
+    shapes = {program.graph.values[v].name: program.graph.values[v].shape for v in program.graph.inputs}
+    extents = {shapes[name][dim] * program.microbatches for name, dim in batch}
+    size, tries = axis.size or 1, [] if axis.argument != "dp" else ["a smaller dp="]
+    if len(extents) == 1:
+        (extent,) = extents
+        fewer = [n for n in range(1, program.microbatches) if extent % (n * size) == 0]
+        block = size * program.microbatches
+        tries = [
+            *([f"microbatches={max(fewer)}"] if fewer else []),
+            f"a batch of {-(-extent // block) * block}",
+            *tries,
+        ]
+    return ", or ".join(tries) or f"a batch that {size} divides"
+
 
 # The order of arguments in a preset's name.
 _ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence_parallel")
