@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..program.graph import Value
+from ..program.marking import HOW_TO_MARK, UNMARKED
 from ..program.trace import Program
 from ..search.roles import Role, Roles
 
@@ -134,9 +135,9 @@ class Preset:
         """
         if not program.marked:
             raise PlanError(
-                refused=f"the preset {self}", got="a step without meshwright.value_and_grad",
+                refused=f"the preset {self}", got=UNMARKED,
                 needed="a step whose loss function is marked, so that its parameters are known", where=where,
-                try_="meshwright.value_and_grad in place of jax.value_and_grad",
+                try_=f"{HOW_TO_MARK}; or, for a step without gradients, mesh= or pins= in place of preset=",
             )  # fmt: skip
         roles = Roles(
             axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,

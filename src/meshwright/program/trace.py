@@ -21,6 +21,7 @@ from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, ope
 from ..errors import PlanError
 from .build import build_graph
 from .graph import Graph
+from .marking import HOW_TO_MARK, marks_words
 from .reduction import Reduction, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
@@ -157,9 +158,9 @@ def trace_program(
         if microbatches > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
+                got=marks_words(whole.outer), needed="exactly one, outside of loops",
                 where=getattr(step, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
+                try_=f"{HOW_TO_MARK}, or microbatches=1",
             )  # fmt: skip
         return _uncut(whole)
     marker = markers[0]
