@@ -65,7 +65,7 @@ def _relaxed(options: Mapping[str, Any], preset: Preset | None, devices: int) ->
             if count is not None or remat == "none":
                 changed = {"preset": other, "microbatches": None, "remat": None}
                 yield f"preset={str(other)!r} without microbatches= and remat=", changed
-        yield "leaving out preset=, with stages=None", {"preset": None, "stages": None}
+        yield "stages=None in place of preset=", {"preset": None, "stages": None}
         return
     for name in ("zero", "mesh", "submeshes"):
         if options[name] is not None:

@@ -8,10 +8,11 @@ or moving its operands would take longer. A note is due where it is a good part 
 * an operator without a dim that may be split (a factorisation, a loop, a kernel without a rule): a `ReplicationWarning`
   besides, as such operators get elsewhere;
 * nothing at all: layouts that split it were looked at, and none is faster. That is noted where most of the work is done
-  by all devices alike.
+  by devices alike, however little a split would save: more devices are of no use then.
 
-Seconds are the cost model's, of the compute of one device in one step, both passes; what moving operands would take is
-not in them, so that a gain is said to be one *at most*. Work inside rematerialised regions counts once, and what is
+Seconds are the cost model's, of the compute of one device in one step, both passes. What a split would save is what
+kernels with a share of the FLOPs and bytes take less (a launch takes as long); what moving operands would take is not
+in it, so that a gain is said to be one *at most*. Work inside rematerialised regions counts once, and what is
 around the loss function (the optimizer) not at all.
 """
 
@@ -105,14 +106,14 @@ def replicated_work(program: Program, plan: Plan, cluster: Cluster, roles: Roles
         device = cluster.device_at(stage.devices[0])
         for found, seconds, idle in _work(graph, stage, plan.microbatches_of(plan.stages.index(stage)), device, roles):
             compute += seconds
-            alike += idle
+            alike += seconds * (found is not None)
             if found is not None:
                 of = saved.setdefault(found.reason, {})
                 of[found] = of.get(found, 0.0) + idle
     notes = []
     for reason, places in sorted(saved.items(), key=lambda one: (-sum(one[1].values()), one[0])):
         seconds = sum(places.values())
-        due = seconds >= SHARE * step and (reason.kind != "choice" or alike >= _MOSTLY * compute)
+        due = alike >= _MOSTLY * compute if reason.kind == "choice" else seconds >= SHARE * step
         if not due or len(notes) == _MOST:
             continue
         worst = max(places, key=lambda place: (places[place], place))
@@ -139,9 +140,9 @@ def _note(worst: _Alike, gain: str, share: float) -> str:
                 f"split, it would take {gain} less"
             )
     return (
-        f"{reason.devices} devices do the same work: shared out, each would have {100 * share:.0f} % less, most of it "
-        f"at {worst.source}; no layout that splits it is faster by the cost model, with what moving data takes; "
-        f"without that it would save {gain}"
+        f"{reason.devices} devices do the same work: {100 * share:.0f} % of the compute, most of it at {worst.source}; "
+        f"no layout that splits it is faster by the cost model, with what moving data takes; without that it would "
+        f"save {gain}"
     )
 
 
@@ -203,13 +204,16 @@ def _work(
         if operator.is_link or not made or all(value.constant for value in made):
             continue
         kernels = KernelsOf(graph, operator, sizes, device, stored=is_stored(graph, operator))(algorithm)
-        once = kernel_seconds(kernels.forward, device, profile) + sum(
-            one.runs * kernel_seconds(one.kernel, device, profile) for one in kernels.gradients
-        )
-        seconds = microbatches * operator.repeats * once
         parts = parts_of(algorithm, sizes)
+        seconds = saved = 0.0
+        for kernel, runs in ((kernels.forward, 1.0), *((one.kernel, one.runs) for one in kernels.gradients)):
+            times = microbatches * operator.repeats * runs
+            seconds += times * kernel_seconds(kernel, device, profile)
+            share = parts / devices  # of what it does now; a launch is none
+            shared = kernel._replace(flops=share * kernel.flops, moved_bytes=share * kernel.moved_bytes)
+            saved += times * (kernel_seconds(kernel, device, profile) - kernel_seconds(shared, device, profile))
         found = _alike(graph, operator, algorithm, stage, roles, names, scans) if parts < devices else None
-        yield found, seconds, seconds * (1 - parts / devices)
+        yield found, seconds, saved
 
 
 def _alike(

@@ -219,7 +219,12 @@ def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
         pipeline = f", pp={preset.stages}" if preset.stages > 1 else ""
         other = f"megatron(tp={preset.size('tensor')}{pipeline}, dp={size})"
     parts = [n for n in range(2, size) if size % n == 0 and any(extent % n == 0 for extent in extents)]
-    tries = [f"zero={preset.zero} without a preset, which splits over {max(parts)} of {size} devices"] if parts else []
+    tries = []
+    if parts and size == prod(axis.size or 1 for axis in preset.axes) and preset.stages == 1:
+        mesh = {"x": max(parts), "y": size // max(parts)}
+        tries = [
+            f"zero={preset.zero}, mesh={mesh} in place of preset=, which splits over {max(parts)} of {size} devices"
+        ]
     raise PlanError(
         refused=f"the preset {preset}",
         got=f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
