@@ -22,7 +22,7 @@ from jax._src.interpreters.mlir import dtype_to_ir_type, make_ir_context  # 0.10
 from jax._src.lib.mlir import ir  # jaxlib's MLIR bindings; no public form up to 0.12
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .jaxpr import ClosedJaxpr, Equation, inline, is_literal, open_jaxpr
+from .jaxpr import ClosedJaxpr, Equation, consts_of, inline, is_literal, open_jaxpr
 from .shardy import OpRule, parse_rule
 
 # Collectives: what of a device's function waits for other devices. `axis_index` does not.
@@ -161,7 +161,7 @@ def _without_sums(closed: ClosedJaxpr, axes: frozenset[str]) -> ClosedJaxpr:
     kept = [one for one in jaxpr.eqns if not any(one is sum_ for sum_ in sums)]
     outvars = [summands[atom] for atom in jaxpr.outvars]
     bare = jaxpr.replace(eqns=kept, outvars=outvars, debug_info=jaxpr.debug_info.with_unknown_names())
-    return ClosedJaxpr(bare, closed.consts)
+    return ClosedJaxpr(bare, consts_of(closed))
 
 
 def _communicates(jaxpr: Any) -> bool:

@@ -44,21 +44,25 @@ def kernel_rule(equation: Equation) -> tuple[Rule, str]:
     rule = compose(Lowered(operands=first, results=last, ops=(op,), shapes=shapes), operands)
     made = {factor for tensor in rule.results for dim in tensor for factor in dim}
     why = "its sharding rule lets no dim be split"
-    whole = []
+    # One axis for each factor that can be split, alone and together with those before it.
+    axes: list[tuple[str, ...]] = [()] * len(rule.factors)
+    sizes: dict[str, int] = {}
     for index in rule.splittable:
-        factor = rule.factors[index]
+        factor, axis = rule.factors[index], f"axis{index}"
         # A permutation moves data between blocks; what is no reduction and not in the result is one all the same.
         if factor.kind == "spatial" or (factor.kind == "parallel" and index not in made):
-            whole.append(index)
             continue
         pieces = next((n for n in (2, 3, 5, 7) if factor.size % n == 0), factor.size)
-        axes = [("axis",) if index == other else () for other in range(len(rule.factors))]
+        alone = [(axis,) if other == index else () for other in range(len(axes))]
+        together = [(axis,) if other == index else those for other, those in enumerate(axes)]
         try:
-            _function(equation, rule, axes, {"axis": pieces})
+            _function(equation, rule, alone, {axis: pieces})
+            _function(equation, rule, together, {**sizes, axis: pieces})
         except NotPartitioned as error:
             why = str(error)
-            whole.append(index)
-    return rule.with_whole(whole), why
+            continue
+        axes, sizes = together, {**sizes, axis: pieces}
+    return rule.with_whole([index for index in rule.splittable if not axes[index]]), why
 
 
 def evaluate_kernel(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
