@@ -72,11 +72,12 @@ def _line_of(traceback: Any) -> str:
     return source_info_util.summarize(source_info_util.new_source_info().replace(traceback=traceback))
 
 
-def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> ClosedJaxpr:
+def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller: Equation | None = None) -> ClosedJaxpr:
     """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations.
 
     A matrix product or convolution written twice is kept once, as the compiler would. Layer boundaries are gone;
-    where they were is added to `boundaries`.
+    where they were is added to `boundaries`. Equations of a library's function (`jnp.linalg.inv`), traced without the
+    user's lines, have that of its caller: the innermost call that has one, or else `caller`.
     """
     boundaries = Boundaries() if boundaries is None else boundaries
     top = open_jaxpr(closed)
@@ -87,8 +88,9 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     def read(env: dict[Any, Any], atom: Any) -> Any:
         return atom if is_literal(atom) else env.get(atom, atom)
 
-    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
+    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool, caller: Equation | None) -> None:
         for equation in jaxpr.eqns:
+            equation = _located(equation, caller)
             invars = [read(env, atom) for atom in equation.invars]
             if equation.primitive.name in _WISHES:
                 env.update(zip(equation.outvars, invars, strict=True))
@@ -107,7 +109,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
                     constvars.append(hoisted)
                     consts.append(const)
                     inner_env[var] = hoisted
-                walk(inner, inner_env, True)
+                walk(inner, inner_env, True, equation)
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue
@@ -149,12 +151,19 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
 
     products: dict[Any, Any] = {}
     env: dict[Any, Any] = {}
-    walk(top, env, False)
+    walk(top, env, False, caller)
     outvars = [read(env, atom) for atom in top.outvars]
     jaxpr = top.replace(
         constvars=constvars, eqns=equations, outvars=outvars, debug_info=top.debug_info.with_unknown_names()
     )
     return ClosedJaxpr(jaxpr, consts)
+
+
+def _located(equation: Equation, caller: Equation | None) -> Equation:
+    """The equation, with the line of its caller where it has none of the user's."""
+    if caller is None or source_line(equation):
+        return equation
+    return equation.replace(source_info=equation.source_info.replace(traceback=caller.source_info.traceback))
 
 
 def _whole_arrays(equation: Equation) -> ClosedJaxpr:
@@ -169,18 +178,18 @@ def _inline_params(equation: Equation, inside: Boundaries) -> dict[str, Any]:
     """Parameters of a structured equation with the jaxprs inside it inlined too; adds the boundaries inside it."""
     name, params = equation.primitive.name, dict(equation.params)
     if name == "scan":
-        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside)
+        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside, caller=equation)
     elif name in _REMAT:
         body = ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"]))
-        params["jaxpr"] = inline(body, boundaries=inside)
+        params["jaxpr"] = inline(body, boundaries=inside, caller=equation)
     elif name == "cond":
-        params["branches"] = tuple(inline(branch, boundaries=inside) for branch in params["branches"])
+        params["branches"] = tuple(inline(branch, boundaries=inside, caller=equation) for branch in params["branches"])
     elif name == "while":
-        params["cond_jaxpr"] = inline(params["cond_jaxpr"])
-        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside)
+        params["cond_jaxpr"] = inline(params["cond_jaxpr"], caller=equation)
+        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside, caller=equation)
     elif name in ("custom_jvp_call", "custom_vjp_call"):
         # Stays a call, and keeps its marks: its derivative is made by calling the user's function again.
-        inline(params["call_jaxpr"], boundaries=inside)
+        inline(params["call_jaxpr"], boundaries=inside, caller=equation)
     return params
 
 
@@ -366,8 +375,8 @@ def vjp_parts(equation: Equation) -> Vjp:
     ]
     backward_jaxpr = jax.make_jaxpr(lambda pull, cts: list(pull(cts)))(pullback, cotangent_avals)
     return Vjp(
-        forward=inline(forward_jaxpr),
-        backward=eliminate_dead_code(inline(backward_jaxpr)),
+        forward=inline(forward_jaxpr, caller=equation),
+        backward=eliminate_dead_code(inline(backward_jaxpr, caller=equation)),
         operands=operands,
         results=results,
     )

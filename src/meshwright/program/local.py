@@ -21,6 +21,7 @@ from .._jax.random import is_key, random_bits_at, split_at
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
+from .kernels import evaluate_kernel
 from .places import rows_in_batch
 from .split import Split
 
@@ -29,6 +30,7 @@ COMBINE: Mapping[str, str] = {
     "reduce_sum": "sum",
     "dot_general": "sum",
     "conv_general_dilated": "sum",
+    "custom_partitioning": "sum",
     "gather": "sum",
     "scatter-add": "sum",
     "reduce_max": "max",
@@ -103,6 +105,7 @@ _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-mi
 _WINDOWED = ("conv_general_dilated", *POOLS)
 _EVALUATORS: Mapping[str, Evaluator] = {
     "broadcast_in_dim": _broadcast_in_dim,
+    "custom_partitioning": evaluate_kernel,
     "reshape": _reshape,
     "iota": _iota,
     "slice": _slice,
@@ -180,11 +183,12 @@ _WHOLE: Mapping[str, Callable[[Equation, Rule], set[int]]] = {
 
 
 # Operators on elements: of blocks of any shape they give a block of that shape, and nobody has to try.
-_ON_ELEMENTS = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div
-    eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne
-    neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor""".split()  # noqa: SIM905 (a table, not a column)
+ON_ELEMENTS = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma pow
+    random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta""".split()  # noqa: SIM905 (a table, not a column)
 )
 
 
@@ -222,7 +226,7 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     if name in _WINDOWED:
         unsure = [f for f in rule.splittable if rule.factors[f].kind != "spatial"]
     else:
-        unsure = rule.splittable if name not in _EVALUATORS and name not in _ON_ELEMENTS else ()
+        unsure = rule.splittable if name not in _EVALUATORS and name not in ON_ELEMENTS else ()
     return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])
 
 

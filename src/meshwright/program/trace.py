@@ -22,6 +22,7 @@ from ..errors import PlanError
 from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
 from .build import build_graph
 from .graph import Graph
+from .marking import HOW_TO_MARK, marks_words
 from .places import placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
@@ -161,9 +162,9 @@ def trace_program(
         if microbatches > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
+                got=marks_words(whole.outer), needed="exactly one, outside of loops",
                 where=getattr(step, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
+                try_=f"{HOW_TO_MARK}, or microbatches=1",
             )  # fmt: skip
         return _uncut(whole)
     outer, marker, sources = whole.outer, markers[0], whole.sources

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from ...ahead import Begun, in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
+from ...program.marking import HOW_TO_MARK, UNMARKED
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
@@ -243,9 +244,9 @@ def _check(program: Program, plan: Plan) -> None:
         )  # fmt: skip
     if not program.marked:
         raise PlanError(
-            refused="a pipeline", got="a step without meshwright.value_and_grad", needed="exactly one call of it",
-            where="the step", try_="meshwright.value_and_grad in place of jax.value_and_grad, one stage, or for a step "
-            "without gradients a program of trace_inference",
+            refused="a pipeline", got=UNMARKED, needed="exactly one, outside of loops",
+            where="the step", try_=f"{HOW_TO_MARK}, one stage, or for a step without gradients a program of "
+            "trace_inference",
         )  # fmt: skip
     if any(stage.equations is None for stage in plan.stages):
         raise PlanError(
