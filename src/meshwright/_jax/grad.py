@@ -172,9 +172,9 @@ def _reference(*args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list
     return [loss, *aux, *grads]
 
 
-@value_and_grad_p.def_abstract_eval
-def _abstract_eval(*avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list[Any]:
-    return [*jaxpr.out_avals, *avals[num_consts:]]
+@value_and_grad_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> tuple[list[Any], Any]:
+    return [*jaxpr.out_avals, *avals[num_consts:]], jaxpr.effects
 
 
 value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_consts")))

@@ -16,15 +16,16 @@ import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
+from .._jax.effects import NO_EFFECTS, Effects, lift_from_loss
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
-from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
 from ..errors import PlanError
 from .build import build_graph
 from .graph import Graph
 from .reduction import Reduction, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
-from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
+from .traced_step import TracedStep, core_of, fingerprint, lifted, trace_step, traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class Program:
       reduction: how losses of microbatches combine, "mean" or "sum".
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
+      effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
     """
 
     outer: ClosedJaxpr
@@ -72,6 +74,7 @@ class Program:
     reduction: str
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
+    effects: Effects = NO_EFFECTS
 
     @property
     def marked(self) -> bool:
@@ -168,23 +171,26 @@ def trace_program(
     core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
+    outer = whole.outer
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
+        small_call, effects = lift_from_loss(small_call)
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         results = results_of(full_core, core, microbatches, split_dims)
         if reduction is None:
             reduction = loss_reduction(results)
-        combined = aux_reductions(results)
+        combined = aux_reductions(results, each=effects.count)
+        outer = _with_rows(outer, marker, core, effects.count, microbatches)
     sources = whole.sources
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
     rules = whole.rules
     graph = build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
     return Program(
-        outer=whole.outer,
+        outer=outer,
         core=core,
         graph=graph,
         rules=rules,
@@ -203,19 +209,40 @@ def trace_program(
         reduction=reduction or "mean",
         aux_reductions=combined,
         boundaries=boundaries,
+        effects=whole.effects,
     )
+
+
+def _with_rows(
+    outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int, microbatches: int
+) -> ClosedJaxpr:  # fmt: skip
+    """The step with a row for each microbatch in what effects of the loss function read, at a microbatch's size.
+
+    Args:
+      outer: the step at the full batch.
+      marker: position of its marked equation.
+      core: its loss function at the size of a microbatch, whose last results are read by effects.
+      effects: how many.
+      microbatches: into how many parts the batch is cut.
+    """
+    if not effects:
+        return outer
+    avals = [atom.aval for atom in open_jaxpr(core).outvars]
+    rows = {len(avals) - n: (microbatches, *avals[-n].shape[1:]) for n in range(1, effects + 1)}
+    return with_result_shapes(outer, marker, rows)
 
 
 def _uncut(whole: TracedStep) -> Program:
     """A step without a core, or with several, as one program."""
-    core = eliminate_dead_code(inline(inline_value_and_grad(whole.outer)))
+    pure, effects = lifted(inline(inline_value_and_grad(whole.outer)))
+    core = eliminate_dead_code(pure)
     names = whole.names
     return Program(
         outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
         state_inputs=whole.state_inputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean",
+        fingerprint=fingerprint(core), reduction="mean", effects=effects,
     )  # fmt: skip
 
 
