@@ -23,6 +23,7 @@ from .plan_request import (
     checked_submeshes,
 )
 from .presets import Preset, check_free, parse_preset
+from .program.effects import effect_notes
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .search.alternative import TOO_LITTLE, Alternative, merged
@@ -143,6 +144,7 @@ def plan_for(
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    notes += effect_notes(found.program, found.plan.schedule)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 

@@ -272,11 +272,16 @@ class _Lifting:
                 "a while loop, whose number of trips is not known before it runs", "loops of a known number of trips",
                 "jax.lax.scan, or fori_loop with bounds that are Python numbers; or returning the value",
             )  # fmt: skip
+        elif name == "check":
+            raise refusal(
+                equation, "a check that is not functionalised, which jax.jit refuses too",
+                "errors that are results of the step", "checkify.checkify(step), or returning the condition",
+            )  # fmt: skip
         else:
             raise refusal(
-                equation, f"a primitive whose effects run on a device ({', '.join(sorted(map(str, equation.effects)))})",
+                equation, "an effect on a device, or of a kind that is not known",
                 f"{', '.join(_NAMES.values())}, in loops of known length, branches and checkpointed regions",
-                "checkify.checkify(step), for a check; or leaving it out of the step",
+                "leaving it out of the step",
             )  # fmt: skip
 
     def _lift_call(self, equation: Equation) -> None:
@@ -300,9 +305,7 @@ class _Lifting:
             words_of = self._splice(equation, words, atoms)
         else:
             words_of = atoms
-        called = equation
-        if "sharding" in equation.params:  # of a device: it runs where its operands are
-            called = equation.replace(params=equation.params | {"sharding": None})
+        called = _in_order(equation)
 
         def run(values: Sequence[Any], microbatches: int) -> None:
             del microbatches
@@ -435,6 +438,19 @@ class _Lifting:
             self._equations.append(one.replace(invars=_all(env, one.invars), outvars=outvars))
             env.update(zip(one.outvars, outvars, strict=True))
         return _all(env, inner.outvars)
+
+
+def _in_order(equation: Equation) -> Equation:
+    """A callback that runs after those before it, whether the user asked for that or not, and on any device."""
+    params = dict(equation.params)
+    if "effect" in params:
+        ordered = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=True))()
+        params["effect"] = open_jaxpr(ordered).eqns[0].params["effect"]
+    if "ordered" in params:
+        params["ordered"] = True
+    if "sharding" in params:
+        params["sharding"] = None
+    return equation.replace(params=params)
 
 
 def _with_dim_in_front(*xs: Any) -> list[Any]:

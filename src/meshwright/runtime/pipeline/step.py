@@ -15,6 +15,7 @@ from ...plan import Plan
 from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
+from ..effects import Replay
 from .executor import Executor, Memory
 from .local_stages import LocalStages
 from .operations import Work, operations
@@ -77,6 +78,7 @@ class PipelinedStep:
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
         self._kept = [update.kept for update in self.local.updates]
         shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
+        self._replay = Replay(program)
         self._copies = shared  # stages on the same devices must not keep one buffer
         self.in_shardings = tuple(
             {n: stage.sharding(slot) for n, stage in enumerate(self.stages) if (slot := _argument(i)) in self._kept[n]}
@@ -95,7 +97,9 @@ class PipelinedStep:
         memories = [self._memory(number, flat) for number in range(len(self.stages))]
         del flat
         self._executor.run(memories)
-        return jax.tree.unflatten(self.program.out_tree, self._results(memories))
+        results = self._results(memories)
+        self._replay(self._read_by_effects(memories))
+        return jax.tree.unflatten(self.program.out_tree, results)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
@@ -221,6 +225,21 @@ class PipelinedStep:
                 continue
             parts = {n: memories[n][slot] if self.stages[n].is_mine else self.stages[n].ghost(slot) for n in makers}
             found.append(self._one(parts, index))
+        return found
+
+    def _read_by_effects(self, memories: Sequence[Memory]) -> list[Any]:
+        """What the effects of the step read, whole on devices of process 0, which runs them; nothing in others."""
+        first = self.program.out_tree.num_leaves
+        here = [any(d.process_index == 0 for d in stage.mesh.devices.flat) for stage in self.stages]
+        home, found = here.index(True), []
+        for index in range(first, first + self._replay.count):
+            slot = Slot(Role.OUTPUT, index)
+            maker = next(n for n, stage in enumerate(self.stages) if index in stage.update.wanted.outputs)
+            if not here[maker]:
+                self._executor.deliver(memories, slot, maker, to=[home])
+            if jax.process_index() == 0:
+                delivered = Slot(Role.DELIVERED, index)
+                found.append(memories[maker][slot] if here[maker] else memories[home][delivered])
         return found
 
     def _delivered(self, memories: Sequence[Memory], slot: Slot, maker: int) -> Any:
