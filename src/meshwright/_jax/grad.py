@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax._src import checkify  # the table of its rules; no public form up to 0.12
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
@@ -179,6 +180,20 @@ def _abstract_eval(*avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) ->
 
 value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_consts")))
 mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_reference, multiple_results=True))
+
+
+def _checked(error: Any, enabled: Any, *args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> tuple[Any, Any]:
+    """The primitive under `checkify.checkify`: where checks are wanted of the loss function, it is written out, with
+    them, and is no marked call any more."""
+    params = {"jaxpr": jaxpr, "num_consts": num_consts}
+    has_checks = any(hasattr(effect, "error_type") for effect in jaxpr.effects)
+    if not has_checks and not set(enabled) - {checkify.FailedCheckError}:
+        return error, value_and_grad_p.bind(*args, **params)
+    written_out = jax.make_jaxpr(lambda *xs: _reference(*xs, **params))(*args)
+    return checkify.checkify_jaxpr(written_out, enabled, error, *args)
+
+
+checkify.error_checks[value_and_grad_p] = _checked
 
 
 def inline_value_and_grad(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:

@@ -162,7 +162,8 @@ def trace_program(
                 refused=f"microbatches={microbatches}",
                 got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
                 where=getattr(step, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
+                try_="meshwright.value_and_grad in place of jax.value_and_grad, without checkify's checks in its function; "
+                "or microbatches=1",
             )  # fmt: skip
         return _uncut(whole)
     marker = markers[0]
