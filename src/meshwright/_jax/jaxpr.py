@@ -206,7 +206,7 @@ def with_result_shapes(closed: ClosedJaxpr, position: int, shapes: Mapping[int, 
     outvars = list(equation.outvars)
     for number, shape in shapes.items():
         outvars[number] = Var(outvars[number].aval.update(shape=shape))
-    renamed = dict(zip(equation.outvars, outvars, strict=True))
+    renamed: dict[Any, Any] = dict(zip(equation.outvars, outvars, strict=True))
     equations = list(jaxpr.eqns)
     equations[position] = equation.replace(outvars=outvars)
     results = [atom if is_literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars]

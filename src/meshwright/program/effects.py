@@ -1,8 +1,16 @@
-"""What a plan's notes say of a step's effects: how often they run, and on which values, where `jax.jit` does otherwise."""
+"""The effects of a step (`_jax.effects`), as its plan has them: left out, or in words for the plan's notes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from .._jax.effects import NO_EFFECTS
 from .trace import Program
+
+
+def without_effects(program: Program) -> Program:
+    """The same step without its effects: what they read is computed, and nothing is done with it."""
+    return replace(program, effects=NO_EFFECTS)
 
 
 def effect_notes(program: Program, schedule: str) -> tuple[str, ...]:
@@ -16,7 +24,9 @@ def effect_notes(program: Program, schedule: str) -> tuple[str, ...]:
     for effect in program.effects.lifted:
         what = f"{effect.name} at {effect.line or 'the step'}"
         if effect.in_loss and program.microbatches > 1:
-            found[f"{what} runs once a microbatch, {program.microbatches} times a step, on the microbatch's values"] = None
+            found[f"{what} runs once a microbatch, {program.microbatches} times a step, on the microbatch's values"] = (
+                None
+            )
         if effect.in_remat:
             found[f"{what} runs once, and not again where jax.checkpoint computes its region again"] = None
         if not effect.in_loss and schedule == "pipedream":

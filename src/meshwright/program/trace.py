@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
-from .._jax.effects import NO_EFFECTS, Effects, lift_from_loss
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
+from .._jax.lifting import lift_from_loss
 from ..errors import PlanError
 from .build import build_graph
 from .graph import Graph
@@ -162,8 +163,8 @@ def trace_program(
                 refused=f"microbatches={microbatches}",
                 got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
                 where=getattr(step, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, without checkify's checks in its function; "
-                "or microbatches=1",
+                try_="meshwright.value_and_grad in place of jax.value_and_grad, without checks of checkify in its "
+                "function; or microbatches=1",
             )  # fmt: skip
         return _uncut(whole)
     marker = markers[0]

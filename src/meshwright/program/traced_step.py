@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from .._jax.boundary import Boundaries
-from .._jax.effects import NO_EFFECTS, Effects, lift_effects
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import marked_calls, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, is_literal, open_jaxpr
+from .._jax.lifting import lift_effects
 from .rules import Rules
 from .state import StateLeaf, relate_state
 

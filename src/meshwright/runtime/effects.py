@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from .._jax.random import is_key
 from ..program.trace import Program
 
 

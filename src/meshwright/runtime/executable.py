@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jax
 
 from ..errors import PlanError
 from ..plan import Plan
+from ..program.effects import without_effects
 from ..program.trace import Program
 from .pipeline.step import PipelinedStep
 from .step import PlannedStep
@@ -33,7 +33,7 @@ def executable(
     """
     check_devices(plan, devices)
     if not effects:
-        program = replace(program, effects=replace(program.effects, lifted=()))
+        program = without_effects(program)
     if len(plan.stages) > 1:
         return PipelinedStep(program, plan, devices)
     return PlannedStep(program, plan, [devices[device] for device in plan.stages[0].devices])
