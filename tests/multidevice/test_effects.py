@@ -247,6 +247,33 @@ def test_inference(seen: Seen, microbatches: int, count: int) -> None:
     np.testing.assert_allclose(sum(value for _, value in found), alone[1], rtol=1e-4)
 
 
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stacked_layers_on_several_stages(seen: Seen, microbatches: int) -> None:
+    """Each stage has some rows of the parameter and of its gradient: callbacks see all of them."""
+    stack = {"w": jnp.linspace(0, 1, 8 * WIDTH * WIDTH).reshape(8, WIDTH, WIDTH) * 0.1}
+
+    def step(w: Any, b: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            def layer(h: Any, row: Any) -> Any:
+                h = jnp.tanh(h @ row)
+                if microbatches == 1:
+                    jax.debug.callback(seen.note("layer"), h, h > 0, ordered=True)
+                return h, None
+
+            return jnp.mean((jax.lax.scan(layer, b["x"], w["w"])[0] - b["y"]) ** 2)
+
+        loss, grads = mw.value_and_grad(loss_of)(w)
+        jax.debug.callback(seen.note("stacks"), w["w"], grads["w"], jnp.sum(grads["w"] ** 2), ordered=True)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), loss
+
+    jax.jit(step)(stack, batch())
+    expected = seen.take()
+    parallel = mw.parallelize(step, stages=2, microbatches=microbatches)
+    assert all(stage.parameters[0].rows for stage in parallel.plan(stack, batch()).stages)
+    parallel(jax.tree.map(jnp.copy, stack), batch())
+    assert_same(seen.take(), expected)
+
+
 def test_layers_of_ones_own(seen: Seen) -> None:
     """A boundary between prints stays where it is."""
 

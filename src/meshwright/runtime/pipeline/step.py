@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -233,13 +233,16 @@ class PipelinedStep:
         here = [any(d.process_index == 0 for d in stage.mesh.devices.flat) for stage in self.stages]
         home, found = here.index(True), []
         for index in range(first, first + self._replay.count):
-            slot = Slot(Role.OUTPUT, index)
-            maker = next(n for n, stage in enumerate(self.stages) if index in stage.update.wanted.outputs)
-            if not here[maker]:
-                self._executor.deliver(memories, slot, maker, to=[home])
-            if jax.process_index() == 0:
-                delivered = Slot(Role.DELIVERED, index)
-                found.append(memories[maker][slot] if here[maker] else memories[home][delivered])
+            slot, delivered = Slot(Role.OUTPUT, index), Slot(Role.DELIVERED, index)
+            parts: dict[int, jax.Array] = {}
+            for maker in (n for n, stage in enumerate(self.stages) if index in stage.update.wanted.outputs):
+                if not here[maker]:
+                    self._executor.deliver(memories, slot, maker, to=[home])
+                if jax.process_index() == 0:
+                    array = memories[maker][slot] if here[maker] else memories[home].pop(delivered)
+                    parts[maker] = array.addressable_data(0)
+            if parts:
+                found.append(_whole(parts, self._around.rows_of(self._around.outvars[index])))
         return found
 
     def _delivered(self, memories: Sequence[Memory], slot: Slot, maker: int) -> Any:
@@ -250,6 +253,15 @@ class PipelinedStep:
         return next(
             m[Slot(Role.DELIVERED, slot.position)] for m, s in zip(memories, self.stages, strict=True) if s.is_mine
         )
+
+
+def _whole(parts: Mapping[int, jax.Array], rows: Rows | None) -> jax.Array:
+    """An array on one device, of what stages have of it: all, or some rows each."""
+    if rows is None:
+        return next(iter(parts.values()))
+    first, *more = [parts[stage] for stage, _, _ in sorted(rows.parts, key=lambda part: part[1])]
+    (device,) = first.devices()
+    return jax.numpy.concatenate([first, *jax.device_put(more, device)], axis=rows.dim)
 
 
 def _argument(index: int) -> Slot:

@@ -431,6 +431,8 @@ class UpdateProgram:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
             case _:
                 aval = open_jaxpr(self._program.outer).outvars[slot.position].aval
+                if (rows := around.rows_of(around.outvars[slot.position])) is not None:
+                    return jax.ShapeDtypeStruct(rows.shape(aval.shape, self._stage.number), aval.dtype)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
