@@ -68,8 +68,8 @@ class StepPrograms(Mapping[int, StagedProgram]):
                 got="a step without meshwright.value_and_grad",
                 needed="a step whose loss function is marked: its forward program is what is cut",
                 where=getattr(asked.traces, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, stages=1, or schedule='inference' for "
-                "a step that computes no gradients",
+                try_="meshwright.value_and_grad in place of jax.value_and_grad, without checks of checkify in its "
+                "function; stages=1; or schedule='inference' for a step that computes no gradients",
             )  # fmt: skip
         return asked.traces.staged(program, like)
 

@@ -19,7 +19,7 @@ derivative of its own, inside a loss function, since its rule runs in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -82,7 +82,7 @@ def lift_from_loss(call: MarkedCall) -> tuple[MarkedCall, Effects]:
         _repeat(effects, values, microbatches, microbatches, reverse=False)
 
     lifted = MarkedCall(jaxpr=jaxpr, num_consts=call.num_consts, shapes=call.shapes)
-    return lifted, Effects(count=effects.count, run=run, lifted=effects.lifted)
+    return lifted, replace(effects, run=run)
 
 
 def _repeat(effects: Effects, values: Sequence[Any], length: int, microbatches: int, *, reverse: bool) -> None:
@@ -104,17 +104,18 @@ class _Place:
       rows: at the top of one: what is lifted gets a dim of one in front.
       differentiated: whether derivatives are taken of it.
       in_remat: in a `jax.checkpoint` region.
+      nested: in a loop or branch.
     """
 
     in_loss: bool = False
     rows: bool = False
     differentiated: bool = False
     in_remat: bool = False
+    nested: bool = False
 
     def inside(self, *, remat: bool = False) -> _Place:
-        return _Place(
-            in_loss=self.in_loss, differentiated=self.differentiated, in_remat=self.in_remat or (remat and self.in_loss)
-        )
+        in_remat = self.in_remat or (remat and self.in_loss)
+        return _Place(in_loss=self.in_loss, differentiated=self.differentiated, in_remat=in_remat, nested=True)
 
 
 def _lifted(closed: ClosedJaxpr, place: _Place) -> tuple[ClosedJaxpr, Effects]:
@@ -297,7 +298,7 @@ class _Lifting:
             _repeat(effects, values, parts.length, microbatches, reverse=parts.reverse)
 
         made = self._replace(equation, scanned)
-        self._add(made, Effects(count=effects.count, run=run, lifted=effects.lifted), equation)
+        self._add(made, replace(effects, run=run), equation)
 
     def _lift_cond(self, equation: Equation) -> None:
         lifted = [_lifted(branch, self._place.inside()) for branch in equation.params["branches"]]
@@ -333,9 +334,8 @@ class _Lifting:
 
     def _lift_remat(self, equation: Equation) -> None:
         body = equation.params["jaxpr"]
-        lifted, effects = _lifted(
-            ClosedJaxpr(open_jaxpr(body), consts_of(body)), self._place.inside(remat=True)
-        )  # fmt: skip
+        closed = ClosedJaxpr(open_jaxpr(body), consts_of(body))
+        lifted, effects = _lifted(closed, self._place.inside(remat=True))
         hoisted = [
             self._const(var.aval, const)
             for var, const in zip(open_jaxpr(lifted).constvars, consts_of(lifted), strict=True)
@@ -358,6 +358,8 @@ class _Lifting:
             shapes=tuple(tuple(a.aval.shape) for a in equation.invars),
         )  # fmt: skip
         lifted, effects = lift_from_loss(call)
+        if self._place.in_loss or self._place.nested:  # no microbatches are made of it
+            effects = replace(effects, run=lambda values, _, run=effects.run: run(values, 1))
         results = len(open_jaxpr(call.jaxpr).outvars)
         more = [Var(atom.aval) for atom in open_jaxpr(lifted.jaxpr).outvars[results:]]
         self._equations.append(

@@ -20,15 +20,14 @@ def effect_notes(program: Program, schedule: str) -> tuple[str, ...]:
       program: the traced step.
       schedule: of the plan.
     """
-    found: dict[str, None] = {}
+    found: list[str] = []
+    times = program.microbatches
     for effect in program.effects.lifted:
         what = f"{effect.name} at {effect.line or 'the step'}"
-        if effect.in_loss and program.microbatches > 1:
-            found[f"{what} runs once a microbatch, {program.microbatches} times a step, on the microbatch's values"] = (
-                None
-            )
+        if effect.in_loss and times > 1:
+            found.append(f"{what} runs once a microbatch, {times} times a step, on the microbatch's values")
         if effect.in_remat:
-            found[f"{what} runs once, and not again where jax.checkpoint computes its region again"] = None
+            found.append(f"{what} runs once, and not again where jax.checkpoint computes its region again")
         if not effect.in_loss and schedule == "pipedream":
-            found[f"{what} runs once a step; what updates change it sees after the last one"] = None
-    return tuple(found)
+            found.append(f"{what} runs once a step; what updates change it sees after the last one")
+    return tuple(dict.fromkeys(found))
