@@ -153,7 +153,8 @@ def test_in_the_loss_once_a_microbatch(seen: Seen, options: dict[str, Any]) -> N
     def in_loss(w: Any, x: Any, h: Any, loss: Any) -> None:
         jax.debug.callback(seen.note("loss"), loss, x, ordered=True)
         jax.debug.callback(seen.note("nothing"), ordered=True)
-        jax.lax.scan(lambda c, row: (c, jax.debug.callback(seen.note("row"), row, ordered=True)), None, h[:2])
+        jax.lax.scan(lambda c, row: (c, jax.debug.callback(seen.note("row"), row, ordered=True)), None, h)
+        jax.lax.scan(lambda c, _: (c, jax.debug.callback(seen.note("trip"), ordered=True)), None, length=len(x))
 
     step = step_with(in_loss, lambda loss, **values: jax.debug.callback(seen.note("update"), loss))
     parallel = mw.parallelize(step, microbatches=4, **options)
@@ -166,7 +167,7 @@ def test_in_the_loss_once_a_microbatch(seen: Seen, options: dict[str, Any]) -> N
         expected += [one for one in seen.take() if one[0] != "update"]
     assert_same(found, [*expected, ("update", np.asarray(loss))])
     notes = [note for note in parallel.plan(weights(), batch()).notes if "once a microbatch" in note]
-    assert len(notes) == 3
+    assert len(notes) == 4
     assert all("jax.debug.callback at" in note and "test_effects.py" in note for note in notes)
 
 

@@ -43,16 +43,17 @@ class Effects:
 
     Args:
       count: how many results of the program, its last ones, are operands of theirs.
-      run: runs them on these results and the number of microbatches, inside `jax.jit` on one device.
+      run: runs them on these results, inside `jax.jit` on one device; with microbatches, those of the marked loss
+        function as they are lifted from it at the size of a microbatch, which come second.
       lifted: what they are.
     """
 
     count: int
-    run: Callable[[Sequence[Any], int], None]
+    run: Callable[[Sequence[Any], Effects | None], None]
     lifted: tuple[Lifted, ...]
 
 
-NO_EFFECTS = Effects(count=0, run=lambda values, microbatches: None, lifted=())
+NO_EFFECTS = Effects(count=0, run=lambda values, loss: None, lifted=())
 
 
 def outside_effects(equation: Equation) -> bool:

@@ -73,23 +73,28 @@ def lift_effects(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Effects]:
     return _lifted(closed, _Place())
 
 
-def lift_from_loss(call: MarkedCall) -> tuple[MarkedCall, Effects]:
-    """As `lift_effects`, of the loss function of a marked call. Its layer boundaries stay where they are."""
+def lift_from_loss(call: MarkedCall, microbatches: int = 1) -> tuple[MarkedCall, Effects]:
+    """As `lift_effects`, of the loss function of a marked call. Its layer boundaries stay where they are.
+
+    Args:
+      call: at the size of one microbatch.
+      microbatches: of a step: so many rows its effects are run on.
+    """
     place = _Place(in_loss=True, rows=True, differentiated=call.num_consts < len(open_jaxpr(call.jaxpr).invars))
     jaxpr, effects = _lifted(call.jaxpr, place)
 
-    def run(values: Sequence[Any], microbatches: int) -> None:
-        _repeat(effects, values, microbatches, microbatches, reverse=False)
+    def run(values: Sequence[Any], loss: Effects | None) -> None:
+        _repeat(effects, values, loss, length=microbatches, reverse=False)
 
     lifted = MarkedCall(jaxpr=jaxpr, num_consts=call.num_consts, shapes=call.shapes)
     return lifted, replace(effects, run=run)
 
 
-def _repeat(effects: Effects, values: Sequence[Any], length: int, microbatches: int, *, reverse: bool) -> None:
+def _repeat(effects: Effects, values: Sequence[Any], loss: Effects | None, *, length: int, reverse: bool) -> None:
     """Run effects once for each row of values."""
 
     def trip(carry: Any, rows: Sequence[Any]) -> tuple[Any, None]:
-        effects.run(rows, microbatches)
+        effects.run(rows, loss)
         return carry, None
 
     lax.scan(trip, 0, list(values), length=length, reverse=reverse)
@@ -164,9 +169,9 @@ class _Lifting:
         )  # fmt: skip
         runs = tuple(self._runs)
 
-        def run(values: Sequence[Any], microbatches: int) -> None:
+        def run(values: Sequence[Any], loss: Effects | None) -> None:
             for start, effects in runs:
-                effects.run(values[start : start + effects.count], microbatches)
+                effects.run(values[start : start + effects.count], loss)
 
         lifted = tuple(one for _, effects in runs for one in effects.lifted)
         return ClosedJaxpr(jaxpr, self._consts), Effects(count=len(self._payload), run=run, lifted=lifted)
@@ -263,8 +268,8 @@ class _Lifting:
             words_of = atoms
         called = _in_order(equation)
 
-        def run(values: Sequence[Any], microbatches: int) -> None:
-            del microbatches
+        def run(values: Sequence[Any], loss: Effects | None) -> None:
+            del loss
             given = dict(zip(atoms, values, strict=True))
             for atom, kind in kinds.items():
                 given[atom] = jax.random.wrap_key_data(given[atom], impl=kind)
@@ -294,8 +299,8 @@ class _Lifting:
             )  # fmt: skip
             return [*last, *stacked]
 
-        def run(values: Sequence[Any], microbatches: int) -> None:
-            _repeat(effects, values, parts.length, microbatches, reverse=parts.reverse)
+        def run(values: Sequence[Any], loss: Effects | None) -> None:
+            _repeat(effects, values, loss, length=parts.length, reverse=parts.reverse)
 
         made = self._replace(equation, scanned)
         self._add(made, replace(effects, run=run), equation)
@@ -319,12 +324,12 @@ class _Lifting:
             branches = [lambda *xs, number=number: taken(number, xs) for number in range(len(lifted))]
             return [*lax.switch(index, branches, *operands), index]
 
-        def run(values: Sequence[Any], microbatches: int) -> None:
+        def run(values: Sequence[Any], loss: Effects | None) -> None:
             *values, index = values
             branches, start = [], 0
             for _, effects in lifted:
                 given = values[start : start + effects.count]
-                branches.append(lambda effects=effects, given=given: effects.run(given, microbatches))
+                branches.append(lambda effects=effects, given=given: effects.run(given, loss))
                 start += effects.count
             lax.switch(index, branches)
 
@@ -358,8 +363,9 @@ class _Lifting:
             shapes=tuple(tuple(a.aval.shape) for a in equation.invars),
         )  # fmt: skip
         lifted, effects = lift_from_loss(call)
-        if self._place.in_loss or self._place.nested:  # no microbatches are made of it
-            effects = replace(effects, run=lambda values, _, run=effects.run: run(values, 1))
+        if not self._place.in_loss and not self._place.nested:  # microbatches may be made of it
+            full = effects
+            effects = replace(full, run=lambda values, loss: (loss or full).run(values, None))
         results = len(open_jaxpr(call.jaxpr).outvars)
         more = [Var(atom.aval) for atom in open_jaxpr(lifted.jaxpr).outvars[results:]]
         self._equations.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -173,19 +173,20 @@ def trace_program(
     core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
-    outer = whole.outer
+    outer, effects = whole.outer, whole.effects
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
-        small_call, effects = lift_from_loss(small_call)
+        small_call, in_loss = lift_from_loss(small_call, microbatches)
+        effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         results = results_of(full_core, core, microbatches, split_dims)
         if reduction is None:
             reduction = loss_reduction(results)
-        combined = aux_reductions(results, each=effects.count)
-        outer = _with_rows(outer, marker, core, effects.count, microbatches)
+        combined = aux_reductions(results, each=in_loss.count)
+        outer = _with_rows(outer, marker, core, in_loss.count, microbatches)
     sources = whole.sources
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
@@ -211,13 +212,11 @@ def trace_program(
         reduction=reduction or "mean",
         aux_reductions=combined,
         boundaries=boundaries,
-        effects=whole.effects,
+        effects=effects,
     )
 
 
-def _with_rows(
-    outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int, microbatches: int
-) -> ClosedJaxpr:  # fmt: skip
+def _with_rows(outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int, microbatches: int) -> ClosedJaxpr:
     """The step with a row for each microbatch in what effects of the loss function read, at a microbatch's size.
 
     Args:

@@ -1,6 +1,6 @@
 """Effects of a step (prints, callbacks), run after it on whole values.
 
-The program that a plan splits has no effects: what they read are further results of it (`_jax.effects`). Here they run
+The program that a plan splits has no effects: what they read are further results of it (`_jax.lifting`). Here they run
 on these, in the order of the program, as a program of one device of process 0. It is issued like the step, without
 waiting; `jax.effects_barrier` waits for it.
 """
@@ -24,7 +24,7 @@ class Replay:
 
     def __init__(self, program: Program) -> None:
         self._effects = program.effects
-        self._jitted = jax.jit(lambda *values: self._effects.run(values, program.microbatches))
+        self._jitted = jax.jit(lambda *values: self._effects.run(values, None))
 
     @property
     def count(self) -> int:
