@@ -274,7 +274,8 @@ def parallelize(
       plan: run this plan, or the one saved at this path, instead of searching.
       options: as in `plan_for`.
 
-    A state that the step returns is donated: pass on what it returned, not what it was given.
+    A state that the step returns is donated: pass on what it returned, not what it was given. What the step prints and
+    calls (`jax.debug`, `io_callback`) runs after it, in order, on whole values (docs/effects.md).
 
     Raises:
       PlanError: for an option that does not exist; at the first call, for whatever `plan_for` refuses.

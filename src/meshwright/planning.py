@@ -26,6 +26,7 @@ from .plan_request import (
 )
 from .presets import Preset, check_free, parse_preset
 from .program.batch import batch_inputs
+from .program.effects import effect_notes
 from .program.trace import Program
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
@@ -203,6 +204,7 @@ def plan_without_advice(
     )
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    notes += effect_notes(found.program, found.plan.schedule)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 

@@ -16,7 +16,10 @@ from typing import Any, Literal, cast
 
 import jax
 import numpy as np
-from jax._src import source_info_util  # the line of user code an equation came from; no public form up to 0.12
+from jax._src import (
+    checkify,  # the table of its rules; no public form up to 0.12
+    source_info_util,  # the line of user code an equation came from; no public form up to 0.12
+)
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
@@ -193,14 +196,29 @@ def _reference(*args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int, reducti
     return [loss, *aux, *grads]
 
 
-@value_and_grad_p.def_abstract_eval
-def _abstract_eval(*avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int, reduction: str | None) -> list[Any]:
+@value_and_grad_p.def_effectful_abstract_eval
+def _abstract_eval(
+    *avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int, reduction: str | None
+) -> tuple[list[Any], Any]:  # fmt: skip
     del reduction
-    return [*jaxpr.out_avals, *avals[num_consts:]]
+    return [*jaxpr.out_avals, *avals[num_consts:]], jaxpr.effects
 
 
 value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_consts", "reduction")))
 mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_reference, multiple_results=True))
+
+
+def _checked(error: Any, enabled: Any, *args: Any, **params: Any) -> tuple[Any, Any]:
+    """The primitive under `checkify.checkify`: where checks are wanted of the loss function, it is written out, with
+    them, and is no marked call any more."""
+    has_checks = any(hasattr(effect, "error_type") for effect in params["jaxpr"].effects)
+    if not has_checks and not set(enabled) - {checkify.FailedCheckError}:
+        return error, value_and_grad_p.bind(*args, **params)
+    written_out = jax.make_jaxpr(lambda *xs: _reference(*xs, **params))(*args)
+    return checkify.checkify_jaxpr(written_out, enabled, error, *args)
+
+
+checkify.error_checks[value_and_grad_p] = _checked
 
 
 def inline_value_and_grad(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:

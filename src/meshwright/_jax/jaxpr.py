@@ -98,10 +98,10 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller:
             if equation.primitive is layer_boundary_p:
                 boundaries.before.append(len(equations))
                 continue
-            if equation.primitive.name in _INLINED or is_shard_map(equation):
+            if is_inlined(equation) or is_shard_map(equation):
                 body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
                 if is_shard_map(equation):
-                    body = _whole_arrays(equation)
+                    body = whole_arrays(equation)
                 inner = open_jaxpr(body)
                 inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
                 for var, const in zip(inner.constvars, consts_of(body), strict=True):
@@ -166,7 +166,7 @@ def _located(equation: Equation, caller: Equation | None) -> Equation:
     return equation.replace(source_info=equation.source_info.replace(traceback=caller.source_info.traceback))
 
 
-def _whole_arrays(equation: Equation) -> ClosedJaxpr:
+def whole_arrays(equation: Equation) -> ClosedJaxpr:
     """A `shard_map` as a program on whole arrays."""
     body = plain_body(equation)
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
@@ -202,6 +202,27 @@ def hoist_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(opened, ())
 
 
+def with_result_shapes(closed: ClosedJaxpr, position: int, shapes: Mapping[int, tuple[int, ...]]) -> ClosedJaxpr:
+    """The same program with results of one equation, which become results of the program alone, of other shapes.
+
+    Args:
+      closed: a program.
+      position: of the equation.
+      shapes: by number of the result.
+    """
+    jaxpr = open_jaxpr(closed)
+    equation = jaxpr.eqns[position]
+    outvars = list(equation.outvars)
+    for number, shape in shapes.items():
+        outvars[number] = Var(outvars[number].aval.update(shape=shape))
+    renamed: dict[Any, Any] = dict(zip(equation.outvars, outvars, strict=True))
+    equations = list(jaxpr.eqns)
+    equations[position] = equation.replace(outvars=outvars)
+    results = [atom if is_literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars]
+    # Other equations read none of these; the variables that keep their shapes stay the ones they were.
+    return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=results), consts_of(closed))
+
+
 def eliminate_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Drop equations that no output needs; inputs stay as they are."""
     jaxpr = open_jaxpr(closed)
@@ -235,6 +256,11 @@ def scan_parts(equation: Equation) -> Scan:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
+
+
+def is_inlined(equation: Equation) -> bool:
+    """Whether an equation is a call that means the same when written in line."""
+    return equation.primitive.name in _INLINED
 
 
 def is_remat(equation: Equation) -> bool:

@@ -10,7 +10,8 @@ from .._jax.grad import value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, open_jaxpr, source_line
 
 HOW_TO_MARK = (
-    "meshwright.value_and_grad in place of jax.value_and_grad, outside of loops (in place of nnx.value_and_grad, over "
+    "meshwright.value_and_grad in place of jax.value_and_grad, outside of loops and without checks of checkify in its "
+    "function (in place of nnx.value_and_grad, over "
     "the state that nnx.split gives, as in examples/flax_nnx.py; in place of eqx.filter_value_and_grad, over the "
     "arrays that eqx.partition gives, as in examples/equinox_mlp.py)"
 )

@@ -100,11 +100,12 @@ class ReductionWarning(UserWarning):
     """A result whose value over the batch does not follow from its values over microbatches."""
 
 
-def aux_reductions(results: Results, *, accepted: bool = False) -> tuple[Reduction, ...]:
+def aux_reductions(results: Results, *, each: int = 0, accepted: bool = False) -> tuple[Reduction, ...]:
     """How each result beside the loss combines over microbatches; warns, with its line, of those that do not.
 
     Args:
       results: of the loss function.
+      each: how many of them, the last, are rows of which each microbatch keeps its own.
       accepted: whether the user lets examples meet within each microbatch alone.
 
     Raises:
@@ -113,7 +114,8 @@ def aux_reductions(results: Results, *, accepted: bool = False) -> tuple[Reducti
     a, b, microbatches, growths = results.full, results.small, results.microbatches, results.growths
     made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
     found: list[Reduction] = []
-    for x, y, growth in zip(a.outvars[1:], b.outvars[1:], growths[1:], strict=True):
+    whole = len(a.outvars) - each
+    for x, y, growth in zip(a.outvars[1:whole], b.outvars[1:whole], growths[1:whole], strict=True):
         if growth.meet is not None and is_batched(x, y) and not accepted:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
@@ -140,7 +142,7 @@ def aux_reductions(results: Results, *, accepted: bool = False) -> tuple[Reducti
                     stacklevel=2,
                 )
             found.append("mean" if mean else "same")
-    return tuple(found)
+    return (*found, *(("same",) * each))
 
 
 def _extreme(full: Jaxpr, small: Jaxpr, made: Mapping[Any, int], atom: Any) -> Reduction | None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Sequence, Set as AbstractSet
 from typing import Any
 
+from .._jax.effects import first_effect, in_custom_derivative
 from .._jax.jaxpr import (
     Equation,
     Jaxpr,
@@ -133,7 +134,11 @@ class Rules:
         mesh JAX would remember a rule's program for that mesh alone."""
         key = self._signature(equation)
         if key not in self._derivatives:
-            self._derivatives[key] = vjp_parts(equation)
+            parts = vjp_parts(equation)
+            effect = first_effect(parts.forward) or first_effect(parts.backward)
+            if effect is not None:
+                raise in_custom_derivative(effect)
+            self._derivatives[key] = parts
         return self._derivatives[key]
 
     def rule(self, equation: Equation, *, differentiated: bool) -> Rule:

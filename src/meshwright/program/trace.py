@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
-from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
+from .._jax.lifting import lift_from_loss
 from ..errors import PlanError
 from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
 from .build import build_graph
@@ -27,7 +29,7 @@ from .places import placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
-from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced, without_dead_code
+from .traced_step import TracedStep, core_of, fingerprint, lifted, trace_step, traced, without_dead_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class Program:
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
       notes: what a plan in these microbatches has to say of the step.
+      effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
     """
 
     outer: ClosedJaxpr
@@ -77,6 +80,7 @@ class Program:
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
     notes: tuple[str, ...] = ()
+    effects: Effects = NO_EFFECTS
 
     @property
     def marked(self) -> bool:
@@ -173,6 +177,7 @@ def trace_program(
     core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
+    effects = whole.effects
     notes: tuple[str, ...] = ()
     reduction = reduction or equation.params["reduction"]
     if microbatches > 1:
@@ -180,6 +185,8 @@ def trace_program(
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
+        small_call, in_loss = lift_from_loss(small_call, microbatches)
+        effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         # Who says how microbatches combine lets each have statistics of its own.
         found = with_batch_statistics(full_core, core, microbatches, split_dims) if reduction is None else None
@@ -188,7 +195,7 @@ def trace_program(
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
         results = results_of(full_core, core, microbatches, split_dims, degrees)
-        combined = aux_reductions(results, accepted=reduction is not None)
+        combined = aux_reductions(results, each=in_loss.count, accepted=reduction is not None)
         if reduction is None:
             reduction = loss_reduction(results)
         else:
@@ -202,6 +209,7 @@ def trace_program(
             sources = (*sources[:num_consts], *(None for _ in degrees), *sources[num_consts:])
             split_dims += (None,) * len(degrees)
             num_consts += len(degrees)
+        outer = _with_rows(outer, marker, core, in_loss.count, microbatches)
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
     rules = whole.rules
@@ -227,6 +235,7 @@ def trace_program(
         aux_reductions=combined,
         boundaries=boundaries,
         notes=notes,
+        effects=effects,
     )
 
 
@@ -244,16 +253,34 @@ def _accepted(results: Results, reduction: str) -> tuple[str, ...]:
     return (f'reduction="{reduction}" is taken for a loss that is a {found} over the batch',)
 
 
+def _with_rows(outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int, microbatches: int) -> ClosedJaxpr:
+    """The step with a row for each microbatch in what effects of the loss function read, at a microbatch's size.
+
+    Args:
+      outer: the step at the full batch.
+      marker: position of its marked equation.
+      core: its loss function at the size of a microbatch, whose last results are read by effects.
+      effects: how many.
+      microbatches: into how many parts the batch is cut.
+    """
+    if not effects:
+        return outer
+    avals = [atom.aval for atom in open_jaxpr(core).outvars]
+    rows = {len(avals) - n: (microbatches, *avals[-n].shape[1:]) for n in range(1, effects + 1)}
+    return with_result_shapes(outer, marker, rows)
+
+
 def _uncut(whole: TracedStep) -> Program:
     """A step without a core, or with several, as one program."""
-    core = eliminate_dead_code(inline(inline_value_and_grad(whole.outer)))
+    pure, effects = lifted(inline(inline_value_and_grad(whole.outer)))
+    core = eliminate_dead_code(pure)
     names = whole.names
     return Program(
         outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
         state_inputs=whole.state_inputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean",
+        fingerprint=fingerprint(core), reduction="mean", effects=effects,
     )  # fmt: skip
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 
 from .._jax.boundary import Boundaries
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import marked_calls, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, is_literal, open_jaxpr
+from .._jax.lifting import lift_effects
 from .rules import Rules
 from .state import StateLeaf, relate_state
 
@@ -22,11 +24,12 @@ class TracedStep:
     """A step, traced once.
 
     Args:
-      outer: the whole step, `jit` calls inlined.
+      outer: the whole step, `jit` calls inlined; where it has one marked equation, without effects.
       names: path of each input.
       state_inputs: how many of the leading inputs come back as the leading outputs.
       in_tree: structure of the arguments.
       out_tree: structure of the results.
+      effects: lifted out of a step with one marked equation: what they read are further results of `outer`.
       rules: factor rules of the step's equations and of its programs'.
     """
 
@@ -35,12 +38,13 @@ class TracedStep:
     state_inputs: int
     in_tree: Any
     out_tree: Any
+    effects: Effects = NO_EFFECTS
     rules: Rules = field(default_factory=Rules)
 
     @cached_property
     def markers(self) -> tuple[int, ...]:
         """Positions of its `value_and_grad` equations."""
-        return tuple(i for i, eqn in enumerate(open_jaxpr(self.outer).eqns) if eqn.primitive is value_and_grad_p)
+        return _markers(self.outer)
 
     @cached_property
     def has_one_call(self) -> bool:
@@ -105,8 +109,11 @@ def trace_step(step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
       shapes: its arguments (`abstract`).
     """
     outer, out_tree = traced(step, shapes)
+    effects = NO_EFFECTS
+    if len(_markers(outer)) == 1:  # else it is planned whole, and lifted then, when its derivatives are in line
+        outer, effects = lifted(outer)
     return TracedStep(
-        outer=outer, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
+        outer=outer, effects=effects, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
         names=tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes)),
         state_inputs=_state_inputs(outer, shapes, out_tree),
     )  # fmt: skip
@@ -116,6 +123,16 @@ def traced(step: Callable[..., Any], shapes: tuple[Any, ...]) -> tuple[ClosedJax
     """A step's program, `jit` calls inlined, and the structure of its results."""
     closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
     return inline(closed), jax.tree.structure(out_shape)
+
+
+def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, Effects]:
+    """As `lift_effects`, `jit` calls inlined."""
+    pure, effects = lift_effects(program)
+    return (inline(pure), effects) if effects.lifted else (program, effects)
+
+
+def _markers(outer: ClosedJaxpr) -> tuple[int, ...]:
+    return tuple(i for i, eqn in enumerate(open_jaxpr(outer).eqns) if eqn.primitive is value_and_grad_p)
 
 
 def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) -> int:

@@ -116,7 +116,8 @@ class LocalStep:
         return predict(dataflow_of(step, *self.avals(), donate_argnums=donated, platform=platform))
 
     def _output_specs(self) -> list[Spec]:
-        """State leaves as it came; the rest in whatever layout it has at the end."""
+        """State leaves as it came; what effects read is whole on every device; the rest in whatever layout it has at
+        the end."""
         program, sizes = self.program, self._stage.sizes
         carried = self.in_specs[: program.state_inputs]
         if not program.marked:
@@ -138,7 +139,7 @@ class LocalStep:
             operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
             follower = Follower(program.rules, sizes, skeleton)
             made = follower.program(program.outer, operands)[program.state_inputs :]
-            found[:] = [Spec(v.spec.dims) for v in made]
+            found[:] = self._with_whole_effects([Spec(v.spec.dims) for v in made])
             return [v.read(s) for v, s in zip(made, found, strict=True)]
 
         in_specs = tuple(partition(s) for s in self.in_specs)
@@ -153,7 +154,12 @@ class LocalStep:
         inputs = [plan.spec for plan in self._stage.inputs]
         outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
         outs[: self.program.state_inputs] = inputs[: self.program.state_inputs]
-        return outs
+        return self._with_whole_effects(outs)
+
+    def _with_whole_effects(self, specs: list[Spec]) -> list[Spec]:
+        """Specs of the step's last results, those that effects read made whole."""
+        first = len(specs) - self.program.effects.count
+        return [*specs[:first], *(Spec.replicated(len(spec.dims)) for spec in specs[first:])]
 
     def _core_specs(self) -> list[Spec]:
         """Specs of the core's results: loss, auxiliary results, then gradients in storage layout."""
@@ -311,8 +317,9 @@ class LocalStep:
             if d is None:
                 aux.append(finished(how, count, k))
             else:
-                spec = self._core_specs()[1 + len(aux)]
-                aux.append(_joined(next(pieces), d, blocks // self._blocks(spec.dims[d])))
+                spec, extent = self._core_specs()[1 + len(aux)], core.outvars[1 + len(aux)].aval.shape[d]
+                # One row for each microbatch (what effects read) is not cut into blocks.
+                aux.append(_joined(next(pieces), d, min(blocks // self._blocks(spec.dims[d]), extent)))
         return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
 
 

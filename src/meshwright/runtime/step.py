@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ..errors import PlanError
 from ..plan import Plan
 from ..program.trace import Program
+from .effects import Replay
 from .local_step import LocalStep, partition
 from .pipeline.placing import check_not_donated, put
 from .watch import watch
@@ -43,6 +44,7 @@ class PlannedStep:
         self.program = program
         self.plan = plan
         self._local = LocalStep(program, plan)
+        self._replay = Replay(program)
         names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
@@ -60,12 +62,18 @@ class PlannedStep:
         """Run one step on the step's own arguments; state buffers are donated."""
         flat = self.place(jax.tree.leaves(args))
         if jax.process_count() == 1:
-            return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
+            return self._results(self.jitted(*flat))
         with watch.over(_about):
             made = self.jitted(*flat)
         if len(made) > self.program.state_inputs:
             watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
-        return jax.tree.unflatten(self.program.out_tree, made)
+        return self._results(made)
+
+    def _results(self, made: Sequence[Any]) -> Any:
+        """The step's results; runs its effects."""
+        results = self.program.out_tree.num_leaves
+        self._replay(made[results:])
+        return jax.tree.unflatten(self.program.out_tree, made[:results])
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""

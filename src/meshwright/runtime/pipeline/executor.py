@@ -11,7 +11,7 @@ in which even blocking calls cannot wait in a circle (`schedule.order`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -283,10 +283,21 @@ class Executor:
                     if self._stages[target].is_mine:
                         memories[target].update(zip(slots, values, strict=True))
 
-    def deliver(self, memories: Sequence[Memory], slot: Slot, source: int) -> None:
-        """Give a small result of one stage to all others, so that every process can read it."""
+    def deliver(
+        self, memories: Sequence[Memory], slot: Slot, source: int, to: Collection[int] | None = None
+    ) -> None:  # fmt: skip
+        """Give a result of one stage whole to others, so that every process can read it.
+
+        Args:
+          memories: of the stages.
+          slot: the result.
+          source: the stage that has it.
+          to: the stages that are given it; None for all.
+        """
         whole = Slot(Role.DELIVERED, slot.position)
         for target, stage in enumerate(self._stages):
+            if to is not None and target not in to:
+                continue
             if target != source and (stage.is_mine or self._stages[source].is_mine):
                 there = NamedSharding(stage.mesh, PartitionSpec())
                 maker = self._stages[source]

@@ -268,6 +268,13 @@ def check_replicas(program: Program) -> None:
     Raises:
       PlanError: saying why.
     """
+    for effect in program.effects.lifted:
+        if effect.in_loss:
+            raise PlanError(
+                refused="the schedule replicas", got=f"{effect.name} in the loss function",
+                needed="a loss function without effects, whose microbatches are shared out", where=effect.line,
+                try_="calling it outside the loss function, or another schedule",
+            )  # fmt: skip
     if not program.marked or any(dim is not None for dim in grown_dims(program)):
         no_core = "a step without meshwright.value_and_grad, whose microbatches are shared out"
         raise PlanError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,6 +15,7 @@ from ...plan import Plan
 from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
+from ..effects import Replay
 from .executor import Executor, Memory
 from .local_stages import LocalStages
 from .operations import Work, operations
@@ -77,6 +78,7 @@ class PipelinedStep:
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
         self._kept = [update.kept for update in self.local.updates]
         shared = len({d for s in plan.stages for d in s.devices}) < sum(len(s.devices) for s in plan.stages)
+        self._replay = Replay(program)
         self._copies = shared  # stages on the same devices must not keep one buffer
         self.in_shardings = tuple(
             {n: stage.sharding(slot) for n, stage in enumerate(self.stages) if (slot := _argument(i)) in self._kept[n]}
@@ -95,7 +97,9 @@ class PipelinedStep:
         memories = [self._memory(number, flat) for number in range(len(self.stages))]
         del flat
         self._executor.run(memories)
-        return jax.tree.unflatten(self.program.out_tree, self._results(memories))
+        results = self._results(memories)
+        self._replay(self._read_by_effects(memories))
+        return jax.tree.unflatten(self.program.out_tree, results)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
@@ -223,6 +227,24 @@ class PipelinedStep:
             found.append(self._one(parts, index))
         return found
 
+    def _read_by_effects(self, memories: Sequence[Memory]) -> list[Any]:
+        """What the effects of the step read, whole on devices of process 0, which runs them; nothing in others."""
+        first = self.program.out_tree.num_leaves
+        here = [any(d.process_index == 0 for d in stage.mesh.devices.flat) for stage in self.stages]
+        home, found = here.index(True), []
+        for index in range(first, first + self._replay.count):
+            slot, delivered = Slot(Role.OUTPUT, index), Slot(Role.DELIVERED, index)
+            parts: dict[int, jax.Array] = {}
+            for maker in (n for n, stage in enumerate(self.stages) if index in stage.update.wanted.outputs):
+                if not here[maker]:
+                    self._executor.deliver(memories, slot, maker, to=[home])
+                if jax.process_index() == 0:
+                    array = memories[maker][slot] if here[maker] else memories[home].pop(delivered)
+                    parts[maker] = array.addressable_data(0)
+            if parts:
+                found.append(_whole(parts, self._around.rows_of(self._around.outvars[index])))
+        return found
+
     def _delivered(self, memories: Sequence[Memory], slot: Slot, maker: int) -> Any:
         """A small result as this process can read it."""
         self._executor.deliver(memories, slot, maker)
@@ -231,6 +253,15 @@ class PipelinedStep:
         return next(
             m[Slot(Role.DELIVERED, slot.position)] for m, s in zip(memories, self.stages, strict=True) if s.is_mine
         )
+
+
+def _whole(parts: Mapping[int, jax.Array], rows: Rows | None) -> jax.Array:
+    """An array on one device, of what stages have of it: all, or some rows each."""
+    if rows is None:
+        return next(iter(parts.values()))
+    first, *more = [parts[stage] for stage, _, _ in sorted(rows.parts, key=lambda part: part[1])]
+    (device,) = first.devices()
+    return jax.numpy.concatenate([first, *jax.device_put(more, device)], axis=rows.dim)
 
 
 def _argument(index: int) -> Slot:

@@ -283,7 +283,7 @@ class Surroundings:
         stack: list[tuple[int, Any]] = []
         for position, atom in enumerate(self.outvars):
             state = position < program.state_inputs
-            where = self.parts[position] if state else {0 if is_literal(atom) else min(self.at[atom])}
+            where = self.parts[position] if state else self._where_made(position, atom)
             for number in sorted(where):
                 stages[number].outputs.append(position)
                 stack.append((number, atom))
@@ -310,6 +310,15 @@ class Surroundings:
         for wanted in stages:
             wanted.inputs = sorted(self._input_of[v] for v in wanted.values if v in self._input_of)
         return stages
+
+    def _where_made(self, position: int, atom: Any) -> set[int]:
+        """The stages that compute a result of the step that is no state; of what effects read, each its rows."""
+        rows = self.rows_of(atom) if position >= self._program.out_tree.num_leaves else None
+        return set(rows.stages) if rows is not None else {0 if is_literal(atom) else min(self.at[atom])}
+
+    def rows_of(self, atom: Any) -> Rows | None:
+        """The rows of a value that lie on several stages; None where it is whole."""
+        return None if is_literal(atom) else self.rows.get(atom)
 
     def sources(self, number: int, var: Any) -> tuple[int, ...]:
         """The stages that send a value to a stage; none if it computes or holds it."""

@@ -296,6 +296,7 @@ class UpdateProgram:
         for slot in output_slots:
             if slot.position < self.state_inputs:
                 self.specs[slot] = self._state_spec(slot.position)
+        self._make_whole(output_slots)
         self._probe([slot for slot in output_slots if slot not in self.specs], inputs, evaluate, outputs)
 
         def run(*shards: Any) -> list[Any]:
@@ -325,13 +326,20 @@ class UpdateProgram:
         def evaluate(*shards: Any) -> tuple[list[Any], list[Any], list[LocalValue]]:
             return [], [], self._evaluate(wanted, self._environment(slots, shards))
 
-        self._probe(found, slots, evaluate, outputs)
+        self._make_whole(found)
+        self._probe([slot for slot in found if slot not in self.specs], slots, evaluate, outputs)
 
         def run(*shards: Any) -> list[Any]:
             *_, made = evaluate(*shards)
             return [v.read(self.specs[s]) for v, s in zip(made, found, strict=True)]
 
         return Round(run=run, inputs=slots, outputs=found)
+
+    def _make_whole(self, outputs: Sequence[Slot]) -> None:
+        """Keep what effects read whole on every device of the stage."""
+        for slot in outputs:
+            if slot.position >= self._program.out_tree.num_leaves:
+                self.specs[slot] = Spec.replicated(len(self._around.outvars[slot.position].aval.shape))
 
     def _state_spec(self, index: int) -> Spec:
         """State leaves as it came."""
@@ -423,6 +431,8 @@ class UpdateProgram:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
             case _:
                 aval = open_jaxpr(self._program.outer).outvars[slot.position].aval
+                if (rows := around.rows_of(around.outvars[slot.position])) is not None:
+                    return jax.ShapeDtypeStruct(rows.shape(aval.shape, self._stage.number), aval.dtype)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
