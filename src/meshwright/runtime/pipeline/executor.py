@@ -158,6 +158,17 @@ class Executor:
             what = f"value{'s' * (len(slots) > 1)} {numbers} ({slots[0].role}){_of_microbatch(microbatch)}"
             return f"the move of {what} from stage {source + 1} to stage {target + 1}, {self._with(*ends)}"
 
+        return self.move(values, shardings, about)
+
+    def move(self, values: Sequence[Any], shardings: Sequence[NamedSharding], about: Callable[[], str]) -> list[Any]:
+        """Arrays of one mesh in other layouts on another, outside the order of operations. Every process that has a
+        device of either calls it.
+
+        Args:
+          values: the arrays.
+          shardings: where they are to be.
+          about: says what is moved.
+        """
         self._wait_for_last()
         moved = self._transport.move(values, shardings, about)
         self._running, self._about = moved if self._one_by_one else (), about
@@ -284,13 +295,16 @@ class Executor:
                         memories[target].update(zip(slots, values, strict=True))
 
     def deliver(self, memories: Sequence[Memory], slot: Slot, source: int) -> None:
-        """Give a small result of one stage to all others, so that every process can read it."""
-        whole = Slot(Role.DELIVERED, slot.position)
+        """Give a small result of one stage to all, whole on each device, so that every process can read it."""
+        whole, maker = Slot(Role.DELIVERED, slot.position), self._stages[source]
         for target, stage in enumerate(self._stages):
-            if target != source and (stage.is_mine or self._stages[source].is_mine):
-                there = NamedSharding(stage.mesh, PartitionSpec())
-                maker = self._stages[source]
-                value = memories[source][slot] if maker.is_mine else maker.ghost(slot)
+            if not (stage.is_mine or maker.is_mine):
+                continue
+            there = NamedSharding(stage.mesh, PartitionSpec())
+            value = memories[source][slot] if maker.is_mine else maker.ghost(slot)
+            if target == source and value.sharding.is_fully_replicated:
+                memories[target][whole] = value
+            else:
                 (memories[target][whole],) = self._transport_to([value], (source, target), [there], [slot], None)
 
 

@@ -1,0 +1,289 @@
+"""A leaf of the step's arguments as one `jax.Array`, and as the array that each stage keeps of it.
+
+A state goes from step to step as a tree of plain arrays, one a leaf, whatever the stages keep: a parameter of one
+stage, a step count that all stages read, a tied embedding, a stacked parameter of which each stage has some rows. How
+the one array lies on the devices depends on how the stages keep theirs:
+
+* *joint* where the stages' blocks are together the blocks of a `NamedSharding` over the devices of all of them. The
+  leaf and the stages' arrays are the same buffers, nothing is copied. So is what one stage keeps alone, what is
+  replicated everywhere (counts, keys, learning rates), what equal meshes split alike, and equal numbers of rows on
+  equal meshes.
+* *owned* where several stages keep the same numbers in unlike layouts. The leaf is the first stage's array; the copies
+  of the others are the step's own. They are used when the leaf that comes in is the array that went out, and made again
+  when it is another.
+* *relaid* where rows lie in unlike parts. The leaf is split evenly over the devices of the plan, and moved to the
+  stages and back in every step, since JAX has no arrays of unequal blocks.
+
+Whether a leaf is the one that went out is a question of the identity of the array object. The script answers it, in the
+same way in all processes that run it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..spread import spread_sharding
+from .placing import ghost, is_mine
+from .rows import Rows
+
+Move = Callable[[Sequence[Any], Sequence[NamedSharding], Callable[[], str]], list[jax.Array]]
+"""Moves arrays of one mesh to shardings of another: `Executor.move`."""
+
+
+class KeptLeaf(Protocol):
+    """How a leaf that stages keep is one array.
+
+    Attributes:
+      sharding: of the array.
+      shardings: for each stage that keeps it, of the stage's array.
+    """
+
+    sharding: NamedSharding
+    shardings: dict[int, NamedSharding]
+
+    def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
+        """For each stage its array, of a leaf that lies as `sharding` says.
+
+        Args:
+          leaf: the array.
+          donated: whether the step takes over the buffers.
+        """
+        ...
+
+    def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
+        """The leaf, of the stages' arrays."""
+        ...
+
+
+def kept_leaf(
+    shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows | None, move: Move,
+    devices: Sequence[jax.Device], name: str,
+) -> KeptLeaf:  # fmt: skip
+    """How a leaf is one array.
+
+    Args:
+      shape: of the leaf.
+      dtype: of the leaf.
+      shardings: for each stage that keeps it, how its array lies on its mesh.
+      rows: which rows each stage has; None if all keep the whole leaf.
+      move: moves arrays between meshes.
+      devices: of the plan, in its order.
+      name: path of the leaf.
+    """
+    joint = joint_sharding(shape, shardings, rows)
+    if joint is not None:
+        return Joint(shape, dtype, shardings, rows, joint)
+    if rows is None:
+        return Owned(shape, shardings, move, name)
+    return Relaid(shape, shardings, rows, move, devices, name)
+
+
+def joint_sharding(
+    shape: Sequence[int], shardings: Mapping[int, NamedSharding], rows: Rows | None = None
+) -> NamedSharding | None:
+    """The sharding over the devices of all stages whose blocks are those that the stages have; None if there is none.
+
+    Args:
+      shape: of the whole array.
+      shardings: of each stage's array.
+      rows: which rows each stage has; None if all have the whole array.
+    """
+    stages = sorted(shardings, key=lambda n: (rows.part(n) if rows else (), n))
+    first = shardings[stages[0]]
+    meshes = [shardings[n].mesh for n in stages]
+    together = _unique(device for mesh in meshes for device in mesh.devices.flat)
+    if rows is None and len(stages) == 1:
+        return first
+    if rows is None and all(shardings[n].is_fully_replicated for n in stages):
+        mesh = _mesh(np.array(together, dtype=object), ("device",))
+        return NamedSharding(mesh, PartitionSpec(), memory_kind=first.memory_kind)
+    alike = all(m.axis_names == first.mesh.axis_names and m.devices.shape == first.mesh.devices.shape for m in meshes)
+    apart = len(together) == sum(mesh.size for mesh in meshes)
+    if not alike or not apart or any(_dims(shardings[n], shape) != _dims(first, shape) for n in stages):
+        return None
+    axis = next(name for name in ("stage", "stages", "stage_") if name not in first.mesh.axis_names)
+    mesh = _mesh(np.stack([mesh.devices for mesh in meshes]), (axis, *first.mesh.axis_names))
+    dims = _dims(first, shape)
+    if rows is not None:
+        bounds = [rows.part(n) for n in stages]
+        share = bounds[0][1] - bounds[0][0]
+        if bounds != [(i * share, (i + 1) * share) for i in range(len(stages))] or share * len(stages) != rows.total:
+            return None
+        dims[rows.dim] = (axis, *dims[rows.dim])
+    return NamedSharding(mesh, PartitionSpec(*dims), memory_kind=first.memory_kind)
+
+
+class Joint:
+    """A leaf whose buffers are those of the stages' arrays.
+
+    Args:
+      shape: of the leaf.
+      dtype: of the leaf.
+      shardings: of the stages' arrays.
+      rows: which rows each stage has, or None.
+      sharding: of the leaf.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows | None,
+        sharding: NamedSharding,
+    ) -> None:  # fmt: skip
+        self.sharding = sharding
+        self._shape, self._dtype, self.shardings = tuple(shape), dtype, dict(sorted(shardings.items()))
+        self._shapes = {n: self._shape if rows is None else rows.shape(shape, n) for n in shardings}
+        # Stages on the same devices take over a buffer each: the first has that of the leaf.
+        self._copies = {
+            n for n in shardings for m in shardings if m < n and shardings[n].device_set & shardings[m].device_set
+        }
+
+    def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
+        """See `KeptLeaf`."""
+        if len(self.shardings) == 1:
+            return dict.fromkeys(self.shardings, leaf)
+        blocks = {shard.device: shard.data for shard in leaf.addressable_shards}
+        found = {}
+        for number, sharding in self.shardings.items():
+            mine = [blocks[device] for device in sharding.mesh.devices.flat if device in blocks]
+            part = jax.make_array_from_single_device_arrays(
+                self._shapes[number], sharding, mine, dtype=self._dtype
+            )  # fmt: skip
+            found[number] = jnp.copy(part) if mine and donated and number in self._copies else part
+        return found
+
+    def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
+        """See `KeptLeaf`."""
+        if len(self.shardings) == 1:
+            return next(iter(parts.values()))
+        blocks: dict[Any, jax.Array] = {}
+        for number in self.shardings:
+            for shard in parts[number].addressable_shards:
+                blocks.setdefault(shard.device, shard.data)
+        mine = [blocks[device] for device in self.sharding.mesh.devices.flat if device in blocks]
+        return jax.make_array_from_single_device_arrays(self._shape, self.sharding, mine, dtype=self._dtype)
+
+
+class Owned:
+    """A leaf that is the first stage's array; the copies of other stages are the step's own.
+
+    Args:
+      shape: of the leaf.
+      shardings: of the stages' arrays.
+      move: moves arrays between meshes.
+      name: path of the leaf.
+    """
+
+    def __init__(self, shape: Sequence[int], shardings: Mapping[int, NamedSharding], move: Move, name: str) -> None:
+        self._owner = min(shardings)
+        self.sharding = shardings[self._owner]
+        self.shardings = dict(sorted(shardings.items()))
+        self._others = [n for n in self.shardings if n != self._owner]
+        self._move, self._name = move, name
+        # By identity of the leaf that went out, which is not kept alive: its copies go when it goes.
+        self._copies: dict[int, tuple[weakref.ref[Any], dict[int, jax.Array]]] = {}
+
+    def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
+        """See `KeptLeaf`."""
+        went_out, copies = self._copies.get(id(leaf), (None, {}))
+        if went_out is None or went_out() is not leaf:
+            copies = {n: self._copy(leaf, n) for n in self._others}
+            if not donated:
+                self._remember(leaf, copies)
+        elif donated:
+            del self._copies[id(leaf)]
+        return {self._owner: leaf, **copies}
+
+    def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
+        """See `KeptLeaf`."""
+        leaf = parts[self._owner]
+        self._remember(leaf, {n: parts[n] for n in self._others})
+        return leaf
+
+    def _remember(self, leaf: jax.Array, copies: dict[int, jax.Array]) -> None:
+        place, all_copies = id(leaf), self._copies
+
+        def forget(gone: weakref.ref[Any]) -> None:
+            if place in all_copies and all_copies[place][0] is gone:
+                del all_copies[place]
+
+        all_copies[place] = (weakref.ref(leaf, forget), copies)
+
+    def _copy(self, leaf: jax.Array, number: int) -> jax.Array:
+        target = self.shardings[number]
+        if not (is_mine(target.mesh) or is_mine(self.sharding.mesh)):
+            return ghost(leaf.shape, leaf.dtype, target)
+        (copy,) = self._move([leaf], [target], lambda: f"the copy of {self._name} for stage {number + 1}")
+        shared = target.device_set & self.sharding.device_set
+        return jnp.copy(copy) if shared and is_mine(target.mesh) else copy  # a buffer of its own
+
+
+class Relaid:
+    """A leaf of rows in unlike parts, split evenly over the plan's devices between steps.
+
+    Args:
+      shape: of the leaf.
+      shardings: of the stages' rows.
+      rows: which each has.
+      move: moves arrays between meshes.
+      devices: of the plan.
+      name: path of the leaf.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], shardings: Mapping[int, NamedSharding], rows: Rows, move: Move,
+        devices: Sequence[jax.Device], name: str,
+    ) -> None:  # fmt: skip
+        self.sharding = spread_sharding(shape, devices, whole=(rows.dim,))
+        self.shardings, self._move, self._name = dict(sorted(shardings.items())), move, name
+        self._shapes = {n: rows.shape(shape, n) for n in self.shardings}
+        in_order = sorted(self.shardings, key=rows.part)
+
+        def cut(leaf: jax.Array) -> list[jax.Array]:
+            return [rows.take(leaf, n) for n in self.shardings]
+
+        def join(parts: dict[int, jax.Array]) -> jax.Array:
+            return jnp.concatenate([parts[n] for n in in_order], axis=rows.dim)
+
+        self._cut = jax.jit(cut, out_shardings=[self.sharding] * len(self.shardings))
+        self._join = jax.jit(join, out_shardings=self.sharding)
+
+    def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
+        """See `KeptLeaf`."""
+        rows = dict(zip(self.shardings, self._cut(leaf), strict=True))
+        if donated:
+            leaf.delete()
+        return {n: self._moved(rows.pop(n), self.shardings[n], n) for n in self.shardings}
+
+    def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
+        """See `KeptLeaf`."""
+        return self._join({n: self._moved(parts[n], self.sharding, n) for n in self.shardings})
+
+    def _moved(self, value: jax.Array, target: NamedSharding, number: int) -> jax.Array:
+        (moved,) = self._move([value], [target], lambda: f"the rows of {self._name} that stage {number + 1} has")
+        return moved
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of the rows, moved twice a step."""
+        return sum(map(prod, self._shapes.values()))
+
+
+def _dims(sharding: NamedSharding, shape: Sequence[int]) -> list[tuple[str, ...]]:
+    """For each dim the axes that split it."""
+    dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in sharding.spec]
+    return [*dims, *[()] * (len(shape) - len(dims))]
+
+
+def _unique(devices: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(devices))
+
+
+def _mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
