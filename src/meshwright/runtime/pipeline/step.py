@@ -110,10 +110,7 @@ class PipelinedStep:
         parts = [self._parts(leaf, index) for index, leaf in enumerate(flat)]
         memories = [self._memory(number, flat, parts) for number in range(len(self.stages))]
         self._executor.run(memories)
-        for index in self._donated:
-            # A leaf of several buffers is gone when the first of them is; JAX asks only one.
-            if any(part.is_deleted() for part in parts[index].values()) and not flat[index].is_deleted():
-                flat[index].delete()
+        self._let_go(flat, parts)
         return jax.tree.unflatten(self.program.out_tree, self._results(memories))
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
@@ -172,6 +169,14 @@ class PipelinedStep:
                 same = stage.update.is_argument(slot)
                 memory[slot] = memory[_argument(index)] if same else jax.device_put(memory[_argument(index)], sharding)
         return memory
+
+    def _let_go(self, flat: Sequence[Any], parts: Sequence[Mapping[int, jax.Array]]) -> None:
+        """Delete leaves whose buffers were donated: JAX takes one of several buffers for there if its first one is."""
+        for index in self._donated:
+            leaf, kept = flat[index], self._leaves[index]
+            if isinstance(leaf, jax.Array) and kept is not None and _lies(leaf, kept.sharding):
+                if not leaf.is_deleted() and any(part.is_deleted() for part in parts[index].values()):
+                    leaf.delete()
 
     def _host(self, leaf: Any, index: int) -> Any:
         aval = open_jaxpr(self.program.outer).invars[index].aval
