@@ -11,8 +11,8 @@ the one array lies on the devices depends on how the stages keep theirs:
 * *owned* where several stages keep the same numbers in unlike layouts. The leaf is the first stage's array; the copies
   of the others are the step's own. They are used when the leaf that comes in is the array that went out, and made again
   when it is another.
-* *relaid* where rows lie in unlike parts. The leaf is split evenly over the devices of the plan, and moved to the
-  stages and back in every step, since JAX has no arrays of unequal blocks.
+* *relaid* where rows lie in unlike parts. JAX has no arrays of unequal blocks: rows move to the stages and back in
+  every step, as few as the layouts allow.
 
 Whether a leaf is the one that went out is a question of the identity of the array object. The script answers it, in the
 same way in all processes that run it.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
 from typing import Any, Protocol
 
 import jax
@@ -83,7 +82,7 @@ def kept_leaf(
         return Joint(shape, dtype, shardings, rows, joint)
     if rows is None:
         return Owned(shape, shardings, move, name)
-    return Relaid(shape, shardings, rows, move, devices, name)
+    return Relaid(shape, dtype, shardings, rows, move, devices, name)
 
 
 def joint_sharding(
@@ -105,9 +104,8 @@ def joint_sharding(
     if rows is None and all(shardings[n].is_fully_replicated for n in stages):
         mesh = _mesh(np.array(together, dtype=object), ("device",))
         return NamedSharding(mesh, PartitionSpec(), memory_kind=first.memory_kind)
-    alike = all(m.axis_names == first.mesh.axis_names and m.devices.shape == first.mesh.devices.shape for m in meshes)
     apart = len(together) == sum(mesh.size for mesh in meshes)
-    if not alike or not apart or any(_dims(shardings[n], shape) != _dims(first, shape) for n in stages):
+    if not apart or not all(_alike(shardings[n], first, shape) for n in stages):
         return None
     axis = next(name for name in ("stage", "stages", "stage_") if name not in first.mesh.axis_names)
     mesh = _mesh(np.stack([mesh.devices for mesh in meshes]), (axis, *first.mesh.axis_names))
@@ -225,10 +223,14 @@ class Owned:
 
 
 class Relaid:
-    """A leaf of rows in unlike parts, split evenly over the plan's devices between steps.
+    """A leaf of rows in unlike parts, moved to the stages and back in every step.
+
+    Between steps the rows lie in equal parts where the stages lay theirs out alike, so that only rows in excess move;
+    else each is split evenly over the plan's devices.
 
     Args:
       shape: of the leaf.
+      dtype: of the leaf.
       shardings: of the stages' rows.
       rows: which each has.
       move: moves arrays between meshes.
@@ -237,42 +239,84 @@ class Relaid:
     """
 
     def __init__(
-        self, shape: Sequence[int], shardings: Mapping[int, NamedSharding], rows: Rows, move: Move,
+        self, shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows, move: Move,
         devices: Sequence[jax.Device], name: str,
     ) -> None:  # fmt: skip
-        self.sharding = spread_sharding(shape, devices, whole=(rows.dim,))
-        self.shardings, self._move, self._name = dict(sorted(shardings.items())), move, name
-        self._shapes = {n: rows.shape(shape, n) for n in self.shardings}
-        in_order = sorted(self.shardings, key=rows.part)
-
-        def cut(leaf: jax.Array) -> list[jax.Array]:
-            return [rows.take(leaf, n) for n in self.shardings]
-
-        def join(parts: dict[int, jax.Array]) -> jax.Array:
-            return jnp.concatenate([parts[n] for n in in_order], axis=rows.dim)
-
-        self._cut = jax.jit(cut, out_shardings=[self.sharding] * len(self.shardings))
-        self._join = jax.jit(join, out_shardings=self.sharding)
+        self.shardings = dict(sorted(shardings.items()))
+        self._rows, self._move, self._name = rows, move, name
+        ranks = list({s.mesh: s for s in (shardings[n] for n in sorted(shardings, key=rows.part))}.values())
+        share = rows.total // len(ranks)
+        even = Rows(rows.dim, rows.total, tuple((r, r * share, (r + 1) * share) for r in range(len(ranks))))
+        at_home = dict(enumerate(ranks))
+        alike = all(_alike(s, ranks[0], shape) for s in shardings.values())
+        sharding = joint_sharding(shape, at_home, even) if alike and share * len(ranks) == rows.total else None
+        if sharding is None:
+            even = Rows(rows.dim, rows.total, ((0, 0, rows.total),))
+            sharding = spread_sharding(shape, devices, whole=(rows.dim,))
+            at_home = {0: sharding}
+        self._home = Joint(shape, dtype, at_home, even, sharding)
+        self._even, self.sharding = even, sharding
+        self._programs: dict[Any, Any] = {}
 
     def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
         """See `KeptLeaf`."""
-        rows = dict(zip(self.shardings, self._cut(leaf), strict=True))
-        if donated:
-            leaf.delete()
-        return {n: self._moved(rows.pop(n), self.shardings[n], n) for n in self.shardings}
+        at_home = self._home.parts(leaf, donated=donated)
+        found = self._moved(at_home, self._even, self._rows, self.shardings)
+        for part in at_home.values() if donated else ():
+            if all(part is not other for other in found.values()):
+                part.delete()
+        return found
 
     def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
         """See `KeptLeaf`."""
-        return self._join({n: self._moved(parts[n], self.sharding, n) for n in self.shardings})
+        return self._home.whole(self._moved(parts, self._rows, self._even, self._home.shardings))
 
-    def _moved(self, value: jax.Array, target: NamedSharding, number: int) -> jax.Array:
-        (moved,) = self._move([value], [target], lambda: f"the rows of {self._name} that stage {number + 1} has")
+    def _moved(
+        self, parts: Mapping[int, jax.Array], have: Rows, want: Rows, shardings: Mapping[int, NamedSharding]
+    ) -> dict[int, jax.Array]:
+        """Rows in other parts, each where a sharding says."""
+        found: dict[int, jax.Array] = {}
+        for target, first, last in want.parts:
+            pieces = []
+            for source, start, stop in sorted(have.parts, key=lambda part: part[1]):
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    piece = self._cut(parts[source], low - start, high - start, stop - start)
+                    pieces.append(self._piece(piece, shardings[target], low, high))
+            found[target] = pieces[0] if len(pieces) == 1 else self._joined(pieces, shardings[target])
+        return found
+
+    def _cut(self, x: jax.Array, first: int, last: int, count: int) -> jax.Array:
+        """Some of the rows of an array that has `count`."""
+        if last - first == count:
+            return x
+        return self._program(
+            lambda x: Rows(self._rows.dim, count, ((0, first, last),)).take(x, 0), x.sharding, (first, last)
+        )(x)
+
+    def _piece(self, piece: jax.Array, target: NamedSharding, first: int, last: int) -> jax.Array:
+        source: Any = piece.sharding
+        if source.is_equivalent_to(target, piece.ndim):
+            return piece
+        if not (is_mine(source.mesh) or is_mine(target.mesh)):
+            return ghost(piece.shape, piece.dtype, target)
+        (moved,) = self._move([piece], [target], lambda: f"rows {first} to {last - 1} of {self._name}")
         return moved
 
-    @property
-    def moved_bytes(self) -> int:
-        """Of the rows, moved twice a step."""
-        return sum(map(prod, self._shapes.values()))
+    def _joined(self, pieces: list[jax.Array], sharding: NamedSharding) -> jax.Array:
+        return self._program(lambda *x: jnp.concatenate(x, axis=self._rows.dim), sharding, "join")(*pieces)
+
+    def _program(self, function: Callable[..., jax.Array], sharding: Any, which: Any) -> Any:
+        if (sharding, which) not in self._programs:
+            self._programs[sharding, which] = jax.jit(function, out_shardings=sharding)
+        return self._programs[sharding, which]
+
+
+def _alike(one: NamedSharding, other: NamedSharding, shape: Sequence[int]) -> bool:
+    """Whether two meshes of one shape split an array alike."""
+    a, b = one.mesh, other.mesh
+    same = a.axis_names == b.axis_names and a.devices.shape == b.devices.shape
+    return same and _dims(one, shape) == _dims(other, shape) and one.memory_kind == other.memory_kind
 
 
 def _dims(sharding: NamedSharding, shape: Sequence[int]) -> list[tuple[str, ...]]:

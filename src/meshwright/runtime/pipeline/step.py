@@ -174,9 +174,10 @@ class PipelinedStep:
         """Delete leaves whose buffers were donated: JAX takes one of several buffers for there if its first one is."""
         for index in self._donated:
             leaf, kept = flat[index], self._leaves[index]
-            if isinstance(leaf, jax.Array) and kept is not None and _lies(leaf, kept.sharding):
-                if not leaf.is_deleted() and any(part.is_deleted() for part in parts[index].values()):
-                    leaf.delete()
+            if not isinstance(leaf, jax.Array) or kept is None or not _lies(leaf, kept.sharding):
+                continue  # the step had its own copy
+            if not leaf.is_deleted() and any(part.is_deleted() for part in parts[index].values()):
+                leaf.delete()
 
     def _host(self, leaf: Any, index: int) -> Any:
         aval = open_jaxpr(self.program.outer).invars[index].aval
@@ -240,7 +241,8 @@ class PipelinedStep:
             if not self._one_process and index >= self.program.state_inputs and is_small(self._around.outvars[index]):
                 found.append(self._delivered(memories, slot, makers[0]))
                 continue
-            parts = {n: memories[n][slot] if self.stages[n].is_mine else self.stages[n].ghost(slot) for n in makers}
+            # What is moved is not needed where it came from.
+            parts = {n: memories[n].pop(slot) if self.stages[n].is_mine else self.stages[n].ghost(slot) for n in makers}
             kept = self._leaves[index] if index < self.program.state_inputs else None
             found.append(parts[makers[0]] if kept is None else kept.whole(parts))
         return found
