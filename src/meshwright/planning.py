@@ -14,6 +14,7 @@ from .cluster import Cluster, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
+from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
     PlanRequest,
@@ -143,6 +144,7 @@ def plan_for(
     notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    notes += row_notes(found.plan)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 
