@@ -174,6 +174,13 @@ class Executor:
         self._running, self._about = moved if self._one_by_one else (), about
         return moved
 
+    def call(self, program: Callable[..., Any], arguments: Sequence[Any], about: Callable[[], str]) -> Any:
+        """The results of a program of one mesh, outside the order of operations. Every process calls it."""
+        self._wait_for_last()
+        made = program(*arguments)
+        self._running, self._about = made if self._one_by_one else (), about
+        return made
+
     def _with(self, *stages: int) -> str:
         """The other processes of some stages."""
         all_of = {d.process_index for number in stages for d in self._stages[number].mesh.devices.flat}

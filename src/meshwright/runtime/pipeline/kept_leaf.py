@@ -30,11 +30,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..spread import spread_sharding
+from .executor import Executor
 from .placing import ghost, is_mine
 from .rows import Rows
-
-Move = Callable[[Sequence[Any], Sequence[NamedSharding], Callable[[], str]], list[jax.Array]]
-"""Moves arrays of one mesh to shardings of another: `Executor.move`."""
 
 
 class KeptLeaf(Protocol):
@@ -58,12 +56,16 @@ class KeptLeaf(Protocol):
         ...
 
     def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
-        """The leaf, of the stages' arrays."""
+        """The leaf.
+
+        Args:
+          parts: for each stage its array; without shards for a stage of other processes.
+        """
         ...
 
 
 def kept_leaf(
-    shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows | None, move: Move,
+    shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows | None, executor: Executor,
     devices: Sequence[jax.Device], name: str,
 ) -> KeptLeaf:  # fmt: skip
     """How a leaf is one array.
@@ -73,7 +75,7 @@ def kept_leaf(
       dtype: of the leaf.
       shardings: for each stage that keeps it, how its array lies on its mesh.
       rows: which rows each stage has; None if all keep the whole leaf.
-      move: moves arrays between meshes.
+      executor: of the step, which moves arrays between meshes.
       devices: of the plan, in its order.
       name: path of the leaf.
     """
@@ -81,8 +83,8 @@ def kept_leaf(
     if joint is not None:
         return Joint(shape, dtype, shardings, rows, joint)
     if rows is None:
-        return Owned(shape, shardings, move, name)
-    return Relaid(shape, dtype, shardings, rows, move, devices, name)
+        return Owned(shardings, executor, name)
+    return Relaid(shape, dtype, shardings, rows, executor, devices, name)
 
 
 def joint_sharding(
@@ -161,7 +163,7 @@ class Joint:
         if len(self.shardings) == 1:
             return next(iter(parts.values()))
         blocks: dict[Any, jax.Array] = {}
-        for number in self.shardings:
+        for number in sorted(parts):
             for shard in parts[number].addressable_shards:
                 blocks.setdefault(shard.device, shard.data)
         mine = [blocks[device] for device in self.sharding.mesh.devices.flat if device in blocks]
@@ -172,18 +174,19 @@ class Owned:
     """A leaf that is the first stage's array; the copies of other stages are the step's own.
 
     Args:
-      shape: of the leaf.
       shardings: of the stages' arrays.
-      move: moves arrays between meshes.
+      executor: of the step, which moves arrays between meshes.
       name: path of the leaf.
     """
 
-    def __init__(self, shape: Sequence[int], shardings: Mapping[int, NamedSharding], move: Move, name: str) -> None:
+    def __init__(
+        self, shape: Sequence[int], shardings: Mapping[int, NamedSharding], executor: Executor, name: str
+    ) -> None:
         self._owner = min(shardings)
         self.sharding = shardings[self._owner]
         self.shardings = dict(sorted(shardings.items()))
         self._others = [n for n in self.shardings if n != self._owner]
-        self._move, self._name = move, name
+        self._executor, self._name = executor, name
         # By identity of the leaf that went out, which is not kept alive: its copies go when it goes.
         self._copies: dict[int, tuple[weakref.ref[Any], dict[int, jax.Array]]] = {}
 
@@ -217,7 +220,7 @@ class Owned:
         target = self.shardings[number]
         if not (is_mine(target.mesh) or is_mine(self.sharding.mesh)):
             return ghost(leaf.shape, leaf.dtype, target)
-        (copy,) = self._move([leaf], [target], lambda: f"the copy of {self._name} for stage {number + 1}")
+        (copy,) = self._executor.move([leaf], [target], lambda: f"the copy of {self._name} for stage {number + 1}")
         shared = target.device_set & self.sharding.device_set
         return jnp.copy(copy) if shared and is_mine(target.mesh) else copy  # a buffer of its own
 
@@ -233,17 +236,17 @@ class Relaid:
       dtype: of the leaf.
       shardings: of the stages' rows.
       rows: which each has.
-      move: moves arrays between meshes.
+      executor: of the step, which moves arrays between meshes.
       devices: of the plan.
       name: path of the leaf.
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows, move: Move,
+        self, shape: Sequence[int], dtype: Any, shardings: Mapping[int, NamedSharding], rows: Rows, executor: Executor,
         devices: Sequence[jax.Device], name: str,
     ) -> None:  # fmt: skip
         self.shardings = dict(sorted(shardings.items()))
-        self._rows, self._move, self._name = rows, move, name
+        self._rows, self._executor, self._name = rows, executor, name
         ranks = list({s.mesh: s for s in (shardings[n] for n in sorted(shardings, key=rows.part))}.values())
         share = rows.total // len(ranks)
         even = Rows(rows.dim, rows.total, tuple((r, r * share, (r + 1) * share) for r in range(len(ranks))))
@@ -290,9 +293,8 @@ class Relaid:
         """Some of the rows of an array that has `count`."""
         if last - first == count:
             return x
-        return self._program(
-            lambda x: Rows(self._rows.dim, count, ((0, first, last),)).take(x, 0), x.sharding, (first, last)
-        )(x)
+        some = Rows(self._rows.dim, count, ((0, first, last),))
+        return self._run(lambda x: some.take(x, 0), x.sharding, f"rows {first} to {last - 1}", x)
 
     def _piece(self, piece: jax.Array, target: NamedSharding, first: int, last: int) -> jax.Array:
         source: Any = piece.sharding
@@ -300,16 +302,16 @@ class Relaid:
             return piece
         if not (is_mine(source.mesh) or is_mine(target.mesh)):
             return ghost(piece.shape, piece.dtype, target)
-        (moved,) = self._move([piece], [target], lambda: f"rows {first} to {last - 1} of {self._name}")
+        (moved,) = self._executor.move([piece], [target], lambda: f"rows {first} to {last - 1} of {self._name}")
         return moved
 
     def _joined(self, pieces: list[jax.Array], sharding: NamedSharding) -> jax.Array:
-        return self._program(lambda *x: jnp.concatenate(x, axis=self._rows.dim), sharding, "join")(*pieces)
+        return self._run(lambda *x: jnp.concatenate(x, axis=self._rows.dim), sharding, "all rows", *pieces)
 
-    def _program(self, function: Callable[..., jax.Array], sharding: Any, which: Any) -> Any:
-        if (sharding, which) not in self._programs:
-            self._programs[sharding, which] = jax.jit(function, out_shardings=sharding)
-        return self._programs[sharding, which]
+    def _run(self, function: Callable[..., jax.Array], sharding: Any, what: str, *arguments: jax.Array) -> jax.Array:
+        if (sharding, what) not in self._programs:
+            self._programs[sharding, what] = jax.jit(function, out_shardings=sharding)
+        return self._executor.call(self._programs[sharding, what], arguments, lambda: f"{what} of {self._name}")
 
 
 def _alike(one: NamedSharding, other: NamedSharding, shape: Sequence[int]) -> bool:

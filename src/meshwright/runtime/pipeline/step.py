@@ -97,7 +97,7 @@ class PipelinedStep:
             return None
         var, rows = self._around.invars[index], self._rows(index)
         name = self.program.input_names[index]
-        return kept_leaf(var.aval.shape, var.aval.dtype, shardings, rows, self._executor.move, self._devices, name)
+        return kept_leaf(var.aval.shape, var.aval.dtype, shardings, rows, self._executor, self._devices, name)
 
     def _keeps(self, number: int, index: int) -> bool:
         return _argument(index) in self._kept[number]
