@@ -21,7 +21,8 @@ same way in all processes that run it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
@@ -179,9 +180,7 @@ class Owned:
       name: path of the leaf.
     """
 
-    def __init__(
-        self, shape: Sequence[int], shardings: Mapping[int, NamedSharding], executor: Executor, name: str
-    ) -> None:
+    def __init__(self, shardings: Mapping[int, NamedSharding], executor: Executor, name: str) -> None:
         self._owner = min(shardings)
         self.sharding = shardings[self._owner]
         self.shardings = dict(sorted(shardings.items()))
@@ -259,7 +258,6 @@ class Relaid:
             at_home = {0: sharding}
         self._home = Joint(shape, dtype, at_home, even, sharding)
         self._even, self.sharding = even, sharding
-        self._programs: dict[Any, Any] = {}
 
     def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
         """See `KeptLeaf`."""
@@ -293,8 +291,8 @@ class Relaid:
         """Some of the rows of an array that has `count`."""
         if last - first == count:
             return x
-        some = Rows(self._rows.dim, count, ((0, first, last),))
-        return self._run(lambda x: some.take(x, 0), x.sharding, f"rows {first} to {last - 1}", x)
+        program = _cut_program(x.sharding, self._rows.dim, count, first, last)
+        return self._executor.call(program, [x], lambda: f"rows {first} to {last - 1} of {self._name}")
 
     def _piece(self, piece: jax.Array, target: NamedSharding, first: int, last: int) -> jax.Array:
         source: Any = piece.sharding
@@ -306,12 +304,19 @@ class Relaid:
         return moved
 
     def _joined(self, pieces: list[jax.Array], sharding: NamedSharding) -> jax.Array:
-        return self._run(lambda *x: jnp.concatenate(x, axis=self._rows.dim), sharding, "all rows", *pieces)
+        program = _join_program(sharding, self._rows.dim)
+        return self._executor.call(program, pieces, lambda: f"all rows of {self._name}")
 
-    def _run(self, function: Callable[..., jax.Array], sharding: Any, what: str, *arguments: jax.Array) -> jax.Array:
-        if (sharding, what) not in self._programs:
-            self._programs[sharding, what] = jax.jit(function, out_shardings=sharding)
-        return self._executor.call(self._programs[sharding, what], arguments, lambda: f"{what} of {self._name}")
+
+@lru_cache(maxsize=1024)
+def _cut_program(sharding: Any, dim: int, count: int, first: int, last: int) -> Any:
+    some = Rows(dim, count, ((0, first, last),))
+    return jax.jit(lambda x: some.take(x, 0), out_shardings=sharding)
+
+
+@lru_cache(maxsize=1024)
+def _join_program(sharding: NamedSharding, dim: int) -> Any:
+    return jax.jit(lambda *pieces: jnp.concatenate(pieces, axis=dim), out_shardings=sharding)
 
 
 def _alike(one: NamedSharding, other: NamedSharding, shape: Sequence[int]) -> bool:
