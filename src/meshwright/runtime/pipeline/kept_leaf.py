@@ -178,6 +178,9 @@ class Owned:
       shardings: of the stages' arrays.
       executor: of the step, which moves arrays between meshes.
       name: path of the leaf.
+
+    Attributes:
+      copies: by the identity of the leaf that went out, the copies of the stages that do not own it.
     """
 
     def __init__(self, shardings: Mapping[int, NamedSharding], executor: Executor, name: str) -> None:
@@ -186,18 +189,18 @@ class Owned:
         self.shardings = dict(sorted(shardings.items()))
         self._others = [n for n in self.shardings if n != self._owner]
         self._executor, self._name = executor, name
-        # By identity of the leaf that went out, which is not kept alive: its copies go when it goes.
-        self._copies: dict[int, tuple[weakref.ref[Any], dict[int, jax.Array]]] = {}
+        # The leaf is not kept alive: its copies go when it goes.
+        self.copies: dict[int, tuple[weakref.ref[Any], dict[int, jax.Array]]] = {}
 
     def parts(self, leaf: jax.Array, *, donated: bool) -> dict[int, jax.Array]:
         """See `KeptLeaf`."""
-        went_out, copies = self._copies.get(id(leaf), (None, {}))
+        went_out, copies = self.copies.get(id(leaf), (None, {}))
         if went_out is None or went_out() is not leaf:
             copies = {n: self._copy(leaf, n) for n in self._others}
             if not donated:
                 self._remember(leaf, copies)
         elif donated:
-            del self._copies[id(leaf)]
+            del self.copies[id(leaf)]
         return {self._owner: leaf, **copies}
 
     def whole(self, parts: Mapping[int, jax.Array]) -> jax.Array:
@@ -207,7 +210,7 @@ class Owned:
         return leaf
 
     def _remember(self, leaf: jax.Array, copies: dict[int, jax.Array]) -> None:
-        place, all_copies = id(leaf), self._copies
+        place, all_copies = id(leaf), self.copies
 
         def forget(gone: weakref.ref[Any]) -> None:
             if place in all_copies and all_copies[place][0] is gone:

@@ -42,8 +42,9 @@ class PipelinedStep:
       local: its programs.
       schedule: the plan's.
       stages: on their devices.
-      in_shardings: for each argument of the step how it is kept; None for one that is kept in pieces (a batch that is
-        cut into microbatches) or not at all.
+      kept_leaves: for each argument how it is one array; None for one that is kept in pieces (a batch that is cut into
+        microbatches) or not at all.
+      in_shardings: for each argument of the step how it lies, or None.
 
     Raises:
       PlanError: if the plan is for another program or other devices, or asks for what the runtime cannot do.
@@ -78,8 +79,8 @@ class PipelinedStep:
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
         self._kept = [update.kept for update in self.local.updates]
         self._devices = list(dict.fromkeys(d for stage in self.stages for d in stage.mesh.devices.flat))
-        self._leaves = [self._leaf(i) for i in range(len(program.input_names))]
-        self.in_shardings = tuple(None if leaf is None else leaf.sharding for leaf in self._leaves)
+        self.kept_leaves = [self._leaf(i) for i in range(len(program.input_names))]
+        self.in_shardings = tuple(None if leaf is None else leaf.sharding for leaf in self.kept_leaves)
         self._donated = {
             slot.position for update in self.local.updates for slot in update.donated(update.rounds[-1])
         }  # fmt: skip
@@ -117,7 +118,7 @@ class PipelinedStep:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
         that are only kept in pieces (a batch that is cut into microbatches)."""
         placed = []
-        for index, (leaf, kept) in enumerate(zip(flat, self._leaves, strict=True)):
+        for index, (leaf, kept) in enumerate(zip(flat, self.kept_leaves, strict=True)):
             there = kept is None or (isinstance(leaf, jax.Array) and _lies(leaf, kept.sharding))
             placed.append(leaf if kept is None or there else kept.whole(self._parts(leaf, index)))
         return placed
@@ -126,7 +127,7 @@ class PipelinedStep:
         """The state `make_state(*args)`, each leaf created where the plan keeps it and never whole on one device."""
         shapes = jax.eval_shape(make_state, *args)
         leaves, tree = jax.tree.flatten(shapes)
-        kept = self._leaves[: len(leaves)]
+        kept = self.kept_leaves[: len(leaves)]
         parts: list[dict[int, Any]] = [{} for _ in leaves]
         for number, stage in enumerate(self.stages):
             mine = [i for i, leaf in enumerate(kept) if leaf is not None and number in leaf.shardings]
@@ -173,7 +174,7 @@ class PipelinedStep:
     def _let_go(self, flat: Sequence[Any], parts: Sequence[Mapping[int, jax.Array]]) -> None:
         """Delete leaves whose buffers were donated: JAX takes one of several buffers for there if its first one is."""
         for index in self._donated:
-            leaf, kept = flat[index], self._leaves[index]
+            leaf, kept = flat[index], self.kept_leaves[index]
             if not isinstance(leaf, jax.Array) or kept is None or not _lies(leaf, kept.sharding):
                 continue  # the step had its own copy
             if not leaf.is_deleted() and any(part.is_deleted() for part in parts[index].values()):
@@ -185,7 +186,7 @@ class PipelinedStep:
 
     def _parts(self, leaf: Any, index: int) -> dict[int, jax.Array]:
         """What each stage keeps of a leaf, on its mesh."""
-        kept = self._leaves[index]
+        kept = self.kept_leaves[index]
         if kept is None:
             return {}
         donated = index in self._donated
@@ -243,7 +244,7 @@ class PipelinedStep:
                 continue
             # What is moved is not needed where it came from.
             parts = {n: memories[n].pop(slot) if self.stages[n].is_mine else self.stages[n].ghost(slot) for n in makers}
-            kept = self._leaves[index] if index < self.program.state_inputs else None
+            kept = self.kept_leaves[index] if index < self.program.state_inputs else None
             found.append(parts[makers[0]] if kept is None else kept.whole(parts))
         return found
 
