@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..spread import spread_sharding
 from .executor import Executor
-from .placing import ghost, is_mine
+from .placing import ghost
 from .rows import Rows
 
 
@@ -153,9 +153,7 @@ class Joint:
         found = {}
         for number, sharding in self.shardings.items():
             mine = [blocks[device] for device in sharding.mesh.devices.flat if device in blocks]
-            part = jax.make_array_from_single_device_arrays(
-                self._shapes[number], sharding, mine, dtype=self._dtype
-            )  # fmt: skip
+            part = jax.make_array_from_single_device_arrays(self._shapes[number], sharding, mine, dtype=self._dtype)
             found[number] = jnp.copy(part) if mine and donated and number in self._copies else part
         return found
 
@@ -220,11 +218,11 @@ class Owned:
 
     def _copy(self, leaf: jax.Array, number: int) -> jax.Array:
         target = self.shardings[number]
-        if not (is_mine(target.mesh) or is_mine(self.sharding.mesh)):
+        if not (target.addressable_devices or self.sharding.addressable_devices):
             return ghost(leaf.shape, leaf.dtype, target)
         (copy,) = self._executor.move([leaf], [target], lambda: f"the copy of {self._name} for stage {number + 1}")
         shared = target.device_set & self.sharding.device_set
-        return jnp.copy(copy) if shared and is_mine(target.mesh) else copy  # a buffer of its own
+        return jnp.copy(copy) if shared and target.addressable_devices else copy  # a buffer of its own
 
 
 class Relaid:
@@ -298,10 +296,10 @@ class Relaid:
         return self._executor.call(program, [x], lambda: f"rows {first} to {last - 1} of {self._name}")
 
     def _piece(self, piece: jax.Array, target: NamedSharding, first: int, last: int) -> jax.Array:
-        source: Any = piece.sharding
+        source = piece.sharding
         if source.is_equivalent_to(target, piece.ndim):
             return piece
-        if not (is_mine(source.mesh) or is_mine(target.mesh)):
+        if not (source.addressable_devices or target.addressable_devices):
             return ghost(piece.shape, piece.dtype, target)
         (moved,) = self._executor.move([piece], [target], lambda: f"rows {first} to {last - 1} of {self._name}")
         return moved
