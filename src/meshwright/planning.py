@@ -141,7 +141,7 @@ def plan_for(
     found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     if preset is None and submeshes is None and not meshes:
         found = _beside_one_kind(asked, stages, found)
-    notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += row_notes(found.plan)

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
-from .._jax.random import is_key, random_bits_block
+from .._jax.random import is_key, random_bits_at, split_at
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
+from .places import rows_in_batch
 from .split import Split
 
 # Reductions whose partial results combine by one collective.
@@ -55,11 +56,11 @@ def _reshape(equation: Equation, split: Split, operands: Sequence[Any]) -> Seque
 def _iota(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     del operands
     aval, along = equation.outvars[0].aval, equation.params["dimension"]
-    block = lax.broadcasted_iota(aval.dtype, _result_shape(equation, split), along)
-    dim = split.rule.results[0][along]
-    if split.dim_axes(dim):
-        block = block + split.offset(aval.shape[along], dim).astype(aval.dtype)
-    return (block,)
+    shape = _result_shape(equation, split)
+    whole = equation.params.get("whole", aval.shape)[along]
+    at = slice(along, along + 1)
+    (indices,) = _positions(split, aval.shape[at], (whole,), split.rule.results[0][at])
+    return (lax.broadcast_in_dim(indices.astype(aval.dtype), shape, (along,)),)
 
 
 def _slice(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
@@ -75,11 +76,27 @@ def _dynamic_slice(equation: Equation, split: Split, operands: Sequence[Any]) ->
 
 
 def _random_bits(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
-    shape = equation.params["shape"]
-    dims = split.rule.results[0]
-    local = split.local_shape(shape, dims)
-    offsets = [split.offset(n, dim) if split.dim_axes(dim) else 0 for n, dim in zip(shape, dims, strict=True)]
-    return (random_bits_block(operands[0], equation.params["bit_width"], shape, local, offsets),)
+    shape, (keys,) = equation.params["shape"], operands
+    whole = equation.params.get("whole", shape)
+    positions = _positions(split, shape, whole, split.rule.results[0][keys.ndim :])
+    return (random_bits_at(keys, equation.params["bit_width"], whole, positions),)
+
+
+def _random_split(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
+    shape, (keys,) = equation.params["shape"], operands
+    whole = equation.params.get("whole", shape)
+    return (split_at(keys, whole, _positions(split, shape, whole, split.rule.results[0][keys.ndim :])),)
+
+
+def _positions(split: Split, shape: Sequence[int], whole: Sequence[int], dims: Dims) -> list[Any]:
+    """For each dim of a draw the indices of this device's block, in the whole batch."""
+    found = []
+    for extent, of_all, dim in zip(shape, whole, dims, strict=True):
+        indices = jnp.arange(extent // split.blocks(dim), dtype=jnp.uint32)
+        if split.dim_axes(dim):
+            indices = indices + split.offset(extent, dim).astype(jnp.uint32)
+        found.append(indices if extent == of_all else rows_in_batch(indices, extent, of_all))
+    return found
 
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
@@ -91,6 +108,7 @@ _EVALUATORS: Mapping[str, Evaluator] = {
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "random_bits": _random_bits,
+    "random_split": _random_split,
     "gather": gather,
     "ragged_dot_general": ragged_dot,
     **dict.fromkeys(_SCATTERS, scatter),
@@ -104,7 +122,7 @@ def evaluate_local(equation: Equation, split: Split, operands: Sequence[Any]) ->
 
     Results of a sum are left partial; a maximum or minimum is combined at once, since no later collective could.
     """
-    if not any(split.axes):
+    if not any(split.axes) and "whole" not in equation.params:
         return bind(equation, *operands)
     name = equation.primitive.name
     combine = COMBINE.get(name)

@@ -19,12 +19,14 @@ from .._jax.boundary import Boundaries
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
 from ..errors import PlanError
+from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
 from .build import build_graph
 from .graph import Graph
-from .reduction import Reduction, aux_reductions, loss_reduction, results_of
+from .places import placed
+from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
-from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
+from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced, without_dead_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Program:
       reduction: how losses of microbatches combine, "mean" or "sum".
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
+      notes: what a plan in these microbatches has to say of the step.
     """
 
     outer: ClosedJaxpr
@@ -72,6 +75,7 @@ class Program:
     reduction: str
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
+    notes: tuple[str, ...] = ()
 
     @property
     def marked(self) -> bool:
@@ -162,29 +166,47 @@ def trace_program(
                 try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
             )  # fmt: skip
         return _uncut(whole)
-    marker = markers[0]
-    equation = open_jaxpr(whole.outer).eqns[marker]
+    outer, marker, sources = whole.outer, markers[0], whole.sources
+    equation = open_jaxpr(outer).eqns[marker]
     num_consts = equation.params["num_consts"]
     core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
+    notes: tuple[str, ...] = ()
+    reduction = reduction or equation.params["reduction"]
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
-        results = results_of(full_core, core, microbatches, split_dims)
+        # Who says how microbatches combine lets each have statistics of its own.
+        found = with_batch_statistics(full_core, core, microbatches, split_dims) if reduction is None else None
+        degrees: tuple[int, ...] = ()
+        if found is not None:
+            full_core, degrees = eliminate_dead_code(found.full), found.degrees
+            core, boundaries = without_dead_code(found.small, boundaries)
+        results = results_of(full_core, core, microbatches, split_dims, degrees)
+        combined = aux_reductions(results, accepted=reduction is not None)
         if reduction is None:
             reduction = loss_reduction(results)
-        combined = aux_reductions(results)
-    sources = whole.sources
+        else:
+            notes = _accepted(results, reduction)
+        core = placed(full_core, core, microbatches)
+        if found is not None:
+            core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
+            outer, marker = marked_with(outer, marker, found, num_consts)
+            equation = open_jaxpr(outer).eqns[marker]
+            whole.rules.prepare([(one, False) for one in open_jaxpr(found.statistics).eqns])
+            sources = (*sources[:num_consts], *(None for _ in degrees), *sources[num_consts:])
+            split_dims += (None,) * len(degrees)
+            num_consts += len(degrees)
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
     rules = whole.rules
     graph = build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
     return Program(
-        outer=whole.outer,
+        outer=outer,
         core=core,
         graph=graph,
         rules=rules,
@@ -203,7 +225,22 @@ def trace_program(
         reduction=reduction or "mean",
         aux_reductions=combined,
         boundaries=boundaries,
+        notes=notes,
     )
+
+
+def _accepted(results: Results, reduction: str) -> tuple[str, ...]:
+    """What the user accepts who says how the losses of microbatches combine."""
+    try:
+        found = loss_reduction(results)
+    except PlanError as error:
+        return (
+            f'reduction="{reduction}" is taken for {error.got} ({error.where}): every microbatch computes it of its '
+            "own examples, which gives other numbers than the whole batch",
+        )
+    if found == reduction:
+        return ()
+    return (f'reduction="{reduction}" is taken for a loss that is a {found} over the batch',)
 
 
 def _uncut(whole: TracedStep) -> Program:

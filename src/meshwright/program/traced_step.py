@@ -80,7 +80,11 @@ class TracedStep:
 def core_of(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
     """The program of a loss function without dead code, and the layer boundaries in it."""
     written = Boundaries()
-    whole = inline(loss, boundaries=written)
+    return without_dead_code(inline(loss, boundaries=written), written)
+
+
+def without_dead_code(whole: ClosedJaxpr, written: Boundaries) -> tuple[ClosedJaxpr, Boundaries]:
+    """An inlined program without dead code, and the layer boundaries that were in it."""
     core = eliminate_dead_code(whole)
     # What is left has the variables it had, some of them dropped.
     places = {id(var): place for place, eqn in enumerate(open_jaxpr(whole).eqns) for var in eqn.outvars}

@@ -24,6 +24,7 @@ from .._jax.random import is_key
 from ..cost.liveness import PredictedMemory, predict
 from ..errors import PlanError
 from ..plan import Plan, Stage
+from ..program.places import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
 from .collectives import run_centrally, run_together
@@ -31,7 +32,7 @@ from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue
-from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys, reduction_of
+from .microbatches import combined, finished, grown_dims, reduction_of
 
 
 class LocalStep:
@@ -277,20 +278,19 @@ class LocalStep:
         core = open_jaxpr(program.core)
         grown = self._grown()
         reductions = program.aux_reductions
-        raw = raw_keys(program.core)
-        wraps = [raw.get(var) for var in core.invars[: len(consts)]]
 
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
             pieces = iter(cut)
             inputs = []
-            for const, dim, wrap in zip(consts, split, wraps, strict=True):
-                inputs.append(next(pieces) if dim is not None else of_microbatch(const, position, wrap))
+            for const, dim in zip(consts, split, strict=True):
+                inputs.append(next(pieces) if dim is not None else const)
             total, sums, kept = carry
             # What is computed from parameters alone (gathers above all) would be moved out of the loop and stay alive
             # all through it. Tied to a value that changes, they no longer look the same in every trip.
             total, fresh = lax.optimization_barrier((total, list(parameters)))
-            value, aux, grads = microbatch(inputs, fresh)
+            with rows_of_microbatch(MicrobatchRows(number=position, count=count, blocks=blocks)):
+                value, aux, grads = microbatch(inputs, fresh)
             sums = jax.tree.map(jnp.add, sums, list(grads))
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             kept = [

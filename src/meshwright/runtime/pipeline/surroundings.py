@@ -163,21 +163,23 @@ class Surroundings:
         program = self._program
         for p, var in enumerate(self.gradients):
             held = [(n, h.rows) for n, cut in enumerate(self._cuts) for h in cut.parameters if h.parameter == p]
-            parts = tuple(sorted((n, *rows) for n, rows in held if rows is not None))
+            parts = tuple(sorted((n, rows.first, rows.last) for n, rows in held if rows is not None))
             if not parts:
                 continue
+            (dim, *others) = {rows.dim for _, rows in held if rows is not None}
             covered = sum(last - first for _, first, last in parts)
-            if len(parts) < len(held) or covered != var.aval.shape[0] or len({n for n, *_ in parts}) < len(parts):
+            once = len(parts) == len(held) == len({n for n, *_ in parts})
+            if others or not once or covered != var.aval.shape[dim]:
                 raise _refusal(
                     f"a stacked parameter of shape {var.aval.shape}",
                     f"rows held by stages {[n + 1 for n, *_ in parts]}",
                     "each row on one stage, once", "a loop that is read by nothing else",
                 )  # fmt: skip
-            self.rows[var] = Rows(0, covered, parts)
+            self.rows[var] = Rows(dim, covered, parts)
             for index in range(program.state_inputs):
                 leaf = program.state[index]
-                if leaf is not None and leaf.parameter == p and 0 in leaf.dims:
-                    self.rows[self.invars[index]] = Rows(leaf.dims.index(0), covered, parts)
+                if leaf is not None and leaf.parameter == p and dim in leaf.dims:
+                    self.rows[self.invars[index]] = Rows(leaf.dims.index(dim), covered, parts)
 
     def can_travel(self, var: Any) -> bool:
         """Whether a value may be sent between stages outside the pipeline."""
