@@ -202,6 +202,41 @@ print("compared", compare((found, again), (expected, metrics)), "loss", float(ag
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "scan=(3, 3), layers=(2, 2)",
+        "scan=(2, 4), layers=(2, 2)",  # rows in excess move
+        "scan=(2, 2, 2), layers=(2, 1, 2), submeshes=(4, 2, 2), layouts=UNLIKE",  # copies, and all rows move
+    ],
+    ids=["joint", "unequal rows", "unlike"],
+)
+def test_leaves_of_several_stages_are_replaced(tmp_path: Path, options: str) -> None:
+    """Also by a process that has no part of them: all run the same script."""
+    assert_runs(
+        tmp_path,
+        f"""
+from test_state_arrays import BATCH, UNLIKE, make_state, planned, step
+
+def halved(state):
+    return {{**state, "params": jax.tree.map(lambda p: 0.5 * p, state["params"])}}
+
+def plain(state):
+    return {{**state, "key": jax.random.key_data(state["key"])}}
+
+parallel, alone = planned({options}), jax.jit(step)
+expected, found = make_state(), parallel.create(make_state)
+for number in range(4):
+    expected, metrics = alone(expected, BATCH)
+    found, again = parallel(found, BATCH)
+    print("compared", compare((plain(found), again), (plain(expected), metrics)))
+    if number == 1:
+        expected, found = halved(expected), halved(found)
+""",
+    )
+
+
 _ANOTHER_PLAN = """
 from test_pipeline import data, perceptron, predict
 

@@ -26,8 +26,8 @@ def spread_shardings(tree: Any, devices: Sequence[jax.Device] | None = None) -> 
       a tree of `NamedSharding`s, all of one mesh, for `meshwright.reshard` or a checkpoint's target.
 
     >>> import jax.numpy as jnp
-    >>> spread_shardings({"w": jnp.ones((4, 2))}, jax.devices()[:1])["w"].spec
-    PartitionSpec(None, None)
+    >>> spread_shardings({"w": jnp.ones((4, 2))}, jax.devices()[:1])["w"].shard_shape((4, 2))
+    (4, 2)
     """
     found = jax.devices() if devices is None else devices
     return jax.tree.map(lambda x: spread_sharding(np.shape(x), found), tree)
@@ -50,7 +50,7 @@ def spread_sharding(shape: Sequence[int], devices: Sequence[jax.Device], whole: 
     left, dims = list(shape), [[] for _ in shape]
     for name, size in zip(names, sizes, strict=True):
         dim = next((d for d, n in enumerate(left) if d not in whole and n and n % size == 0), None)
-        if dim is not None:
+        if dim is not None and size > 1:
             left[dim] //= size
             dims[dim].append(name)
     return NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in dims)))
