@@ -16,6 +16,7 @@ from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
 from .padded_dims import padding_note
+from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
     PlanRequest,
@@ -205,6 +206,7 @@ def plan_without_advice(
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)
+    notes += row_notes(found.plan)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 

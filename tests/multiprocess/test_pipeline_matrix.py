@@ -156,12 +156,13 @@ def test_asynchronous_updates(tmp_path: Path) -> None:
     assert_runs(
         tmp_path,
         f"""{_STEPS}
+from pipelines import holders
 from test_pipeline_asynchronous import OPTIMIZER, delayed, step
 params, count = perceptron(layers=6), 8
 state, (x, y) = numpy((params, OPTIMIZER.init(params))), batch
 parallel = pipelined(step, (state, x, y), Pipeline(submeshes=(2, 2, 4), microbatches=count, schedule="pipedream"))
-holders = [list(where) for where in parallel.in_shardings[: len(jax.tree.leaves(params))]]
-stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in holders])
+held = [holders(parallel, i) for i in range(len(jax.tree.leaves(params)))]
+stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in held])
 expected, found = state, state
 for _ in range(2):
     expected, losses = delayed(expected, list(zip(np.split(x, count), np.split(y, count))), stage_of, 3)

@@ -256,6 +256,9 @@ class Surroundings:
             home = self.at[self.invars[index]]
             if home != self._everywhere or self._is_parameter(index) or self.invars[index] in self.rows:
                 self.parts[index] |= home
+            elif is_small(self.invars[index]) and self._is_neutral(self.outvars[index]):
+                # Every stage computes it, so that it lies on the devices of all, as other small state does.
+                self.parts[index] |= home
         while True:
             stages = self._wanted()
             before = [set(part) for part in self.parts]
@@ -270,6 +273,10 @@ class Surroundings:
                 for index in lost:
                     out = self.outvars[index]
                     self.parts[index].add(0 if is_literal(out) else min(self.at[out]))
+
+    def _is_neutral(self, atom: Any) -> bool:
+        """Whether a value depends on nothing that only some stages have."""
+        return all(self.at[v] == self._everywhere and v not in self.contributions for v in self.reads([atom]))
 
     def _is_parameter(self, index: int) -> bool:
         return index in self._program.parameter_inputs and bool(
