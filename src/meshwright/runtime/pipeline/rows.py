@@ -112,7 +112,7 @@ def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None
         return Following(None, tuple(operands), (None,) * len(equation.outvars), None)
     name = equation.primitive.name
     if is_call(equation) or name == "scan" or is_remat(equation):
-        raise _refusal(equation, f"a {name} over them")
+        raise across_rows(equation, f"a {name} over them")
     rule = rules.rule(equation, differentiated=False)
     allowed = set(rule.splittable)
     factors = {
@@ -123,7 +123,7 @@ def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None
     (factor, *others) = sorted(factors)
     parts = {(rows.total, rows.parts) for rows in operands if rows is not None}
     if others or factor not in allowed or len(parts) > 1:
-        raise _refusal(equation, f"{name}, which reads across rows")
+        raise across_rows(equation, f"{name}, which reads across rows")
 
     def rows_in(dims: Sequence[Sequence[int]]) -> Rows | None:
         place = next((d for d, dim in enumerate(dims) if factor in dim), None)
@@ -134,9 +134,9 @@ def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None
     if rule.factors[factor].kind == "reduction":
         combine = COMBINE.get(name)
         if combine is None or any(results):
-            raise _refusal(equation, f"{name}, whose parts do not combine")
+            raise across_rows(equation, f"{name}, whose parts do not combine")
     elif not all(results):
-        raise _refusal(equation, f"{name}, which drops rows")
+        raise across_rows(equation, f"{name}, which drops rows")
     return Following(factor, tuple(rows_in(dims) for dims in rule.operands), results, combine)
 
 
@@ -199,7 +199,8 @@ def _evaluate(
     return evaluate_local(equation, _RowSplit(rule, axes, sizes, first, rows.total), operands)
 
 
-def _refusal(equation: Equation, got: str) -> PlanError:
+def across_rows(equation: Equation, got: str) -> PlanError:
+    """The refusal of an equation that reads a stacked parameter across its rows."""
     return PlanError(
         refused="to update a stacked parameter whose layers are on several stages", got=got,
         needed="operations on each layer by itself, sums over all, or tests of all", where=source_line(equation),

@@ -16,6 +16,7 @@ from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from .executor import Executor, Memory
+from .homes import is_small
 from .local_stages import LocalStages
 from .operations import Work, operations
 from .placing import check_not_donated, put
@@ -24,7 +25,6 @@ from .slots import Access, Role, Slot
 from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
 from .staged_array import StagedArray
-from .surroundings import is_small
 from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -192,7 +193,7 @@ class UpdateProgram:
         given = dict(zip(inputs, shards, strict=True))
         env: dict[Any, LocalValue] = {}
         parts: dict[int, list[Any]] = {}
-        bundled: dict[Any, list[Any]] = {}
+        bundled: dict[Any, list[tuple[Any, Spec]]] = {}
         for slot, shard in given.items():
             match slot.role:
                 case Role.ARGUMENT:
@@ -205,7 +206,7 @@ class UpdateProgram:
                     parts.setdefault(slot.position, []).append(shard)
                 case Role.BUNDLE:
                     for var, value in self._unbundled(slot, shard).items():
-                        bundled.setdefault(var, []).append(value)
+                        bundled.setdefault(var, []).append((value, self.bundle_spec(slot)))
         for parameter, pieces in parts.items():
             # In the order of stages at every holder, so that all have the same sum.
             plan = self._parameter_plan(parameter)
@@ -213,7 +214,8 @@ class UpdateProgram:
             env[around.gradients[parameter]] = LocalValue(total, plan.storage, sizes)
         for var, pieces in bundled.items():
             kind, _ = around.contributions.get(var, ("sum", ()))
-            env[var] = LocalValue(combined(kind, pieces), Spec.replicated(len(var.aval.shape)), sizes)
+            spec = pieces[0][1] if around.is_large(var) else Spec.replicated(len(var.aval.shape))
+            env[var] = LocalValue(combined(kind, [piece for piece, _ in pieces]), spec, sizes)
         return env
 
     @property
@@ -229,7 +231,7 @@ class UpdateProgram:
                 zeros = jnp.zeros(var.aval.shape, var.aval.dtype)
                 env.setdefault(var, LocalValue(zeros, Spec.replicated(zeros.ndim), self._stage.sizes))
         equations = around.needed(wanted, env)
-        closed = part_of(self._program.outer, equations, list(env), wanted)
+        closed = part_of(around.outer, equations, list(env), wanted)
         rules = self._program.rules
         if around.rows:
             targets = [self._wanted_rows(atom) for atom in wanted]
@@ -250,13 +252,33 @@ class UpdateProgram:
     def bundles(self, source: int, number: int) -> dict[Slot, list[Any]]:
         """The variables in each bundle that a stage sends after a round."""
         found: dict[Slot, list[Any]] = {}
-        for var in self._around.stages[source].sends.get(number, ()):
-            found.setdefault(Slot(Role.BUNDLE, number, source, str(var.aval.dtype)), []).append(var)
+        around = self._around
+        for var in around.stages[source].sends.get(number, ()):
+            content = str(around.number_of[var]) if around.is_large(var) else str(var.aval.dtype)
+            found.setdefault(Slot(Role.BUNDLE, number, source, content), []).append(var)
         return found
+
+    def bundle_spec(self, slot: Slot) -> Spec:
+        """How a bundle lies on the stage's mesh: a large value is split over all devices where a dim allows it."""
+        var = self.bundles(slot.source, slot.position)[slot][0]
+        if not self._around.is_large(var):
+            return Spec(((),))
+        axes, devices = tuple(self._stage.sizes), prod(self._stage.sizes.values())
+        dim = next((d for d, n in enumerate(var.aval.shape) if n % devices == 0), None)
+        return Spec(tuple(axes if d == dim else () for d in range(len(var.aval.shape))))
+
+    def _bundled(self, slot: Slot, values: Sequence[LocalValue]) -> Any:
+        whole = [value.settle(Spec.replicated(len(value.spec.dims))) for value in values]
+        if self._around.is_large(self.bundles(slot.source, slot.position)[slot][0]):
+            return values[0].read(self.bundle_spec(slot))
+        return jnp.concatenate([value.shard.ravel() for value in whole])
 
     def _unbundled(self, slot: Slot, shard: Any) -> dict[Any, Any]:
         found, start = {}, 0
-        for var in self.bundles(slot.source, slot.position)[slot]:
+        variables = self.bundles(slot.source, slot.position)[slot]
+        if self._around.is_large(variables[0]):
+            return {variables[0]: shard}
+        for var in variables:
             found[var] = shard[start : start + var.aval.size].reshape(var.aval.shape)
             start += var.aval.size
         return found
@@ -272,8 +294,8 @@ class UpdateProgram:
         outputs = [i for i in self.wanted.outputs if i not in self.reported] if last else []
         small = [var for bundle in sent.values() for var in bundle]
         wanted = [*small, *(around.outvars[i] for i in outputs)]
-        first_and_more = number == 0 and not last
-        synchronised = tuple(Slot(Role.SYNCHRONISED, p, me) for p in self._contributions()) if first_and_more else ()
+        leaving = [p for p in self._contributions() if number == 0 and around.is_read_later(p, me)]
+        synchronised = tuple(Slot(Role.SYNCHRONISED, p, me) for p in leaving)
         inputs = self._round_inputs(number, wanted)
         output_slots = tuple(Slot(Role.OUTPUT, i) for i in outputs)
 
@@ -287,11 +309,9 @@ class UpdateProgram:
                         env[around.gradients[p]] = LocalValue(x, self._parameter_plan(p).storage, self._stage.sizes)
             made = self._evaluate(wanted, env)
             values = dict(zip(small, made, strict=False))
-            bundled = [
-                jnp.concatenate([values[v].read(Spec.replicated(len(v.aval.shape))).ravel() for v in bundle])
-                for bundle in sent.values()
-            ]
-            return (mine if first_and_more else []), bundled, made[len(made) - len(outputs) :]
+            bundled = [self._bundled(slot, [values[var] for var in bundle]) for slot, bundle in sent.items()]
+            left = [x for p, x in zip(self._contributions(), mine, strict=bool(mine)) if p in leaving]
+            return left, bundled, made[len(made) - len(outputs) :]
 
         for slot in output_slots:
             if slot.position < self.state_inputs:
@@ -350,7 +370,7 @@ class UpdateProgram:
             if source == me or any(me in around.readers(v, source) for v in bundle)
         ]
         known = {var for slot in arriving for var in self.bundles(slot.source, slot.position)[slot]}
-        known.update(around.gradients)
+        known.update(var for p, var in enumerate(around.gradients) if me in around.holders[p])
         equations = around.needed(wanted, known)
         read = {a for e in equations for a in e.invars if not is_literal(a)} | {a for a in wanted if not is_literal(a)}
         found = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
@@ -364,7 +384,7 @@ class UpdateProgram:
             found += self._stage.gradients
         else:
             for p, var in enumerate(around.gradients):
-                if var in read:
+                if var in read and me in around.holders[p]:
                     holders = sorted(around.holders[p]) if around.is_tied(p) else [me]
                     found += [Slot(Role.SYNCHRONISED, p, holder) for holder in holders]
         return (*found, *(s for s in arriving if any(v in read for v in self.bundles(s.source, s.position)[s])))
@@ -417,8 +437,10 @@ class UpdateProgram:
                 var = around.gradients[slot.position]
                 return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
             case Role.BUNDLE:
-                size = sum(v.aval.size for v in self.bundles(slot.source, slot.position)[slot])
-                return jax.ShapeDtypeStruct((size,), jnp.dtype(slot.dtype))
+                variables = self.bundles(slot.source, slot.position)[slot]
+                if around.is_large(variables[0]):
+                    return jax.ShapeDtypeStruct(variables[0].aval.shape, variables[0].aval.dtype)
+                return jax.ShapeDtypeStruct((sum(v.aval.size for v in variables),), variables[0].aval.dtype)
             case _ if slot.position < self.state_inputs:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
             case _:
@@ -430,5 +452,5 @@ class UpdateProgram:
         if slot.role is Role.GRADIENT:
             return self._stage.local_shape(slot)
         whole = self.global_shape(slot)
-        spec = self.specs[slot] if slot in self.specs else Spec(((),))
+        spec = self.bundle_spec(slot) if slot.role is Role.BUNDLE else self.specs[slot]
         return jax.ShapeDtypeStruct(spec.local_shape(whole.shape, self._stage.sizes), whole.dtype)
