@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 
 from .jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, inline, is_dropped, is_literal, is_remat, open_jaxpr
@@ -61,6 +62,12 @@ def body_in_line(equation: Equation) -> ClosedJaxpr | None:
     if is_remat(equation):
         return ClosedJaxpr(open_jaxpr(equation.params["jaxpr"]), ())
     return None
+
+
+def copy_of(var: Any, origin: Equation) -> Equation:
+    """An equation that copies a variable, with the source line of another equation."""
+    (made,) = open_jaxpr(jax.make_jaxpr(lambda x: jax.lax.copy_p.bind(x))(var.aval)).eqns
+    return made.replace(invars=[var], outvars=[Var(var.aval)], source_info=origin.source_info)
 
 
 def may_run_on(equation: Equation) -> bool:

@@ -132,9 +132,11 @@ def _of_round(program: Round, stage: StageProgram, update: UpdateProgram, around
         return tuple(found)
 
     known: dict[Any, int] = {}
+    arrived = set(update.arrived(slot for slot in program.inputs if slot.role is Role.BUNDLE))
     for slot in program.inputs:
         for var in atoms(slot):
-            known.setdefault(var, len(known))
+            if slot.role is not Role.BUNDLE or var in arrived:
+                known.setdefault(var, len(known))
     wanted = [atom for slot in program.outputs for atom in atoms(slot)]
     equations = around.needed(wanted, [*known, *around.gradients])
     number = _Described(

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 
 from ..._jax.jaxpr import Equation, is_dropped, is_literal, open_jaxpr, scan_parts
 from ..._jax.passes import size_bytes
-from ..._jax.structured import InLine, body_in_line, in_line, may_run_on, move_out, pruned
+from ..._jax.structured import InLine, body_in_line, copy_of, in_line, may_run_on, move_out, pruned
 from ...program.rules import Rules
-from .rows import Rows, across_rows, follow_rows
+from .rows import Rows, follow_rows
 
 # Values up to this size travel between stages outside the pipeline without a second thought.
 SMALL_BYTES = 1 << 16
@@ -68,14 +68,14 @@ class Placed:
       homes: of its results.
       late: positions of the operands that are not at hand where it is computed.
       whole: whether it takes an exchange that operands alone do not make: of contributions, of large operands, or inside.
-      combine: the word for how contributions combine, None if its results are none.
+      combine: the word for how contributions combine, or the rows that they are; None if its results are none.
       contributors: the stages that have contributions.
     """
 
     homes: list[Home]
     late: frozenset[int] = frozenset()
     whole: bool = False
-    combine: str | None = None
+    combine: str | Rows | None = None
     contributors: tuple[int, ...] = ()
 
     @property
@@ -117,11 +117,12 @@ class Homes:
         self._rules = rules
         self._neutral = Home(everywhere, everywhere)
         self.of: dict[Any, Home] = dict(known)
-        self.contributions: dict[Any, tuple[str, tuple[int, ...]]] = {}
+        self.contributions: dict[Any, tuple[str | Rows, tuple[int, ...]]] = {}
         self.equations: list[Equation] = []
         self.constants: dict[Any, Any] = {}
         self.names: dict[Any, Any] = {}
         self._maker: dict[Any, Equation] = {}
+        self._whole_of: dict[Any, Any] = {}
 
     def add(self, equations: Iterable[Equation]) -> None:
         """Place equations, in program order."""
@@ -139,11 +140,16 @@ class Homes:
             elif name in _LOOPS:
                 self._add_loop(equation)
             else:
-                self._append(equation, self.plain(equation, self._operands(equation)))
+                placed = self.plain(equation, self._operands(equation))
+                self._append(equation, placed) if placed is not None else self._append_whole(equation)
 
     def read(self, atom: Any) -> Any:
         """An operand as it is now: a result of a call that was written in line has another name."""
         return atom if is_literal(atom) else self.names.get(atom, atom)
+
+    def gather(self, atom: Any, where: Equation) -> Any:
+        """A value with all its rows, on the stage that has most of them; `where` says the line that reads it."""
+        return self._gathered(where, self.read(atom))
 
     def decide_once(self, atom: Any) -> None:
         """Have one stage compute a value that decides something, where several would repeat arithmetic for it."""
@@ -188,14 +194,14 @@ class Homes:
     def _add_cond(self, equation: Equation) -> None:
         self.decide_once(equation.invars[0])
         while True:
-            homes, moved = self._branches(equation, self._entered(equation))
+            homes, moved, _ = self._branches(equation, self._entered(equation))
             programs = [open_jaxpr(branch).eqns for branch in equation.params["branches"]]
             going = [program[place] for program, places in zip(programs, moved, strict=True) for place in places]
             if not going:
                 self._append_parts(equation, homes)
                 return
             if any(map(may_run_on, going)):
-                self._append(equation, self._whole(equation))
+                self._append_whole(equation)
                 return
             front, equation = move_out(equation, moved)
             self._add_all(front)
@@ -206,7 +212,7 @@ class Homes:
         groups = {_key(home, var) for home, var in zip(placed.homes, equation.outvars, strict=True)}
         repeats = equation.primitive.name == "while" and len(groups) > 1 and self._tests_floats(equation)
         if placed.exchanges or repeats:
-            self._append(equation, self._whole(equation))
+            self._append_whole(equation)
         else:
             self._append_parts(equation, placed.homes)
 
@@ -219,16 +225,26 @@ class Homes:
             if any(used):
                 part = pruned(equation, used)
                 self._rules.prepare([(part, False)])
-                placed = self._decided(part, self._anywhere(part, self._operands(part)))
-                places = [replace(home, rows=rows.get(v)) for v, home in zip(part.outvars, placed.homes, strict=True)]
-                self._append(part, replace(placed, homes=places))
+                placed = self._anywhere(part, self._operands(part), [rows.get(var) for var in part.outvars])
+                self._append(part, self._decided(part, placed))
 
-    def _whole(self, equation: Equation) -> Placed:
-        """An equation that is not taken apart, on one stage."""
-        operands = self._operands(equation)
-        if any(home is not None and home.rows is not None for home in operands):
-            raise across_rows(equation, f"a {equation.primitive.name} that reads several of them")
-        return self._decided(equation, self._anywhere(equation, operands))
+    def _append_whole(self, equation: Equation) -> None:
+        """An equation that is not taken apart, on one stage, and that reads all rows."""
+        equation = equation.replace(invars=[self._gathered(equation, atom) for atom in equation.invars])
+        self._append(equation, self._decided(equation, self._anywhere(equation, self._operands(equation))))
+
+    def _gathered(self, equation: Equation, atom: Any) -> Any:
+        """An operand whose rows are on several stages, with all its rows on the one that has most of them."""
+        if is_literal(atom) or (rows := self.of[atom].rows) is None:
+            return atom
+        if atom not in self._whole_of:
+            copy = copy_of(atom, equation)
+            self._rules.prepare([(copy, False)])
+            owner = frozenset({max(rows.parts, key=lambda part: (part[2] - part[1], -part[0]))[0]})
+            home = Home(owner, owner, moved=True)
+            self._append(copy, Placed(homes=[home], combine=rows, contributors=tuple(sorted(rows.stages))))
+            (self._whole_of[atom],) = copy.outvars
+        return self._whole_of[atom]
 
     def _decided(self, equation: Equation, placed: Placed) -> Placed:
         """Results that decide something and are mixed, on one stage."""
@@ -252,14 +268,17 @@ class Homes:
             return Placed(homes=[home or self._neutral for home in found.results], whole=bool(found.placed))
         name = equation.primitive.name
         if name == "cond":
-            homes, moved = self._branches(equation, operands)
-            lost = any(not home.at for home in homes)
-            return Placed(homes=homes, whole=lost or any(moved))
+            homes, moved, apart = self._branches(equation, operands)
+            return Placed(homes=homes, whole=apart or any(moved))
         if name == "scan":
             return self._scan(equation, operands)
         if name == "while":
             return self._while(equation, operands)
-        return self.plain(equation, operands)
+        placed = self.plain(equation, operands)
+        if placed is None:
+            homes = self._anywhere(equation, operands).homes
+            return Placed(homes=homes, whole=True)
+        return placed
 
     def _body(self, closed: Any, inputs: Sequence[Home | None]) -> Body:
         jaxpr = open_jaxpr(closed)
@@ -275,65 +294,75 @@ class Homes:
 
     def _branches(
         self, equation: Equation, operands: Sequence[Home | None]
-    ) -> tuple[list[Home], list[frozenset[int]]]:
-        """Homes of a `cond`'s results, and the equations of each branch that would have to run in front of it."""
+    ) -> tuple[list[Home], list[frozenset[int]], bool]:
+        """Homes of a `cond`'s results, the equations of each branch that would have to run in front of it, and whether
+        there are results that are one of several values of different stages."""
         index, *rest = operands
         branches = equation.params["branches"]
         bodies = [self._body(branch, rest) for branch in branches]
         homes, split = [], []
         for position, var in enumerate(equation.outvars):
             made = [one for one in (index, *(body.results[position] for body in bodies)) if one is not None]
-            home = self._met(made, var)
-            if not home.at:
-                split.append(position)
-                home = self._neutral
+            home, apart = self._met(made, var)
             homes.append(home)
-        return homes, [_to_move(branch, body, split) for branch, body in zip(branches, bodies, strict=True)]
+            if apart:
+                split.append(position)
+        moved = [_to_move(branch, body, split) for branch, body in zip(branches, bodies, strict=True)]
+        return homes, moved, bool(split)
 
-    def _met(self, homes: Sequence[Home], var: Any) -> Home:
-        """The home of a value that is one of several, as nobody knows which."""
+    def _met(self, homes: Sequence[Home], var: Any) -> tuple[Home, bool]:
+        """The home of a value that is one of several, and whether they are apart: where it is needed, it takes them
+        all, as nobody knows which it is."""
+        rows = next((home.rows for home in homes if home.rows is not None), None)
+        if rows is not None:
+            return self._on_rows(rows), any(not rows.stages <= home.at for home in homes)
         at = self._everywhere.intersection(*(home.at for home in homes))
         possible = self._everywhere.intersection(*(home.possible for home in homes))
-        rows = next((home.rows for home in homes if home.rows is not None), None)
-        if not is_small(var) and not at:  # large: what is one of them is chosen where all of them are sent
-            at = possible = frozenset({min(min(home.at) for home in homes if home.at != self._everywhere)})
-        return Home(at, possible or at or self._everywhere, rows)
+        if at or possible and not is_small(var):
+            return Home(at or possible, possible or at), not at
+        return self._neutral, True
+
+    def _on_rows(self, rows: Rows) -> Home:
+        """The home of a value of which each stage has some rows."""
+        return Home(rows.stages, rows.stages, rows)
 
     def _scan(self, equation: Equation, operands: Sequence[Home | None]) -> Placed:
         parts = scan_parts(equation)
         first_xs = parts.num_consts + parts.num_carry
         consts, carry, xs = operands[: parts.num_consts], operands[parts.num_consts : first_xs], operands[first_xs:]
         if any(x is not None and x.rows is not None and x.rows.dim == 0 for x in xs):
-            raise across_rows(equation, "a scan over them")
+            return Placed(homes=self._anywhere(equation, operands).homes, whole=True)
         xs = [_shifted(x, -1) for x in xs]
-        found, carry = self._fixed(parts.body, carry, lambda carry: [*consts, *carry, *xs], parts.num_carry)
+        found, carry, apart = self._fixed(parts.body, carry, lambda carry: [*consts, *carry, *xs])
         homes = [*carry, *(_shifted(home, 1) or self._neutral for home in found.results[parts.num_carry :])]
-        return Placed(homes=homes, whole=bool(found.placed) or any(not home.at for home in homes))
+        return Placed(homes=homes, whole=bool(found.placed) or apart)
 
     def _while(self, equation: Equation, operands: Sequence[Home | None]) -> Placed:
         params = equation.params
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         tested, consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
         carry = operands[num_cond + num_body :]
-        found, carry = self._fixed(params["body_jaxpr"], carry, lambda carry: [*consts, *carry], len(carry))
+        found, carry, apart = self._fixed(params["body_jaxpr"], carry, lambda carry: [*consts, *carry])
         test = self._body(params["cond_jaxpr"], [*tested, *carry])
         (go_on,) = test.results
-        homes = carry if go_on is None else [replace(home, at=home.at & go_on.at) for home in carry]
-        mixes = bool(found.placed) or bool(test.placed) or any(not home.at for home in homes)
-        return Placed(homes=homes, whole=mixes)
+        tested_at = self._everywhere if go_on is None else go_on.at
+        far = any(not (home.at if can_travel(v, home) else home.possible) <= tested_at
+                  for v, home in zip(equation.outvars, carry, strict=True))
+        return Placed(homes=carry, whole=bool(found.placed) or bool(test.placed) or apart or far)
 
     def _fixed(
-        self, body: Any, carry: Sequence[Home | None], inputs: Callable[[Sequence[Home]], Any], count: int
-    ) -> tuple[Body, list[Home]]:
-        """A loop's body, and carries that stay as they are from one trip to the next."""
+        self, body: Any, carry: Sequence[Home | None], inputs: Callable[[Sequence[Home]], Any]
+    ) -> tuple[Body, list[Home], bool]:
+        """A loop's body, carries that stay as they are from one trip to the next, and whether they are apart."""
         now = [home or self._neutral for home in carry]
         while True:
             found = self._body(body, inputs(now))
-            variables = open_jaxpr(body).outvars[:count]
-            made = [home or self._neutral for home in found.results[:count]]
-            then = [self._met([a, b], v) for a, b, v in zip(now, made, variables, strict=True)]
-            if then == now or found.placed or any(not home.at for home in then):
-                return found, then
+            made = [home or self._neutral for home in found.results[: len(now)]]
+            met = [self._met([a, b], v) for a, b, v in zip(now, made, open_jaxpr(body).outvars, strict=False)]
+            then = [home for home, _ in met]
+            apart = any(one for _, one in met) and then == now
+            if then == now or found.placed:
+                return found, then, apart
             now = then
 
     def _tests_floats(self, equation: Equation) -> bool:
@@ -344,20 +373,28 @@ class Homes:
 
     # Plain equations
 
-    def plain(self, equation: Equation, operands: Sequence[Home | None]) -> Placed:
-        """How an equation without programs inside is computed."""
+    def plain(self, equation: Equation, operands: Sequence[Home | None]) -> Placed | None:
+        """How an equation without programs inside is computed; None if it reads across rows."""
         rows = [None if home is None else home.rows for home in operands]
         following = follow_rows(equation, self._rules, rows)
+        if following is None:
+            return None
         if following.combine is not None:
             stages = tuple(sorted(next(r for r in following.operands if r is not None).stages))
             homes = [Home(self._everywhere, self._everywhere, mixed=True) for _ in equation.outvars]
             return Placed(homes=homes, whole=True, combine=following.combine, contributors=stages)
-        placed = self._anywhere(equation, operands)
-        homes = [replace(home, rows=r) for home, r in zip(placed.homes, following.results, strict=True)]
-        return self._decided(equation, replace(placed, homes=homes))
+        return self._decided(equation, self._anywhere(equation, operands, following.results))
 
-    def _anywhere(self, equation: Equation, operands: Sequence[Home | None]) -> Placed:
-        """How an equation is computed that all stages could, if they had its operands."""
+    def _anywhere(
+        self, equation: Equation, operands: Sequence[Home | None], rows: Sequence[Rows | None] | None = None
+    ) -> Placed:
+        """How an equation is computed whose operands may be sent; `rows` are those of its results."""
+        if (lying := next((h.rows for h in operands if h is not None and h.rows is not None), None)) is not None:
+            # Each stage for its own rows.
+            late = frozenset(i for i, h in enumerate(operands) if h is not None and not lying.stages <= h.at)
+            home = self._on_rows(lying)
+            results = rows if rows is not None else [None] * len(equation.outvars)
+            return Placed(homes=[replace(home, rows=r) for r in results], late=late)
         pairs = [(i, a, h) for i, (a, h) in enumerate(zip(equation.invars, operands, strict=True)) if h is not None]
         large = [(a, h) for _, a, h in pairs if not can_travel(a, h)]
         possible = self._everywhere.intersection(*(h.possible for _, h in large))

@@ -113,9 +113,8 @@ class Surroundings:
         self.parameter_of = {var: p for p, var in enumerate(self.gradients)}
         self.rows: dict[Any, Rows] = {}
         self._find_rows()
-        homes = self._find_homes(equations, jaxpr.constvars)
+        homes = self._find_homes(equations, jaxpr.constvars, marker)
         self.equations = homes.equations
-        self.outvars = [homes.read(a) for a in self.outvars]
         self.operands = [homes.read(a) for a in self.operands]
         self.contributions = homes.contributions
         self._home = homes.of
@@ -181,7 +180,7 @@ class Surroundings:
         """Whether a value is sent wherever it is read."""
         return can_travel(var, self._home[var])
 
-    def _find_homes(self, equations: Sequence[Equation], known: Iterable[Any]) -> Homes:
+    def _find_homes(self, equations: Sequence[Equation], known: Iterable[Any], marker: Equation) -> Homes:
         """Where each value lives, and the equations as they are shared out."""
         program, everywhere = self._program, self._everywhere
         at: dict[Any, Stages] = dict.fromkeys(known, everywhere)
@@ -192,7 +191,7 @@ class Surroundings:
             else:
                 home = self.holders[leaf.parameter] if leaf is not None else everywhere
             at[var] = home or everywhere
-        contributions: dict[Any, tuple[str, tuple[int, ...]]] = {}
+        contributions: dict[Any, tuple[str | Rows, tuple[int, ...]]] = {}
         for i, var in self.results.items():
             makers, how = self._makers_of_result[i], reduction_of(program, i)
             # Of what is that of the last microbatch, the last replica's.
@@ -206,7 +205,9 @@ class Surroundings:
         homes = Homes(everywhere, program.rules, {var: Home(one, one, self.rows.get(var)) for var, one in at.items()})
         homes.contributions.update(contributions)
         homes.add(equations)
-        for atom in map(homes.read, self.outvars[: program.state_inputs]):
+        state = program.state_inputs
+        self.outvars = [*map(homes.read, self.outvars[:state]), *(homes.gather(a, marker) for a in self.outvars[state:])]
+        for atom in self.outvars[:state]:
             # Stages must not keep copies of a number that differ in the last bit.
             if not is_literal(atom) and homes.of[atom].mixed:
                 homes.decide_once(atom)
@@ -343,7 +344,17 @@ class Surroundings:
 
     def is_large(self, var: Any) -> bool:
         """Whether a value is sent to other stages by itself and not bundled with others."""
-        return not is_small(var)
+        return not is_small(var) or self._sent_rows(var) is not None
+
+    def _sent_rows(self, var: Any) -> Rows | None:
+        """Of a value that is put together of rows, these."""
+        kind, _ = self.contributions.get(var, ("", ()))
+        return kind if isinstance(kind, Rows) else None
+
+    def sent_shape(self, var: Any, source: int) -> tuple[int, ...]:
+        """Shape of what a stage sends of a value."""
+        rows = self._sent_rows(var)
+        return tuple(var.aval.shape) if rows is None else rows.shape(var.aval.shape, source)
 
     def is_read_later(self, parameter: int, number: int) -> bool:
         """Whether a stage's gradient of a parameter is read after the first round, by the stage itself or, summed over

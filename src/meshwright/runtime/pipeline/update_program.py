@@ -10,7 +10,8 @@ Equations are split the way their operands are, by the same follower that serves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -29,7 +30,8 @@ from ..follow import Follower
 from ..layouts import fitting
 from ..local_value import LocalValue
 from ..microbatches import finished
-from .rows import Rows, at_rows, combined
+from .at_rows import at_rows
+from .rows import Rows, combined
 from .slots import Access, Role, Slot
 from .stage_program import StageProgram
 from .surroundings import Surroundings
@@ -206,16 +208,21 @@ class UpdateProgram:
                     parts.setdefault(slot.position, []).append(shard)
                 case Role.BUNDLE:
                     for var, value in self._unbundled(slot, shard).items():
-                        bundled.setdefault(var, []).append((value, self.bundle_spec(slot)))
+                        bundled.setdefault(var, []).append((value, self._bundled_spec(slot, var)))
         for parameter, pieces in parts.items():
             # In the order of stages at every holder, so that all have the same sum.
             plan = self._parameter_plan(parameter)
             total = sum(pieces[1:], pieces[0])
             env[around.gradients[parameter]] = LocalValue(total, plan.storage, sizes)
         for var, pieces in bundled.items():
-            kind, _ = around.contributions.get(var, ("sum", ()))
-            spec = pieces[0][1] if around.is_large(var) else Spec.replicated(len(var.aval.shape))
-            env[var] = LocalValue(combined(kind, [piece for piece, _ in pieces]), spec, sizes)
+            if len(pieces) < self._pieces(var):
+                continue  # another round has the other contributions
+            if len(pieces) == 1:
+                env[var] = LocalValue(*pieces[0], sizes)
+                continue
+            whole = Spec.replicated(len(var.aval.shape))
+            parts = [LocalValue(shard, spec, sizes).read(whole) for shard, spec in pieces]
+            env[var] = LocalValue(combined(around.contributions[var][0], parts), whole, sizes)
         return env
 
     @property
@@ -260,12 +267,25 @@ class UpdateProgram:
 
     def bundle_spec(self, slot: Slot) -> Spec:
         """How a bundle lies on the stage's mesh: a large value is split over all devices where a dim allows it."""
-        var = self.bundles(slot.source, slot.position)[slot][0]
-        if not self._around.is_large(var):
+        shape = self.global_shape(slot).shape
+        if not self._around.is_large(self.bundles(slot.source, slot.position)[slot][0]):
             return Spec(((),))
         axes, devices = tuple(self._stage.sizes), prod(self._stage.sizes.values())
-        dim = next((d for d, n in enumerate(var.aval.shape) if n % devices == 0), None)
-        return Spec(tuple(axes if d == dim else () for d in range(len(var.aval.shape))))
+        dim = next((d for d, n in enumerate(shape) if n % devices == 0), None)
+        return Spec(tuple(axes if d == dim else () for d in range(len(shape))))
+
+    def _bundled_spec(self, slot: Slot, var: Any) -> Spec:
+        """How a value lies that comes out of a bundle."""
+        return self.bundle_spec(slot) if self._around.is_large(var) else Spec.replicated(len(var.aval.shape))
+
+    def _pieces(self, var: Any) -> int:
+        """How many bundles a value arrives in."""
+        return len(self._around.contributions[var][1]) if var in self._around.contributions else 1
+
+    def arrived(self, slots: Iterable[Slot]) -> list[Any]:
+        """The variables that are there once these bundles are."""
+        count = Counter(var for slot in slots for var in self.bundles(slot.source, slot.position)[slot])
+        return [var for var, pieces in count.items() if pieces == self._pieces(var)]
 
     def _bundled(self, slot: Slot, values: Sequence[LocalValue]) -> Any:
         whole = [value.settle(Spec.replicated(len(value.spec.dims))) for value in values]
@@ -369,7 +389,7 @@ class UpdateProgram:
             for slot, bundle in self.bundles(source, earlier).items()
             if source == me or any(me in around.readers(v, source) for v in bundle)
         ]
-        known = {var for slot in arriving for var in self.bundles(slot.source, slot.position)[slot]}
+        known = set(self.arrived(arriving))
         known.update(var for p, var in enumerate(around.gradients) if me in around.holders[p])
         equations = around.needed(wanted, known)
         read = {a for e in equations for a in e.invars if not is_literal(a)} | {a for a in wanted if not is_literal(a)}
@@ -439,7 +459,8 @@ class UpdateProgram:
             case Role.BUNDLE:
                 variables = self.bundles(slot.source, slot.position)[slot]
                 if around.is_large(variables[0]):
-                    return jax.ShapeDtypeStruct(variables[0].aval.shape, variables[0].aval.dtype)
+                    shape = around.sent_shape(variables[0], slot.source)
+                    return jax.ShapeDtypeStruct(shape, variables[0].aval.dtype)
                 return jax.ShapeDtypeStruct((sum(v.aval.size for v in variables),), variables[0].aval.dtype)
             case _ if slot.position < self.state_inputs:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
