@@ -12,8 +12,8 @@ programs is taken apart, so that each stage computes its own part of it:
 Where an equation needs large values of several stages, one of them, the one that has the most bytes of them, is sent
 the others and computes it.
 
-A decision is made once: what is no floating-point number, and depends on arithmetic that several stages would repeat,
-is computed by one of them and sent to the others, since a last bit that differs would decide otherwise.
+A decision is made once: what is no floating-point number, and depends on arithmetic that several stages would repeat
+and might round otherwise, is computed by one of them and sent to the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from .rows import Rows, follow_rows
 # Values up to this size travel between stages outside the pipeline without a second thought.
 SMALL_BYTES = 1 << 16
 _LOOPS = ("scan", "while")
-# Copies of numbers, which no compiler rounds otherwise.
-_COPIES = frozenset(
-    ["broadcast_in_dim", "copy", "reshape", "select_n", "slice", "squeeze", "stop_gradient", "transpose"]
+# Operations on floating-point numbers that round in one way, or not at all.
+_SUMS = ("add", "add_any", "sub")
+_PRODUCTS = ("mul", "integer_pow", "square")
+_EXACT = frozenset(
+    """abs broadcast_in_dim ceil clamp concatenate convert_element_type copy div floor max min mul neg reshape
+    round select_n sign slice sqrt squeeze stop_gradient transpose""".split()  # noqa: SIM905 (a table)
 )
 
 Stages = frozenset[int]
@@ -152,11 +155,11 @@ class Homes:
         return self._gathered(where, self.read(atom))
 
     def decide_once(self, atom: Any) -> None:
-        """Have one stage compute a value that decides something, where several would repeat arithmetic for it."""
+        """Have one stage compute a value that decides something, where several would not get the same bits."""
         if is_literal(atom) or atom not in self._maker or self._is_exact(atom):
             return
         home = self.of[atom]
-        if len(home.at) > 1 and can_travel(atom, home) and home.rows is None:
+        if len(home.at) > 1 and can_travel(atom, home):
             self.of[atom] = replace(home, at=frozenset({min(home.at)}), mixed=False)
 
     def _is_exact(self, var: Any) -> bool:
@@ -165,19 +168,33 @@ class Homes:
         while stack:
             one = stack.pop()
             equation = self._maker.get(one)
-            if equation is None or one in seen or len(self.of[one].at) == 1:
-                continue
+            if equation is None or one in seen or one in self.contributions or len(self.of[one].at) == 1:
+                continue  # given, or sent by one stage
             seen.add(one)
-            if _is_float(one) and equation.primitive.name not in _COPIES:
+            if not self._rounds_one_way(equation):
                 return False
             stack += [a for a in equation.invars if not is_literal(a)]
         return True
+
+    def _rounds_one_way(self, equation: Equation) -> bool:
+        """Whether an equation gives the same bits in every program, if its operands are the same."""
+        if equation.primitive.name in ("cond", *_LOOPS):
+            return not _has_floats(equation)
+        if equation.primitive.name in _SUMS:  # of a product, it may be one operation with it
+            makers = [self._maker.get(a) for a in equation.invars if not is_literal(a)]
+            return not any(maker is not None and maker.primitive.name in _PRODUCTS for maker in makers)
+        return not any(map(_is_float, equation.outvars)) or equation.primitive.name in _EXACT
 
     def _operands(self, equation: Equation) -> list[Home | None]:
         return [None if is_literal(a) else self.of[a] for a in equation.invars]
 
     def _append(self, equation: Equation, placed: Placed) -> None:
         self.equations.append(equation)
+        if any(home.mixed for home in placed.homes):
+            # Of what several stages have and others are sent, all read the one that is sent.
+            for atom in equation.invars:
+                if not is_literal(atom) and 1 < len(self.of[atom].at) < len(self._everywhere):
+                    self.decide_once(atom)
         for var, home in zip(equation.outvars, placed.homes, strict=True):
             self.of[var] = home
             self._maker[var] = equation
@@ -250,7 +267,8 @@ class Homes:
         """Results that decide something and are mixed, on one stage."""
         homes = placed.homes
         travel = all(can_travel(var, home) for var, home in zip(equation.outvars, homes, strict=True))
-        if homes and homes[0].mixed and travel and not all(map(_is_float, equation.outvars)):
+        exact = self._rounds_one_way(equation) and all(self._is_exact(a) for a in equation.invars if not is_literal(a))
+        if homes and homes[0].mixed and travel and not exact and not all(map(_is_float, equation.outvars)):
             homes = [replace(home, at=frozenset({min(home.at)}), mixed=False) for home in homes]
         return replace(placed, homes=homes)
 
@@ -402,12 +420,13 @@ class Homes:
         if moves:
             possible = frozenset({_owner(large)})
         home = self._everywhere.intersection(*(h.at for _, _, h in pairs))
-        mixed = any(h.mixed for _, _, h in pairs)
-        # What already mixes stages goes on everywhere: a sum over all parameters takes one exchange, not one for each
-        # change of stage in the order of the terms.
-        if not home or mixed:
+        exchanged = max((size_bytes(a.aval) for _, a, h in pairs if h.mixed), default=0)
+        # What already mixes stages goes on everywhere while it takes no larger values: a sum over all parameters takes
+        # one exchange, not one for each change of stage in the order of the terms.
+        joins = exchanged and all(size_bytes(a.aval) <= exchanged for _, a, h in pairs if h.at != self._everywhere)
+        if not home or joins:
             home = possible
-            mixed = possible == self._everywhere
+        mixed = home == self._everywhere and (bool(exchanged) or any(not home <= h.at for _, _, h in pairs))
         late = frozenset(i for i, _, h in pairs if not home <= h.at)
         moved = moves or any(h.moved for _, h in large)
         homes = [Home(home, possible, None, mixed, moved) for _ in equation.outvars]
@@ -432,6 +451,15 @@ def _shifted(home: Home | None, by: int) -> Home | None:
 
 def _is_float(var: Any) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jnp.inexact))
+
+
+def _has_floats(equation: Equation) -> bool:
+    """Whether an equation computes floating-point numbers, in programs inside it too."""
+    params = equation.params
+    held = [*params.get("branches", ()), *(params[n] for n in ("jaxpr", "cond_jaxpr", "body_jaxpr") if n in params)]
+    if not held:
+        return any(map(_is_float, equation.outvars))
+    return any(_has_floats(inner) for program in held for inner in open_jaxpr(program).eqns)
 
 
 def _key(home: Home, var: Any) -> Stages:
