@@ -24,6 +24,16 @@ def is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
+def key_words(aval: Any) -> tuple[int, ...]:
+    """Shape of the words behind an array of typed keys."""
+    return (*aval.shape, *aval.dtype._impl.key_shape)  # no public form up to 0.12
+
+
+def keys_of(words: jax.Array, aval: Any) -> jax.Array:
+    """Typed keys of the dtype of `aval` from their words."""
+    return jax.random.wrap_key_data(words, impl=aval.dtype._impl.name)
+
+
 def random_bits_block(
     key: jax.Array, bit_width: int, shape: Sequence[int], block: Sequence[int], offsets: Sequence[Any]
 ) -> jax.Array:

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._jax.jaxpr import ClosedJaxpr, Equation, consts_of, is_literal, open_jaxpr
+from ..._jax.jaxpr import ClosedJaxpr, Equation, consts_of, is_literal, open_jaxpr, source_line
+from ..._jax.passes import size_bytes
 from ...errors import PlanError
 from ...program.cut import Cut
 from ...program.staged import StagedProgram
@@ -171,6 +172,8 @@ class Surroundings:
                     "each row on one stage, once", "a loop that is read by nothing else",
                 )  # fmt: skip
             self.rows[var] = Rows(0, covered, parts)
+            if (source := program.parameter_inputs[p]) is not None:
+                self.rows[self.invars[source]] = Rows(0, covered, parts)
             for index in range(program.state_inputs):
                 leaf = program.state[index]
                 if leaf is not None and leaf.parameter == p and 0 in leaf.dims:
@@ -355,6 +358,21 @@ class Surroundings:
         """Shape of what a stage sends of a value."""
         rows = self._sent_rows(var)
         return tuple(var.aval.shape) if rows is None else rows.shape(var.aval.shape, source)
+
+    def note(self) -> str | None:
+        """What to tell of large values that stages send each other around the core; None where there are none."""
+        total, lines = 0, {}
+        for source, stage in enumerate(self.stages):
+            for var in (v for sent in stage.sends.values() for v in sent if self.is_large(v)):
+                readers = self.readers(var, source) - {source}
+                total += len(readers) * size_bytes(var.aval)
+                for equation in (e for e in self.equations if readers and var in e.invars):
+                    lines.setdefault(source_line(equation), equation.primitive.name)
+        if not total:
+            return None
+        named = "; ".join(f"{name} at {line}" for line, name in list(lines.items())[:3]) or "a result of the step"
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        return f"what surrounds the loss function sends {total / 2**20:.1f} MiB between stages each step, for {named}{more}"
 
     def is_read_later(self, parameter: int, number: int) -> bool:
         """Whether a stage's gradient of a parameter is read after the first round, by the stage itself or, summed over

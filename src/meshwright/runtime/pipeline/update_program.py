@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ..._jax.jaxpr import is_literal, open_jaxpr
 from ..._jax.passes import part_of
+from ..._jax.random import is_key, key_words, keys_of
 from ...program.staged import StagedProgram
 from ...sharding import Spec, convert
 from ..collectives import run_together
@@ -231,7 +232,10 @@ class UpdateProgram:
             return 1.0
         return 1.0 / self._program.microbatches if self._program.reduction == "mean" else 1.0
 
-    def _evaluate(self, wanted: Sequence[Any], env: dict[Any, LocalValue]) -> list[LocalValue]:
+    def _evaluate(
+        self, wanted: Sequence[Any], env: dict[Any, LocalValue], outputs: Sequence[int] = ()
+    ) -> list[LocalValue]:
+        """Variables, the last ones as these outputs of the step: of state, the rows that the stage has of it."""
         around = self._around
         for parameter, var in enumerate(around.gradients):
             if not around.holders[parameter]:  # nothing reads it
@@ -241,18 +245,11 @@ class UpdateProgram:
         closed = part_of(around.outer, equations, list(env), wanted)
         rules = self._program.rules
         if around.rows:
-            targets = [self._wanted_rows(atom) for atom in wanted]
+            state = [around.rows.get(around.invars[i]) if i < self.state_inputs else None for i in outputs]
+            targets = [*(None for _ in wanted[len(outputs) :]), *state]
             closed = at_rows(closed, around.rows, self._stage.number, rules, targets)
             rules.prepare([(equation, False) for equation in open_jaxpr(closed).eqns])
         return Follower(rules, self._stage.sizes).program(closed, list(env.values()))
-
-    def _wanted_rows(self, atom: Any) -> Rows | None:
-        """The rows in which a value is wanted: those it has, or those of the state it becomes."""
-        around = self._around
-        if not is_literal(atom) and atom in around.rows:
-            return around.rows[atom]
-        places = [i for i in self.wanted.outputs if around.outvars[i] is atom and i < self.state_inputs]
-        return next((around.rows[around.invars[i]] for i in places if around.invars[i] in around.rows), None)
 
     # Rounds of the update
 
@@ -288,9 +285,12 @@ class UpdateProgram:
         return [var for var, pieces in count.items() if pieces == self._pieces(var)]
 
     def _bundled(self, slot: Slot, values: Sequence[LocalValue]) -> Any:
-        whole = [value.settle(Spec.replicated(len(value.spec.dims))) for value in values]
-        if self._around.is_large(self.bundles(slot.source, slot.position)[slot][0]):
-            return values[0].read(self.bundle_spec(slot))
+        variables = self.bundles(slot.source, slot.position)[slot]
+        whole = [value.settle(Spec.replicated(len(var.aval.shape))) for value, var in zip(values, variables, strict=True)]
+        if self._around.is_large(variables[0]):
+            return whole[0].read(self.bundle_spec(slot))
+        if is_key(variables[0].aval):
+            return jnp.concatenate([jax.random.key_data(value.shard).ravel() for value in whole])
         return jnp.concatenate([value.shard.ravel() for value in whole])
 
     def _unbundled(self, slot: Slot, shard: Any) -> dict[Any, Any]:
@@ -299,8 +299,10 @@ class UpdateProgram:
         if self._around.is_large(variables[0]):
             return {variables[0]: shard}
         for var in variables:
-            found[var] = shard[start : start + var.aval.size].reshape(var.aval.shape)
-            start += var.aval.size
+            shape = key_words(var.aval) if is_key(var.aval) else var.aval.shape
+            part = shard[start : start + prod(shape)].reshape(shape)
+            found[var] = keys_of(part, var.aval) if is_key(var.aval) else part
+            start += prod(shape)
         return found
 
     def _contributions(self) -> list[int]:
@@ -327,7 +329,7 @@ class UpdateProgram:
                 for p, x in zip(self._contributions(), mine, strict=True):
                     if not around.is_tied(p):
                         env[around.gradients[p]] = LocalValue(x, self._parameter_plan(p).storage, self._stage.sizes)
-            made = self._evaluate(wanted, env)
+            made = self._evaluate(wanted, env, outputs)
             values = dict(zip(small, made, strict=False))
             bundled = [self._bundled(slot, [values[var] for var in bundle]) for slot, bundle in sent.items()]
             left = [x for p, x in zip(self._contributions(), mine, strict=bool(mine)) if p in leaving]
@@ -458,10 +460,12 @@ class UpdateProgram:
                 return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
             case Role.BUNDLE:
                 variables = self.bundles(slot.source, slot.position)[slot]
+                aval = variables[0].aval
                 if around.is_large(variables[0]):
-                    shape = around.sent_shape(variables[0], slot.source)
-                    return jax.ShapeDtypeStruct(shape, variables[0].aval.dtype)
-                return jax.ShapeDtypeStruct((sum(v.aval.size for v in variables),), variables[0].aval.dtype)
+                    return jax.ShapeDtypeStruct(around.sent_shape(variables[0], slot.source), aval.dtype)
+                if is_key(aval):
+                    return jax.ShapeDtypeStruct((sum(prod(key_words(v.aval)) for v in variables),), jnp.uint32)
+                return jax.ShapeDtypeStruct((sum(v.aval.size for v in variables),), aval.dtype)
             case _ if slot.position < self.state_inputs:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
             case _:
