@@ -94,7 +94,9 @@ def move_out(equation: Equation, positions: Sequence[Collection[int]]) -> tuple[
         front.equations.extend(made.equations)
         front.constants.update(made.constants)
         stays = [e for place, e in enumerate(jaxpr.eqns) if place not in moved]
-        read = {a for e in stays for a in e.invars if not is_literal(a)} | {a for a in jaxpr.outvars if not is_literal(a)}
+        read = {a for e in stays for a in e.invars if not is_literal(a)} | {
+            a for a in jaxpr.outvars if not is_literal(a)
+        }
         handed.append([v for place in sorted(moved) for v in jaxpr.eqns[place].outvars if v in read])
         extra += [made.names[var] for var in handed[-1]]
     programs = []

@@ -154,7 +154,9 @@ class _AtRows:
         made = lax.switch(index.x, [on_rows(branch) for branch in branches], [part.x for part in rest])
         return list(map(_Part, made, rows))
 
-    def _carried(self, body: Any, before: Sequence[_Part], carry: Sequence[_Part], after: Sequence[_Part]) -> list[_Part]:
+    def _carried(
+        self, body: Any, before: Sequence[_Part], carry: Sequence[_Part], after: Sequence[_Part]
+    ) -> list[_Part]:
         """Carries in the rows in which the body of a loop leaves them."""
         while True:
             found = self._result_rows(body, [*before, *carry, *after])[: len(carry)]

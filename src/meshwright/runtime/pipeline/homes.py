@@ -336,7 +336,7 @@ class Homes:
             return self._on_rows(rows), any(not rows.stages <= home.at for home in homes)
         at = self._everywhere.intersection(*(home.at for home in homes))
         possible = self._everywhere.intersection(*(home.possible for home in homes))
-        if at or possible and not is_small(var):
+        if at or (possible and not is_small(var)):
             return Home(at or possible, possible or at), not at
         return self._neutral, True
 
@@ -364,8 +364,10 @@ class Homes:
         test = self._body(params["cond_jaxpr"], [*tested, *carry])
         (go_on,) = test.results
         tested_at = self._everywhere if go_on is None else go_on.at
-        far = any(not (home.at if can_travel(v, home) else home.possible) <= tested_at
-                  for v, home in zip(equation.outvars, carry, strict=True))
+        far = any(
+            not (home.at if can_travel(v, home) else home.possible) <= tested_at
+            for v, home in zip(equation.outvars, carry, strict=True)
+        )
         return Placed(homes=carry, whole=bool(found.placed) or bool(test.placed) or apart or far)
 
     def _fixed(

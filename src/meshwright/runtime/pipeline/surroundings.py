@@ -34,6 +34,7 @@ from ..microbatches import reduction_of
 from .homes import Home, Homes, Stages, can_travel, is_small
 from .rows import Rows
 
+
 @dataclass(slots=True)
 class Wanted:
     """What one stage computes around the core.
@@ -209,7 +210,10 @@ class Surroundings:
         homes.contributions.update(contributions)
         homes.add(equations)
         state = program.state_inputs
-        self.outvars = [*map(homes.read, self.outvars[:state]), *(homes.gather(a, marker) for a in self.outvars[state:])]
+        self.outvars = [
+            *map(homes.read, self.outvars[:state]),
+            *(homes.gather(a, marker) for a in self.outvars[state:]),
+        ]
         for atom in self.outvars[:state]:
             # Stages must not keep copies of a number that differ in the last bit.
             if not is_literal(atom) and homes.of[atom].mixed:

@@ -32,7 +32,7 @@ from ..layouts import fitting
 from ..local_value import LocalValue
 from ..microbatches import finished
 from .at_rows import at_rows
-from .rows import Rows, combined
+from .rows import combined
 from .slots import Access, Role, Slot
 from .stage_program import StageProgram
 from .surroundings import Surroundings
@@ -286,7 +286,9 @@ class UpdateProgram:
 
     def _bundled(self, slot: Slot, values: Sequence[LocalValue]) -> Any:
         variables = self.bundles(slot.source, slot.position)[slot]
-        whole = [value.settle(Spec.replicated(len(var.aval.shape))) for value, var in zip(values, variables, strict=True)]
+        whole = [
+            value.settle(Spec.replicated(len(var.aval.shape))) for value, var in zip(values, variables, strict=True)
+        ]
         if self._around.is_large(variables[0]):
             return whole[0].read(self.bundle_spec(slot))
         if is_key(variables[0].aval):
