@@ -14,7 +14,7 @@ from updates import UPDATES, state_of, step_of
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.runtime.pipeline import homes
+from meshwright.runtime.pipeline import placement
 
 _THREE = Pipeline(submeshes=(2, 2, 4), microbatches=2)
 _TWO = Pipeline(microbatches=2)
@@ -23,7 +23,7 @@ _TWO = Pipeline(microbatches=2)
 @pytest.fixture(autouse=True)
 def weights_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of 32 x 32 are too large to be sent without a word, as those of a model are."""
-    monkeypatch.setattr(homes, "SMALL_BYTES", 1024)
+    monkeypatch.setattr(placement, "SMALL_BYTES", 1024)
 
 
 def tied(params: Any, x: Any) -> Any:

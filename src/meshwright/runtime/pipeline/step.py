@@ -16,9 +16,9 @@ from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from .executor import Executor, Memory
-from .homes import is_small
 from .local_stages import LocalStages
 from .operations import Work, operations
+from .placement import is_small
 from .placing import check_not_donated, put
 from .rows import Rows
 from .slots import Access, Role, Slot

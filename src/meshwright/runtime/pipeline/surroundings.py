@@ -31,7 +31,8 @@ from ...errors import PlanError
 from ...program.cut import Cut
 from ...program.staged import StagedProgram
 from ..microbatches import reduction_of
-from .homes import Home, Homes, Stages, can_travel, is_small
+from .homes import Homes
+from .placement import Home, Stages, can_travel, is_small
 from .rows import Rows
 
 
@@ -376,7 +377,8 @@ class Surroundings:
             return None
         named = "; ".join(f"{name} at {line}" for line, name in list(lines.items())[:3]) or "a result of the step"
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        return f"what surrounds the loss function sends {total / 2**20:.1f} MiB between stages each step, for {named}{more}"
+        sent = f"sends {total / 2**20:.1f} MiB between stages each step"
+        return f"what surrounds the loss function {sent}, for {named}{more}"
 
     def is_read_later(self, parameter: int, number: int) -> bool:
         """Whether a stage's gradient of a parameter is read after the first round, by the stage itself or, summed over

@@ -222,8 +222,8 @@ class UpdateProgram:
                 env[var] = LocalValue(*pieces[0], sizes)
                 continue
             whole = Spec.replicated(len(var.aval.shape))
-            parts = [LocalValue(shard, spec, sizes).read(whole) for shard, spec in pieces]
-            env[var] = LocalValue(combined(around.contributions[var][0], parts), whole, sizes)
+            shards = [LocalValue(shard, spec, sizes).read(whole) for shard, spec in pieces]
+            env[var] = LocalValue(combined(around.contributions[var][0], shards), whole, sizes)
         return env
 
     @property
