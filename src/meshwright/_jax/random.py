@@ -33,6 +33,16 @@ def is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
+def key_words(aval: Any) -> tuple[int, ...]:
+    """Shape of the words behind an array of typed keys."""
+    return (*aval.shape, *aval.dtype._impl.key_shape)  # no public form up to 0.12
+
+
+def keys_of(words: jax.Array, aval: Any) -> jax.Array:
+    """Typed keys of the dtype of `aval` from their words."""
+    return jax.random.wrap_key_data(words, impl=aval.dtype._impl.name)
+
+
 def random_bits_at(key: jax.Array, bit_width: int, shape: Sequence[int], positions: Sequence[jax.Array]) -> jax.Array:
     """Some bits of an array drawn from one typed key.
 

@@ -182,7 +182,8 @@ class LocalStages:
         return simulate(self.schedule, self.timing())
 
     def plan_with_memory(self) -> Plan:
-        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step.
+        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step. Its notes say
+        what large values stages send each other around the core.
 
         Raises:
           PlanError: nobody has priced the plan.
@@ -208,7 +209,9 @@ class LocalStages:
                 workspace=max(rest, 0.0),
             )
             stages.append(replace(stage, memory=memory, in_flight=self.schedule.in_flight[number]))
-        return replace(self.plan, stages=tuple(stages))
+        note = self.around.note()
+        notes = () if note is None or note in self.plan.notes else (note,)
+        return replace(self.plan, stages=tuple(stages), notes=(*self.plan.notes, *notes))
 
 
 def _traced(planned: StageTiming, found: StageMemory) -> StageTiming:

@@ -20,12 +20,12 @@ from .executor import Executor, Memory
 from .kept_leaf import Joint, KeptLeaf, joint_sharding, kept_leaf
 from .local_stages import LocalStages
 from .operations import Work, operations
+from .placement import is_small
 from .placing import check_not_donated, ghost, put
 from .rows import Rows
 from .slots import Access, Role, Slot
 from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
-from .surroundings import is_small
 from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 
 
