@@ -104,10 +104,31 @@ class Parallelized:
         Raises:
           PlanError: if `batch` is not given and no plan for such a state exists.
         """
+        return self._planned_for(make_state, args, batch, "init").create(make_state, *args)
+
+    def abstract_state(self, make_state: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
+        """The state `make_state(*args)` as the plan keeps it, without values: what a checkpoint is restored into.
+
+        Args: as of `init`.
+
+        Returns:
+          a tree of `ShapeDtypeStruct`s with shardings, one for each leaf.
+
+        Raises:
+          PlanError: if `batch` is not given and no plan for such a state exists.
+        """
+        planned = self._planned_for(make_state, args, batch, "abstract_state")
+        leaves, tree = jax.tree.flatten(jax.eval_shape(make_state, *args))
+        shardings = planned.in_shardings[: len(leaves)]
+        kept = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
+        return jax.tree.unflatten(tree, kept)
+
+    def _planned_for(self, make_state: Callable[..., Any], args: Sequence[Any], batch: Any, where: str) -> Executable:
+        """The executable step for a state that a function makes."""
         if not callable(make_state):
             raise PlanError(
                 refused="to create the state", got=f"{type(make_state).__name__}, which cannot be called",
-                needed="a function that makes it", where="init", try_="init(make_state, *args, batch=batch)",
+                needed="a function that makes it", where=where, try_=f"{where}(make_state, *args, batch=batch)",
             )  # fmt: skip
         with no_mesh():
             state = trace(make_state, args).results
@@ -117,11 +138,11 @@ class Parallelized:
             if batch is None:
                 raise PlanError(
                     refused="to create the state", got="no batch, and no plan for a state of this shape",
-                    needed="the shapes of a batch, to plan by", where="init",
-                    try_="init(make_state, *args, batch=batch)",
+                    needed="the shapes of a batch, to plan by", where=where,
+                    try_=f"{where}(make_state, *args, batch=batch)",
                 )  # fmt: skip
             planned = self._planned((state, *(batch if isinstance(batch, tuple) else (batch,))))
-        return planned.create(make_state, *args)
+        return planned
 
     def _positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Arguments given by name, put in their places."""
@@ -327,6 +348,9 @@ def parallelize(
     The step runs on `devices`, or else where its arguments lie: arrays on several devices say which these are, as under
     `jax.jit`, and all are moved to the layouts of the plan. With nothing said these are the first of `jax.devices()`.
     What the step leaves in the host's memory is kept there (docs/arguments.md).
+
+    What the step prints and calls (`jax.debug`, `io_callback`) runs after it, in order, on whole values
+    (docs/effects.md).
 
     Raises:
       PlanError: for an option that does not exist; at the first call, for whatever `plan_for` refuses.

@@ -11,10 +11,13 @@ from math import inf
 from typing import Any
 
 from ._jax.context import no_mesh
+from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .one_stage_planning import plan_one_stage
+from .padded_dims import padding_note
+from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
     PlanRequest,
@@ -24,14 +27,20 @@ from .plan_request import (
     checked_submeshes,
 )
 from .presets import Preset, check_free, parse_preset
+from .program.batch import batch_inputs
+from .program.effects import effect_notes
+from .program.trace import Program
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
+from .replicated_work import replicated_work
 from .runtime.devices import named_devices
 from .search.alternative import TOO_LITTLE, Alternative, merged
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
+from .search.roles import Roles
 from .stage_planning import check_stages, is_large, plan_stages
+from .storage_notes import storage_notes
 
 # Several stages have to be faster by this much: one is simpler to run.
 _WORTH_STAGES = 0.02
@@ -101,7 +110,57 @@ def plan_for(
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
-    start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step, donate)
+    options: dict[str, Any] = {
+        "cluster": cluster, "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
+        "memory_per_device": memory_per_device, "batch_axis": batch_axis, "reduction": reduction, "stages": stages,
+        "schedule": schedule, "submeshes": submeshes, "preset": preset, "devices": devices, "refine": refine,
+    }  # fmt: skip
+    traces, started = traces_of(step, donate), time.perf_counter()
+    try:
+        return plan_without_advice(traces, args, **options, time_limit_seconds=time_limit_seconds, tell=tell)
+    except MemoryExceeded as refused:
+        tell("looking for what fits")
+        where = _cluster(cluster, devices)
+        given = parse_preset(preset) if isinstance(preset, str) else preset
+        raise with_advice(
+            refused, lambda **those: plan_without_advice(traces, args, **those), options,
+            given.on(where.num_devices) if given is not None else None, where.num_devices,
+            time_limit_seconds - (time.perf_counter() - started),
+        ) from refused  # fmt: skip
+
+
+@seldom_collected()
+def plan_without_advice(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    cluster: Cluster | str = "local",
+    microbatches: int | None = None,
+    mesh: Any = None,
+    pins: Mapping[str, Sequence[Any]] | None = None,
+    zero: int | None = None,
+    remat: str | None = None,
+    memory_per_device: float | None = None,
+    batch_axis: int = 0,
+    reduction: str | None = None,
+    stages: int | None = 1,
+    schedule: str | None = None,
+    submeshes: Sequence[int] | None = None,
+    preset: Preset | str | None = None,
+    devices: Any = None,
+    time_limit_seconds: float = 60.0,
+    refine: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Planning:
+    """As `plan_for`, whose refusals for memory do not say what would fit instead.
+
+    Args:
+      step: as there, like all that follows.
+
+    Raises:
+      PlanError: as there.
+    """
+    start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step)
     traced = traces.seconds
     check_refine(refine)
     where = _cluster(cluster, devices)
@@ -116,14 +175,14 @@ def plan_for(
         from .calibrate.refine import measured_best
 
         check_origin(where)
-        options: dict[str, Any] = {
+        options = {
             "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
             "batch_axis": batch_axis, "reduction": reduction, "stages": stages, "schedule": schedule,
             "submeshes": submeshes, "preset": preset, "time_limit_seconds": time_limit_seconds,
         }  # fmt: skip
         found = measured_best(
-            lambda **those: plan_for(traces, args, cluster=where, tell=tell, **those), options, traces=traces,
-            args=args, cluster=where, tell=tell, devices=devices,
+            lambda **those: plan_without_advice(traces, args, cluster=where, tell=tell, **those), options,
+            traces=traces, args=args, cluster=where, tell=tell, devices=devices,
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     if preset is not None:
@@ -150,10 +209,15 @@ def plan_for(
     found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     if preset is None and submeshes is None and not meshes:
         found = _beside_one_kind(asked, stages, found)
-    notes = (*found.program.notes, *found.plan.notes)
-    notes += (f"held to the preset {preset}",) if preset is not None else ()
+    notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes += storage_notes(found.plan, zero, preset)
+    notes += replicated_work(found.program, found.plan, where, _roles(asked, found.program)) or padding_note(
+        asked, found
+    )
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    notes += effect_notes(found.program, found.plan.schedule)
+    notes += row_notes(found.plan)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 
@@ -170,6 +234,14 @@ def _cluster(cluster: Any, devices: Any) -> Any:
             where="devices=", try_='cluster="local", or as many devices',
         )  # fmt: skip
     return found
+
+
+def _roles(asked: PlanRequest, program: Program) -> Roles | None:
+    """What a preset's axes are for in a program; None without a preset."""
+    if asked.preset is None:
+        return None
+    batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+    return asked.preset.roles_in(program, batch, where=asked.traces.name)
 
 
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:

@@ -29,6 +29,7 @@ from ._jax.hlo import CompiledFacts, read_compiled
 from .cluster import Cluster, load_cluster
 from .errors import PlanError
 from .planning import Planning, plan_for
+from .program.effects import without_effects
 from .program.trace import Program
 from .runtime.step import PlannedStep
 from .targets import LoadedTarget
@@ -171,7 +172,7 @@ def verify(
     cluster = local_cluster(devices)
     tell("planning")
     planning = plan_for(target.step, target.example_args, cluster=cluster, **options)
-    program, plan = planning.program, planning.plan
+    program, plan = without_effects(planning.program), planning.plan
     planned = PlannedStep(program, plan, jax.devices()[: plan.num_devices])
     tell("compiling")
     begun = time.perf_counter()
@@ -193,7 +194,7 @@ def verify(
         again = plan_for(
             target.step, target.example_args, cluster=local_cluster(1), microbatches=plan.microbatches, **kept
         )
-        alone = PlannedStep(again.program, again.plan, jax.devices()[:1])
+        alone = PlannedStep(without_effects(again.program), again.plan, jax.devices()[:1])
         args = _regrouped(target.make_args(), planned, options.get("batch_axis", 0))
         wanted = _run_planned(args, alone, alone.lower().compile(), steps, 0, which).leaves
         errors, reference = [max_relative_error(run.leaves, wanted)], "one device, the same microbatches"

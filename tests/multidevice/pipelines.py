@@ -95,6 +95,13 @@ def inference(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline)
     return PipelinedStep(program, staged_plan(program, staged, pipeline), jax.devices())
 
 
+def holders(step: PipelinedStep, index: int) -> list[int]:
+    """The stages on whose devices an argument is kept."""
+    sharding = step.in_shardings[index]
+    assert sharding is not None
+    return [n for n, stage in enumerate(step.stages) if sharding.device_set.intersection(stage.mesh.devices.flat)]
+
+
 def whole(tree: Any) -> Any:
     """Every leaf as an array of NumPy; keys as their words."""
 

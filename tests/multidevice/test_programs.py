@@ -147,7 +147,10 @@ def of_jitted_layers(p, b):
         (branching, {"zero": 1}),
         (behind_a_barrier, SPLIT_OUT),
         (branching_on_parameters, {"zero": 1}),
-        (branching_on_parameters, {"mesh": (8,)}),
+        # No dim of the cond passes through both branches and their derivatives: it is whole, and said to be.
+        pytest.param(
+            branching_on_parameters, {"mesh": (8,)}, marks=pytest.mark.filterwarnings("ignore:cond at .* runs whole")
+        ),
         (with_derivatives_of_its_own, {"zero": 3, "microbatches": 2}),
         (of_jitted_layers, {"mesh": (2, 2, 2), "zero": 2}),
     ],

@@ -79,11 +79,12 @@ def _line_of(traceback: Any) -> str:
     return source_info_util.summarize(source_info_util.new_source_info().replace(traceback=traceback))
 
 
-def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> ClosedJaxpr:
+def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller: Equation | None = None) -> ClosedJaxpr:
     """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations.
 
     A matrix product or convolution written twice is kept once, as the compiler would. Layer boundaries are gone;
-    where they were is added to `boundaries`.
+    where they were is added to `boundaries`. Equations of a library's function (`jnp.linalg.inv`), traced without the
+    user's lines, have that of its caller: the innermost call that has one, or else `caller`.
     """
     boundaries = Boundaries() if boundaries is None else boundaries
     top = open_jaxpr(closed)
@@ -94,8 +95,9 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     def read(env: dict[Any, Any], atom: Any) -> Any:
         return atom if is_literal(atom) else env.get(atom, atom)
 
-    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
+    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool, caller: Equation | None) -> None:
         for equation in jaxpr.eqns:
+            equation = _located(equation, caller)
             invars = [read(env, atom) for atom in equation.invars]
             if equation.primitive.name in _STATEMENTS:
                 env.update(zip(equation.outvars, invars, strict=True))
@@ -103,10 +105,10 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
             if equation.primitive is layer_boundary_p:
                 boundaries.before.append(len(equations))
                 continue
-            if equation.primitive.name in _INLINED or is_shard_map(equation):
+            if is_inlined(equation) or is_shard_map(equation):
                 body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
                 if is_shard_map(equation):
-                    body = _whole_arrays(equation)
+                    body = whole_arrays(equation)
                 inner = open_jaxpr(body)
                 inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
                 for var, const in zip(inner.constvars, consts_of(body), strict=True):
@@ -114,7 +116,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
                     constvars.append(hoisted)
                     consts.append(const)
                     inner_env[var] = hoisted
-                walk(inner, inner_env, True)
+                walk(inner, inner_env, True, equation)
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue
@@ -156,7 +158,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
 
     products: dict[Any, Any] = {}
     env: dict[Any, Any] = {}
-    walk(top, env, False)
+    walk(top, env, False, caller)
     outvars = [read(env, atom) for atom in top.outvars]
     jaxpr = top.replace(
         constvars=constvars, eqns=equations, outvars=outvars, debug_info=top.debug_info.with_unknown_names()
@@ -174,7 +176,14 @@ def jit_donations(closed: ClosedJaxpr) -> frozenset[int]:
     return frozenset(i for i, var in enumerate(jaxpr.invars) if var in donated)
 
 
-def _whole_arrays(equation: Equation) -> ClosedJaxpr:
+def _located(equation: Equation, caller: Equation | None) -> Equation:
+    """The equation, with the line of its caller where it has none of the user's."""
+    if caller is None or source_line(equation):
+        return equation
+    return equation.replace(source_info=equation.source_info.replace(traceback=caller.source_info.traceback))
+
+
+def whole_arrays(equation: Equation) -> ClosedJaxpr:
     """A `shard_map` as a program on whole arrays."""
     body, alone = plain_body(equation), axes_of_one(equation)
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
@@ -200,18 +209,18 @@ def _inline_params(equation: Equation, inside: Boundaries) -> dict[str, Any]:
     """Parameters of a structured equation with the jaxprs inside it inlined too; adds the boundaries inside it."""
     name, params = equation.primitive.name, dict(equation.params)
     if name == "scan":
-        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside)
+        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside, caller=equation)
     elif name in _REMAT:
         body = ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"]))
-        params["jaxpr"] = inline(body, boundaries=inside)
+        params["jaxpr"] = inline(body, boundaries=inside, caller=equation)
     elif name == "cond":
-        params["branches"] = tuple(inline(branch, boundaries=inside) for branch in params["branches"])
+        params["branches"] = tuple(inline(branch, boundaries=inside, caller=equation) for branch in params["branches"])
     elif name == "while":
-        params["cond_jaxpr"] = inline(params["cond_jaxpr"])
-        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside)
+        params["cond_jaxpr"] = inline(params["cond_jaxpr"], caller=equation)
+        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside, caller=equation)
     elif name in ("custom_jvp_call", "custom_vjp_call"):
         # Stays a call, and keeps its marks: its derivative is made by calling the user's function again.
-        inline(params["call_jaxpr"], boundaries=inside)
+        inline(params["call_jaxpr"], boundaries=inside, caller=equation)
     return params
 
 
@@ -222,6 +231,27 @@ def hoist_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
         constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
     )
     return ClosedJaxpr(opened, ())
+
+
+def with_result_shapes(closed: ClosedJaxpr, position: int, shapes: Mapping[int, tuple[int, ...]]) -> ClosedJaxpr:
+    """The same program with results of one equation, which become results of the program alone, of other shapes.
+
+    Args:
+      closed: a program.
+      position: of the equation.
+      shapes: by number of the result.
+    """
+    jaxpr = open_jaxpr(closed)
+    equation = jaxpr.eqns[position]
+    outvars = list(equation.outvars)
+    for number, shape in shapes.items():
+        outvars[number] = Var(outvars[number].aval.update(shape=shape))
+    renamed: dict[Any, Any] = dict(zip(equation.outvars, outvars, strict=True))
+    equations = list(jaxpr.eqns)
+    equations[position] = equation.replace(outvars=outvars)
+    results = [atom if is_literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars]
+    # Other equations read none of these; the variables that keep their shapes stay the ones they were.
+    return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=results), consts_of(closed))
 
 
 def eliminate_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -257,6 +287,11 @@ def scan_parts(equation: Equation) -> Scan:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
+
+
+def is_inlined(equation: Equation) -> bool:
+    """Whether an equation is a call that means the same when written in line."""
+    return equation.primitive.name in _INLINED
 
 
 def is_remat(equation: Equation) -> bool:
@@ -397,8 +432,8 @@ def vjp_parts(equation: Equation) -> Vjp:
     ]
     backward_jaxpr = jax.make_jaxpr(lambda pull, cts: list(pull(cts)))(pullback, cotangent_avals)
     return Vjp(
-        forward=inline(forward_jaxpr),
-        backward=eliminate_dead_code(inline(backward_jaxpr)),
+        forward=inline(forward_jaxpr, caller=equation),
+        backward=eliminate_dead_code(inline(backward_jaxpr, caller=equation)),
         operands=operands,
         results=results,
     )

@@ -102,7 +102,7 @@ def measured_best(
     for position, one in enumerate(chosen):
         tell(f"compiling plan {position + 1} of {len(chosen)}")
         with _Skipping(failed, position):
-            runs[position] = executable(one.planning.program, one.planning.plan, devices)
+            runs[position] = executable(one.planning.program, one.planning.plan, devices, effects=False)
             seconds[position] = timer(runs[position], args, 1)
     if not seconds:
         raise PlanError(

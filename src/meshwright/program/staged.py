@@ -14,6 +14,7 @@ from .graph import Graph
 from .layers import DEFAULT_LAYERS, cluster_layers
 from .rules import Rules
 from .scan_split import split_with_starts, stacked_rows, trips_for_layers
+from .stacked import StackedRows
 from .trace import Program
 
 
@@ -37,7 +38,7 @@ class StagedProgram:
     """
 
     graph: Graph
-    rows: Mapping[int, tuple[int, int, int]]
+    rows: Mapping[int, StackedRows]
     scan_splits: Mapping[int, tuple[int, ...]]
     layers: tuple[tuple[int, int], ...]
     piece_starts: Mapping[tuple[int, int], int]

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
-from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
+from .._jax.lifting import lift_from_loss
 from .._jax.placement import cut_placement, placement
 from ..errors import PlanError
+from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
 from .build import build_graph
 from .donation import named_inputs
 from .graph import Graph
-from .reduction import Reduction, aux_reductions, loss_reduction, results_of
+from .marking import HOW_TO_MARK, marks_words
+from .places import placed
+from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
-from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
-
-# How many of the step's lines a note lists.
-_MOST_LISTED = 4
+from .step_notes import step_notes
+from .traced_step import TracedStep, core_of, fingerprint, lifted, trace_step, traced, without_dead_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,8 @@ class Program:
       reduction: how losses of microbatches combine, "mean" or "sum".
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
-      notes: what a plan of it is to say about the step.
+      notes: what a plan in these microbatches has to say of the step.
+      effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
     """
 
     outer: ClosedJaxpr
@@ -85,6 +89,7 @@ class Program:
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
     notes: tuple[str, ...] = ()
+    effects: Effects = NO_EFFECTS
 
     @property
     def marked(self) -> bool:
@@ -170,40 +175,61 @@ def trace_program(
     _check_batch(shapes, microbatches, batch_axis)
     whole = trace(step, shapes)
     donated = whole.donated if donate is None else named_inputs(donate, shapes)
-    notes = _notes(whole, said=donate is not None)
+    notes = step_notes(whole, said=donate is not None)
     markers = whole.markers
     if len(markers) != 1:
         if microbatches > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
+                got=marks_words(whole.outer), needed="exactly one, outside of loops",
                 where=getattr(step, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
+                try_=f"{HOW_TO_MARK}, or microbatches=1",
             )  # fmt: skip
         return _uncut(whole, donated, notes)
-    marker = markers[0]
-    equation = open_jaxpr(whole.outer).eqns[marker]
+    outer, marker, sources = whole.outer, markers[0], whole.sources
+    equation = open_jaxpr(outer).eqns[marker]
     num_consts = equation.params["num_consts"]
     core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
+    effects = whole.effects
+    reduction = reduction or equation.params["reduction"]
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
+        small_call, in_loss = lift_from_loss(small_call, microbatches)
+        effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
-        results = results_of(full_core, core, microbatches, split_dims)
+        # Who says how microbatches combine lets each have statistics of its own.
+        found = with_batch_statistics(full_core, core, microbatches, split_dims) if reduction is None else None
+        degrees: tuple[int, ...] = ()
+        if found is not None:
+            full_core, degrees = eliminate_dead_code(found.full), found.degrees
+            core, boundaries = without_dead_code(found.small, boundaries)
+        results = results_of(full_core, core, microbatches, split_dims, degrees)
+        combined = aux_reductions(results, each=in_loss.count, accepted=reduction is not None)
         if reduction is None:
             reduction = loss_reduction(results)
-        combined = aux_reductions(results)
-    sources = whole.sources
+        else:
+            notes += _accepted(results, reduction)
+        core = placed(full_core, core, microbatches)
+        if found is not None:
+            core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
+            outer, marker = marked_with(outer, marker, found, num_consts)
+            equation = open_jaxpr(outer).eqns[marker]
+            whole.rules.prepare([(one, False) for one in open_jaxpr(found.statistics).eqns])
+            sources = (*sources[:num_consts], *(None for _ in degrees), *sources[num_consts:])
+            split_dims += (None,) * len(degrees)
+            num_consts += len(degrees)
+        outer = _with_rows(outer, marker, core, in_loss.count, microbatches)
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
     rules = whole.rules
     graph = build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
     return Program(
-        outer=whole.outer,
+        outer=outer,
         core=core,
         graph=graph,
         rules=rules,
@@ -226,37 +252,45 @@ def trace_program(
         aux_reductions=combined,
         boundaries=boundaries,
         notes=notes,
+        effects=effects,
     )
 
 
-def _notes(whole: TracedStep, *, said: bool) -> tuple[str, ...]:
-    """What a plan is to say about the step.
+def _accepted(results: Results, reduction: str) -> tuple[str, ...]:
+    """What the user accepts who says how the losses of microbatches combine."""
+    try:
+        found = loss_reduction(results)
+    except PlanError as error:
+        return (
+            f'reduction="{reduction}" is taken for {error.got} ({error.where}): every microbatch computes it of its '
+            "own examples, which gives other numbers than the whole batch",
+        )
+    if found == reduction:
+        return ()
+    return (f'reduction="{reduction}" is taken for a loss that is a {found} over the batch',)
+
+
+def _with_rows(outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int, microbatches: int) -> ClosedJaxpr:
+    """The step with a row for each microbatch in what effects of the loss function read, at a microbatch's size.
 
     Args:
-      whole: the step.
-      said: whether the user has said what is donated.
+      outer: the step at the full batch.
+      marker: position of its marked equation.
+      core: its loss function at the size of a microbatch, whose last results are read by effects.
+      effects: how many.
+      microbatches: into how many parts the batch is cut.
     """
-    notes = []
-    if whole.state_inputs and not whole.donated and not said:
-        why = "no meshwright.value_and_grad differentiates by it"
-        notes.append(f"args[0] comes back as the first result and is not donated, since {why}: donate=0 does donate it")
-    if whole.wishes:
-        listed = _listed(whole.wishes)
-        notes.append(f"layouts are the plan's (pins= fixes those of parameters and inputs), not followed: {listed}")
-    if whole.offloads:
-        listed = _listed(whole.offloads)
-        notes.append(f"only arguments and results are kept in the host's memory, not what is moved there by {listed}")
-    return tuple(notes)
-
-
-def _listed(lines: Sequence[str]) -> str:
-    more = len(lines) - _MOST_LISTED
-    return "; ".join(lines[:_MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")
+    if not effects:
+        return outer
+    avals = [atom.aval for atom in open_jaxpr(core).outvars]
+    rows = {len(avals) - n: (microbatches, *avals[-n].shape[1:]) for n in range(1, effects + 1)}
+    return with_result_shapes(outer, marker, rows)
 
 
 def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -> Program:
     """A step without a core, or with several, as one program."""
-    core = eliminate_dead_code(inline(inline_value_and_grad(whole.outer)))
+    pure, effects = lifted(inline(inline_value_and_grad(whole.outer)))
+    core = eliminate_dead_code(pure)
     names = whole.names
     return Program(
         outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
@@ -264,7 +298,7 @@ def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -
         state_inputs=whole.state_inputs, donated=donated, host_inputs=whole.host_inputs,
         host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean", notes=notes,
+        fingerprint=fingerprint(core), reduction="mean", notes=notes, effects=effects,
     )  # fmt: skip
 
 

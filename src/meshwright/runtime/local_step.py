@@ -24,6 +24,7 @@ from .._jax.random import is_key
 from ..cost.liveness import PredictedMemory, predict
 from ..errors import PlanError
 from ..plan import Plan, Stage
+from ..program.places import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
 from .collectives import run_centrally, run_together
@@ -31,7 +32,7 @@ from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue
-from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys, reduction_of
+from .microbatches import combined, finished, grown_dims, reduction_of
 
 
 class LocalStep:
@@ -121,7 +122,8 @@ class LocalStep:
         )  # fmt: skip
 
     def _output_specs(self) -> list[Spec]:
-        """State leaves as it came; the rest in whatever layout it has at the end."""
+        """State leaves as it came; what effects read is whole on every device; the rest in whatever layout it has at
+        the end."""
         program, sizes = self.program, self._stage.sizes
         carried = self.in_specs[: program.state_inputs]
         if not program.marked:
@@ -143,7 +145,7 @@ class LocalStep:
             operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
             follower = Follower(program.rules, sizes, skeleton)
             made = follower.program(program.outer, operands)[program.state_inputs :]
-            found[:] = [Spec(v.spec.dims) for v in made]
+            found[:] = self._with_whole_effects([Spec(v.spec.dims) for v in made])
             return [v.read(s) for v, s in zip(made, found, strict=True)]
 
         in_specs = tuple(partition(s) for s in self.in_specs)
@@ -158,7 +160,12 @@ class LocalStep:
         inputs = [plan.spec for plan in self._stage.inputs]
         outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
         outs[: self.program.state_inputs] = inputs[: self.program.state_inputs]
-        return outs
+        return self._with_whole_effects(outs)
+
+    def _with_whole_effects(self, specs: list[Spec]) -> list[Spec]:
+        """Specs of the step's last results, those that effects read made whole."""
+        first = len(specs) - self.program.effects.count
+        return [*specs[:first], *(Spec.replicated(len(spec.dims)) for spec in specs[first:])]
 
     def _core_specs(self) -> list[Spec]:
         """Specs of the core's results: loss, auxiliary results, then gradients in storage layout."""
@@ -283,20 +290,19 @@ class LocalStep:
         core = open_jaxpr(program.core)
         grown = self._grown()
         reductions = program.aux_reductions
-        raw = raw_keys(program.core)
-        wraps = [raw.get(var) for var in core.invars[: len(consts)]]
 
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
             pieces = iter(cut)
             inputs = []
-            for const, dim, wrap in zip(consts, split, wraps, strict=True):
-                inputs.append(next(pieces) if dim is not None else of_microbatch(const, position, wrap))
+            for const, dim in zip(consts, split, strict=True):
+                inputs.append(next(pieces) if dim is not None else const)
             total, sums, kept = carry
             # What is computed from parameters alone (gathers above all) would be moved out of the loop and stay alive
             # all through it. Tied to a value that changes, they no longer look the same in every trip.
             total, fresh = lax.optimization_barrier((total, list(parameters)))
-            value, aux, grads = microbatch(inputs, fresh)
+            with rows_of_microbatch(MicrobatchRows(number=position, count=count, blocks=blocks)):
+                value, aux, grads = microbatch(inputs, fresh)
             sums = jax.tree.map(jnp.add, sums, list(grads))
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             kept = [
@@ -317,8 +323,9 @@ class LocalStep:
             if d is None:
                 aux.append(finished(how, count, k))
             else:
-                spec = self._core_specs()[1 + len(aux)]
-                aux.append(_joined(next(pieces), d, blocks // self._blocks(spec.dims[d])))
+                spec, extent = self._core_specs()[1 + len(aux)], core.outvars[1 + len(aux)].aval.shape[d]
+                # One row for each microbatch (what effects read) is not cut into blocks.
+                aux.append(_joined(next(pieces), d, min(blocks // self._blocks(spec.dims[d]), extent)))
         return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
 
 

@@ -17,6 +17,7 @@ from ..plan import Plan
 from ..program.trace import Program
 from ..sharding import Spec
 from .arguments import Arguments
+from .effects import Replay
 from .local_step import LocalStep, partition
 from .pipeline.placing import put
 from .watch import watch
@@ -48,6 +49,7 @@ class PlannedStep:
         self.program = program
         self.plan = plan
         self._local = LocalStep(program, plan)
+        self._replay = Replay(program)
         names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
@@ -95,7 +97,13 @@ class PlannedStep:
         self._arguments.remember(made)
         if jax.process_count() > 1 and len(made) > self.program.state_inputs:
             watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
-        return jax.tree.unflatten(self.program.out_tree, made)
+        return self._results(made)
+
+    def _results(self, made: Sequence[Any]) -> Any:
+        """The step's results; runs its effects."""
+        results = self.program.out_tree.num_leaves
+        self._replay(made[results:])
+        return jax.tree.unflatten(self.program.out_tree, made[:results])
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""

@@ -125,7 +125,8 @@ def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
             loss, gradients = value_and_grad(model.loss)(params, batch)
             kept = {}
         else:
-            differentiate = value_and_grad(model.loss, has_aux=True)
+            # Each microbatch is normalised by its own statistics, as in every framework.
+            differentiate = value_and_grad(model.loss, has_aux=True, reduction="mean")
             (loss, statistics), gradients = differentiate(params, batch, state["statistics"])
             kept = {"statistics": statistics}
         updates, opt = transformation.update(gradients, state["opt"], params)

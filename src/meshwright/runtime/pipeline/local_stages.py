@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from ...ahead import Begun, in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
+from ...program.marking import HOW_TO_MARK, UNMARKED
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
@@ -181,7 +182,8 @@ class LocalStages:
         return simulate(self.schedule, self.timing())
 
     def plan_with_memory(self) -> Plan:
-        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step.
+        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step. Its notes say
+        what large values stages send each other around the core.
 
         Raises:
           PlanError: nobody has priced the plan.
@@ -207,7 +209,9 @@ class LocalStages:
                 workspace=max(rest, 0.0),
             )
             stages.append(replace(stage, memory=memory, in_flight=self.schedule.in_flight[number]))
-        return replace(self.plan, stages=tuple(stages))
+        note = self.around.note()
+        notes = () if note is None or note in self.plan.notes else (note,)
+        return replace(self.plan, stages=tuple(stages), notes=(*self.plan.notes, *notes))
 
 
 def _traced(planned: StageTiming, found: StageMemory) -> StageTiming:
@@ -243,9 +247,9 @@ def _check(program: Program, plan: Plan) -> None:
         )  # fmt: skip
     if not program.marked:
         raise PlanError(
-            refused="a pipeline", got="a step without meshwright.value_and_grad", needed="exactly one call of it",
-            where="the step", try_="meshwright.value_and_grad in place of jax.value_and_grad, one stage, or for a step "
-            "without gradients a program of trace_inference",
+            refused="a pipeline", got=UNMARKED, needed="exactly one, outside of loops",
+            where="the step", try_=f"{HOW_TO_MARK}, one stage, or for a step without gradients a program of "
+            "trace_inference",
         )  # fmt: skip
     if any(stage.equations is None for stage in plan.stages):
         raise PlanError(
@@ -267,6 +271,13 @@ def check_replicas(program: Program) -> None:
     Raises:
       PlanError: saying why.
     """
+    for effect in program.effects.lifted:
+        if effect.in_loss:
+            raise PlanError(
+                refused="the schedule replicas", got=f"{effect.name} in the loss function",
+                needed="a loss function without effects, whose microbatches are shared out", where=effect.line,
+                try_="calling it outside the loss function, or another schedule",
+            )  # fmt: skip
     if not program.marked or any(dim is not None for dim in grown_dims(program)):
         no_core = "a step without meshwright.value_and_grad, whose microbatches are shared out"
         raise PlanError(

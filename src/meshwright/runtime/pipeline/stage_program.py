@@ -26,18 +26,19 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..._jax.accumulate import accumulate_in_scans
-from ..._jax.jaxpr import ClosedJaxpr, Equation, open_jaxpr
+from ..._jax.jaxpr import ClosedJaxpr, open_jaxpr
 from ..._jax.passes import Halves, least_effort_first, part_of, size_bytes, split_program, trace_local
 from ..._jax.reverse import vjp
 from ...errors import PlanError
 from ...plan import Plan, Stage
 from ...program.cut import Cut
+from ...program.places import MicrobatchRows, rows_of_microbatch
 from ...program.reduction import Reduction
 from ...program.staged import StagedProgram
 from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
-from ..microbatches import combined, grown_dims, of_microbatch, raw_keys, reduction_of
+from ..microbatches import combined, grown_dims, reduction_of
 from .slots import Access, Role, Slot
 from .stage_jaxpr import stage_algorithms, stage_jaxpr
 
@@ -285,7 +286,8 @@ class StageProgram:
 
         parameters = [given[slot] for slot in self.parameters]
         moving = [given[slot] for slot in self._moving_received]
-        results, pull, outs = vjp(run, parameters, moving)
+        with rows_of_microbatch(MicrobatchRows(number=given[Slot(Role.INDEX)], count=self.microbatches)):
+            results, pull, outs = vjp(run, parameters, moving)
         found = {Slot(Role.SENT, v): outs[out_of[v]] for v in self.cut.sent}
         for slot in self.collected:
             found[slot] = outs[out_of[self._output_value(slot)]]
@@ -319,18 +321,11 @@ class StageProgram:
         return LocalValue(shard, Spec(plan.spec.dims), self.sizes, differentiated=differentiated).read(plan.spec)
 
     def _microbatch(self, slot: Slot, given: Mapping[Slot, Any]) -> Any:
-        """A program input of the microbatch: its part of the batch, or a key of its own."""
-        x, index = given[slot], given[Slot(Role.INDEX)]
-        if self.microbatches == 1:
+        """A program input of the microbatch: of the batch its part."""
+        x = given[slot]
+        if self.stacked_dim(slot) is None:
             return x
-        if self.stacked_dim(slot) is not None:
-            return lax.dynamic_index_in_dim(x, index - self.own.start, keepdims=False)
-        core = open_jaxpr(self._staged.core)
-        return of_microbatch(x, index, self._raw_keys.get(core.invars[self.cut.program_inputs[slot.position]]))
-
-    @cached_property
-    def _raw_keys(self) -> Mapping[Any, Equation]:
-        return raw_keys(self._staged.core)
+        return lax.dynamic_index_in_dim(x, given[Slot(Role.INDEX)] - self.own.start, keepdims=False)
 
     # The programs
 

@@ -26,7 +26,6 @@ from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
 from ..aliases import copied
 from ..pipeline.placing import put
-from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of
 from .mover import CHUNK_BYTES, Mover, most_bytes
 from .words import item_bytes
@@ -81,9 +80,8 @@ def reshard(
     leaves, treedef = jax.tree.flatten(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
-    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+    for leaf, name in zip(leaves, names, strict=True):
         _check_there(leaf, name)
-        leaves[i] = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
     with own_context():
         found = _moved(leaves, targets, names, network, chunk_bytes, donate=donate, dtype=dtype, tell=tell)
     return jax.tree.unflatten(treedef, found)
@@ -105,8 +103,7 @@ def reshard_plan(
     targets = _targets(tree, shardings, names)
     _checked(None, chunk_bytes, network)
     parts = []
-    for name, leaf, target in zip(names, leaves, targets, strict=True):
-        x = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
+    for name, x, target in zip(names, leaves, targets, strict=True):
         if getattr(x, "sharding", None) is None:
             if isinstance(x, jax.ShapeDtypeStruct):
                 raise _refusal(
@@ -215,12 +212,11 @@ def _check_there(leaf: Any, name: str) -> None:
     Raises:
       ReshardError: saying which leaf it is.
     """
-    parts = leaf.parts.values() if isinstance(leaf, StagedArray) else [leaf]
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise _refusal("a leaf", f"{leaf}", "an array; a shape can be planned for", name, "meshwright.reshard_plan")
     if isinstance(leaf, jax.Array):
         _check_devices(leaf.sharding, name)
-    if any(isinstance(part, jax.Array) and part.is_deleted() for part in parts):
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise _refusal(
             "a leaf", "an array that was donated", "one whose buffers are there", name,
             "what the step, or the reshard, that took it over returned",
@@ -334,13 +330,6 @@ def _refusal(
     refused: str, got: str, needed: str, where: str, try_: str = "jax.sharding.NamedSharding(mesh, PartitionSpec())"
 ) -> ReshardError:
     return ReshardError(refused=refused, got=got, needed=needed, where=where or "the array", try_=try_)
-
-
-def _one_part(leaf: StagedArray) -> Any:
-    """An array that several stages hold, as one of them has it."""
-    if leaf.rows is None:
-        return next(iter(leaf.parts.values()))
-    return np.asarray(leaf)
 
 
 def _plain(x: Any) -> Any:
