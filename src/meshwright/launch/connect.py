@@ -3,11 +3,8 @@
 Where the process stands is taken from the arguments, else from our launcher's environment, else from JAX's own
 detection (SLURM, Kubernetes, Open MPI, Cloud TPU). JAX answers a coordinator that never comes by aborting the process
 from C++, out of Python's reach; so JAX waits in a thread of its own, longer than we do, and this module gives up first,
-with an error. Afterwards JAX's heartbeats watch over the processes: one that is killed ends all others within
-`heartbeat_timeout_seconds`, with or without a launcher.
-
-Known limit: without our launcher, a process that leaves by `sys.exit(1)` waits in JAX's exit handler until the others
-end or five minutes have passed. An error that is raised does not wait.
+with an error. Afterwards the processes tell each other of their ends (`runtime.peers`), and JAX's heartbeats watch over
+them: one that tells nothing ends all others within `heartbeat_timeout_seconds`, with or without a launcher.
 """
 
 from __future__ import annotations
@@ -24,6 +21,8 @@ from .port import hold_port, somebody_listens, split_address
 
 # JAX's own limit lies this much behind ours, so that ours is the one that is met.
 _JAX_WAITS_LONGER_SECONDS = 3600
+# How long JAX has a process that exits wait for the others, which may have much left to do: as long as they live.
+_EXIT_SECONDS = 7 * 24 * 3600
 
 # The failure of the one attempt a process has: JAX's thread cannot be called back.
 _failure: LaunchError | None = None
@@ -63,6 +62,7 @@ def initialize(
     """
     global _failure
     from .._jax import distributed
+    from ..runtime.peers import peers
     from ..runtime.watch import watch
 
     if _failure is not None:
@@ -79,7 +79,11 @@ def initialize(
     place = None if asked else place_in(os.environ)
     if place is not None:
         coordinator, processes, process_id = place.coordinator, place.processes, place.process_id
-    if processes == 1 or distributed.is_connected():
+    if processes == 1:
+        return
+    if distributed.is_connected():
+        end_on_uncaught_errors()
+        peers.join()
         return
     cluster = None if place is not None else distributed.detected_cluster()
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -117,10 +121,12 @@ def initialize(
             bind_address=coordinator if place is not None else None,
             give_up_seconds=math.ceil(timeout_seconds) + _JAX_WAITS_LONGER_SECONDS,
             heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_seconds),
+            shutdown_timeout_seconds=_EXIT_SECONDS,
         ),
         timeout_seconds,
     )
     if problem is None:
+        peers.join()
         return
     address = distributed.coordinator_address() or coordinator
     who = Place(coordinator=address or "unknown", processes=processes or 0, process_id=process_id or 0)

@@ -25,6 +25,7 @@ from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
 from .staged_array import StagedArray
 from .surroundings import is_small
+from ..watch import watch
 from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 
 
@@ -42,6 +43,7 @@ class PipelinedStep:
       local: its programs.
       schedule: the plan's.
       stages: on their devices.
+      what: the step and the plan in words, for errors: the same text in all processes.
       in_shardings: for each argument of the step how it is kept, for each stage that keeps it.
 
     Raises:
@@ -55,6 +57,9 @@ class PipelinedStep:
         _check_devices(plan, devices)
         self.program = program
         self.plan = plan
+        self.what = "a plan"
+        self._steps = 0
+        self._processes = tuple(sorted({devices[d].process_index for stage in plan.stages for d in stage.devices}))
         meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
         self.local = LocalStages(program, plan, meshes)
         self.schedule = self.local.schedule
@@ -71,7 +76,7 @@ class PipelinedStep:
                 needed="one for every process that runs the step", where="plan=",
                 try_="fewer processes, or a plan that uses all devices",
             )  # fmt: skip
-        self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
+        self._one_process = len(self._processes) == 1
         naive = LocalTransport() if self._one_process else ProcessTransport()
         between: Transport = naive if transport == "naive" else PlannedTransport(network)
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
@@ -88,14 +93,20 @@ class PipelinedStep:
 
         Leaves of the state that several stages hold come back as `StagedArray`s and go into the next call as such.
         """
-        flat = jax.tree.leaves(args)
-        for leaf, name in zip(flat, self.program.input_names, strict=True):
-            for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
-                check_not_donated(part, name)
-        memories = [self._memory(number, flat) for number in range(len(self.stages))]
-        del flat
-        self._executor.run(memories)
-        return jax.tree.unflatten(self.program.out_tree, self._results(memories))
+        self._steps += 1
+        with watch.call(f"step {self._steps} of {self.what}", self._processes):
+            flat = jax.tree.leaves(args)
+            for leaf, name in zip(flat, self.program.input_names, strict=True):
+                for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
+                    check_not_donated(part, name)
+            memories = [self._memory(number, flat) for number in range(len(self.stages))]
+            del flat
+            self._executor.run(memories)
+            results = self._results(memories)
+            if not self._one_process:
+                for metric in results[self.program.state_inputs :][:1]:
+                    watch.follow(lambda: f"the end of a step of {self.what}", metric)
+        return jax.tree.unflatten(self.program.out_tree, results)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched, and so are leaves
