@@ -47,7 +47,6 @@ def connect(
     bind_address: str | None,
     give_up_seconds: int,
     heartbeat_timeout_seconds: int,
-    shutdown_timeout_seconds: int,
 ) -> None:
     """Connect to the coordinator, which process 0 starts. Blocks; after `give_up_seconds` JAX ends the process.
 
@@ -59,7 +58,6 @@ def connect(
       bind_address: where process 0 listens; on every interface by default.
       give_up_seconds: after these JAX aborts, without an error that Python could see.
       heartbeat_timeout_seconds: a process that is silent for so long is dead.
-      shutdown_timeout_seconds: how long one that exits waits for the others; after these JAX ends it by SIGABRT.
     """
     # JAX's default, unless somebody unset it; without it nothing over CPU devices of several processes compiles.
     if jax.config.jax_cpu_collectives_implementation is None:
@@ -72,7 +70,6 @@ def connect(
         initialization_timeout=give_up_seconds,
         coordinator_bind_address=bind_address,
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
 
 

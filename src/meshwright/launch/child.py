@@ -28,6 +28,7 @@ def main() -> None:
     die_with(int(launcher))
     os.set_inheritable(int(pipe), False)  # what the script starts has no part in it
     me = os.getpid()
+    peers.before_end = lambda: tell_failed(int(pipe), time.monotonic_ns())
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:

@@ -21,8 +21,6 @@ from .port import hold_port, somebody_listens, split_address
 
 # JAX's own limit lies this much behind ours, so that ours is the one that is met.
 _JAX_WAITS_LONGER_SECONDS = 3600
-# How long JAX has a process that exits wait for the others, which may have much left to do: as long as they live.
-_EXIT_SECONDS = 7 * 24 * 3600
 
 # The failure of the one attempt a process has: JAX's thread cannot be called back.
 _failure: LaunchError | None = None
@@ -82,8 +80,9 @@ def initialize(
     if processes == 1:
         return
     if distributed.is_connected():
-        end_on_uncaught_errors()
-        peers.join()
+        if not peers.are_joined:  # a script that has called jax.distributed.initialize itself
+            end_on_uncaught_errors()
+            peers.join()
         return
     cluster = None if place is not None else distributed.detected_cluster()
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -121,7 +120,6 @@ def initialize(
             bind_address=coordinator if place is not None else None,
             give_up_seconds=math.ceil(timeout_seconds) + _JAX_WAITS_LONGER_SECONDS,
             heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_seconds),
-            shutdown_timeout_seconds=_EXIT_SECONDS,
         ),
         timeout_seconds,
     )

@@ -5,15 +5,15 @@ collective, until a barrier fails after minutes and every process is aborted fro
 coordinator's key-value store, which every process of a run is connected to:
 
     meshwright/over      why the run is over, once: an `Over`; or nothing, when all processes have left without error
-    meshwright/left/P    that process P has left without error, and after which calls (`watch`)
+    meshwright/left/P    that process P has left, how, and after which calls (`watch`)
     meshwright/at/P      in which call process P is, when it has been there for a while
     meshwright/who/P     the host and the process id of process P
 
-A thread in each process waits for the first of these, which takes one pending request to the coordinator and no time of
-a step. When it comes, the process prints it and ends with status 1, without exit handlers. A process that leaves without
-error waits until all others have left as well, so that JAX's own barrier finds all of them there.
+A thread in each process waits for the first of these, which takes one pending request to the coordinator and no time
+of a step. When it comes, the process prints it and ends with status 1, without exit handlers. A process that leaves
+without error waits until all others have left as well, so that JAX's own barrier finds all of them there.
 
-A process that is killed, or leaves by os._exit, tells nothing: `lifeline` sees that.
+A process that is killed, or leaves by os._exit, tells nothing: `lifeline` notices, and process 0 tells.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
+
+from .lifeline import keep_lifeline
 
 # A request to the coordinator is renewed after so long.
 _REQUEST_SECONDS = 60.0
@@ -37,9 +39,10 @@ _AHEAD_SECONDS = 3.0
 # How long process 0, which holds the coordinator, stays for the others to hear why the run is over.
 _HEARD_SECONDS = 3.0
 _TICK_SECONDS = 0.02
-# One that has left waits for so long for the others to leave, and is then in the hands of JAX's barrier: they may have
-# shut JAX down by hand, which is a barrier of its own.
-_LEAVING_SECONDS = 600.0
+# A process that is gone without a word ends the others after so long, unless they end before, in the same way.
+_GONE_SECONDS = 5.0
+# What others hear may come of an error that this process is about to report itself.
+_OWN_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,9 @@ class Over:
         )
 
 
+_SILENT = "SIGKILL, a crash or os._exit: it told nothing"
+
+
 class Peers:
     """The processes of this run, of which this is one.
 
@@ -72,17 +78,21 @@ class Peers:
       me: the number of this process.
       number: how many there are; 1 before they are joined.
       leaving: how this process leaves, when it does so without error.
+      calls: the calls so far that it has made together with others, for them (`watch.Watch.calls`).
+      before_end: called when this process is about to end because of an error.
     """
 
     def __init__(self) -> None:
         self.me, self.number = 0, 1
         self.leaving = "the end of its script, or sys.exit"
-        self.calls: Callable[[], Any] = dict  # what `watch` knows of the calls so far, as JSON
+        self.calls: Callable[[], dict[str, Any]] = lambda: {"made": [], "recent": []}  # what `watch` knows of them
+        self.before_end: Callable[[], None] = lambda: None
         self._pid = 0
         self._listener: threading.Thread | None = None
         self._ending = threading.Lock()  # of the thread that ends this process
         self._over: Over | None = None
         self._heard = threading.Event()
+        self._are_gone: set[int] = set()
 
     def join(self) -> None:
         """Take part, once this process is connected to the coordinator. Later calls do nothing."""
@@ -97,6 +107,12 @@ class Peers:
         distributed.publish(f"meshwright/who/{self.me}", f"{socket.gethostname()}, pid {self._pid}", again=True)
         self._listener = threading.Thread(target=self._listen, name="meshwright.peers", daemon=True)
         self._listener.start()
+        host = (distributed.coordinator_address() or "").rpartition(":")[0].strip("[]")
+        with contextlib.suppress(OSError):  # no port to be had: JAX's heartbeats alone
+            keep_lifeline(
+                self.me, host, lambda text: distributed.publish("meshwright/lifeline", text),
+                lambda: distributed.read("meshwright/lifeline", _REQUEST_SECONDS), self._gone,
+            )  # fmt: skip
         atexit.register(self._leave)
 
     @property
@@ -114,7 +130,7 @@ class Peers:
         return ", ".join(f"process {n} ({who.get(str(n), 'of an unknown host')})" for n in numbers)
 
     def left(self) -> dict[int, dict[str, Any]]:
-        """The processes that have left without error: how, and after which calls."""
+        """The processes that have left: how, and after which calls; of those that are gone without a word, None."""
         return self._read("left")
 
     def at(self) -> dict[int, dict[str, Any]]:
@@ -137,6 +153,7 @@ class Peers:
     def end(self, over: Over) -> NoReturn:
         """End this process and all others with an error that one of them has found; from any thread."""
         self._take_over_ending()
+        self.before_end()
         said = self._told(over) if self.are_joined else over
         print_error(said.words(self.me))
         self._leave_at_once(1)
@@ -151,20 +168,43 @@ class Peers:
           consequence: whether it may come of the end of another process, which then may have told already.
         """
         self._take_over_ending()
+        self.before_end()
         report()
         if self.are_joined:
-            if consequence:
-                self._heard.wait(_AHEAD_SECONDS)
-            said = self._over or self._told(self._failure(reason))
-            if said.by != self.me:
+            said = self._told((consequence and self._cause()) or self._end_of(self.me, reason))
+            if consequence and said.by != self.me:
                 print_error(said.words(self.me))
         self._leave_at_once(status)
 
-    def _failure(self, reason: str) -> Over:
+    def _end_of(self, process: int, reason: str) -> Over:
         return Over(
-            got=f"the end of {self.names(self.me)} by {reason}", needed="every process of the run",
-            try_=f"looking at the log of process {self.me}", by=self.me,
+            got=f"the end of {self.names(process)} by {reason}", needed="every process of the run",
+            try_=f"looking at the log of process {process}", by=process,
         )  # fmt: skip
+
+    def _cause(self) -> Over | None:
+        """The end of another process that explains an error here, if one becomes known soon."""
+        until = time.monotonic() + _AHEAD_SECONDS
+        while not self._heard.wait(_TICK_SECONDS) and time.monotonic() < until:
+            with contextlib.suppress(Exception):
+                for process, one in self.left().items():
+                    if one["made"] is None:
+                        return self._end_of(process, one["how"])
+        return self._over
+
+    def _gone(self, process: int) -> None:
+        """Another process has ended, perhaps without a word: by process 0 all are told, or by each of process 0."""
+        from .._jax import distributed
+
+        self._are_gone.add(process)
+        if process == 0:
+            self._lost()
+        elif not self._heard.wait(_TICK_SECONDS):
+            with contextlib.suppress(Exception):
+                left = {"how": _SILENT, "made": None, "recent": []}
+                distributed.publish(f"meshwright/left/{process}", json.dumps(left), again=True)
+        if process != 0 and not self._heard.wait(_GONE_SECONDS):
+            self.end(self._end_of(process, _SILENT))
 
     def _take_over_ending(self) -> None:
         if not self._ending.acquire(blocking=False):
@@ -174,6 +214,8 @@ class Peers:
         """Tell that the run is over; returns what was told first."""
         from .._jax import distributed
 
+        if self._over is not None:
+            return self._over
         try:
             distributed.publish("meshwright/over", json.dumps(asdict(over)))
         except FileExistsError:
@@ -185,16 +227,12 @@ class Peers:
         return over
 
     def _leave_at_once(self, status: int) -> NoReturn:
-        from .._jax import distributed
-
-        if self.are_joined:
-            with contextlib.suppress(Exception):
-                heard = distributed.count("meshwright/heard", 1 if self.me else 0)
-                until = time.monotonic() + _HEARD_SECONDS
-                while self.me == 0 and heard < self.number - 1 and time.monotonic() < until:
-                    time.sleep(_TICK_SECONDS)
-                    heard = distributed.count("meshwright/heard", 0)
         flush()
+        if self.are_joined and self.me == 0:
+            # With it goes the coordinator, of which the others are to hear first.
+            until = time.monotonic() + _HEARD_SECONDS
+            while len(self._are_gone) < self.number - 1 and time.monotonic() < until:
+                time.sleep(_TICK_SECONDS)
         os._exit(status)
 
     def _listen(self) -> None:
@@ -207,23 +245,31 @@ class Peers:
                 continue
             except ConnectionAbortedError:
                 return  # this process has left the coordinator itself
-            except Exception as error:
-                self._over = self._lost(error)
-            else:
-                if not text:
-                    return
-                self._over = Over(**json.loads(text))
+            except Exception:
+                self._lost()
+                return
+            self._over = Over(**json.loads(text)) if text else None
             self._heard.set()
+            if self._over is None:
+                return
+            time.sleep(_OWN_SECONDS)
             if self._ending.acquire(blocking=False):
+                self.before_end()
                 print_error(self._over.words(self.me))
                 self._leave_at_once(1)
             return
 
-    def _lost(self, error: Exception) -> Over:
-        return Over(
-            got=f"no connection to the coordinator of process 0: {str(error).splitlines()[0]}",
-            needed="every process of the run", try_="looking at the log of process 0", by=0,
-        )  # fmt: skip
+    def _lost(self) -> None:
+        """Process 0 and the coordinator are gone. JAX is about to abort this process because of that."""
+        from .._jax import distributed
+
+        if not self._heard.is_set():
+            self._over = Over(
+                got=f"the end of process 0 ({distributed.coordinator_address()}) by {_SILENT}", by=0,
+                needed="every process of the run", try_="looking at the log of process 0",
+            )  # fmt: skip
+            self._heard.set()
+            self.end(self._over)
 
     def _leave(self) -> None:
         """At exit: tell the others, and wait until they have left as well, or one has told of an error."""
@@ -235,8 +281,52 @@ class Peers:
             calls = {"how": self.leaving, **self.calls()}
             distributed.publish(f"meshwright/left/{self.me}", json.dumps(calls), again=True)
             if distributed.count("meshwright/leaving") == self.number:
-                distributed.publish("meshwright/over", "")
-        self._listener.join(_LEAVING_SECONDS)
+                over = unequal(self.left(), self.names)
+                distributed.publish("meshwright/over", json.dumps(asdict(over)) if over else "")
+        # As long as the others live: JAX's own barrier gives up after five minutes, and aborts them.
+        self._listener.join()
+
+
+def made_by(calls: Mapping[str, Any], among: Sequence[int]) -> int:
+    """How many calls among some processes one of them has made.
+
+    >>> made_by({"made": [[[0, 1], 3], [[0, 2], 5]]}, (0, 2))
+    5
+    """
+    return next((number for those, number in calls["made"] if tuple(those) == tuple(among)), 0)
+
+
+def unequal(left: Mapping[int, Mapping[str, Any]], names: Callable[..., str]) -> Over | None:
+    """What is wrong when all processes have left without error: that one has made fewer calls than another.
+
+    Args:
+      left: of each process the calls that it has made, and how it left.
+      names: processes in words.
+    """
+    for process, one in left.items():
+        for among, number in one["made"]:
+            for other in among:
+                if made_by(left[other], among) < number:
+                    return early(
+                        other, left[other], f"{names(process)} went on to {last_call(one, among)}", process, names
+                    )
+    return None
+
+
+def last_call(calls: Mapping[str, Any], among: Sequence[int]) -> str:
+    """The last call among some processes that one of them has made."""
+    return next(
+        (f"{what} (call {last})" for those, _, last, what in reversed(calls["recent"]) if tuple(those) == tuple(among)),
+        "none",
+    )
+
+
+def early(process: int, left: Mapping[str, Any], while_: str, by: int, names: Callable[..., str]) -> Over:
+    """That a process has left before others have."""
+    return Over(
+        got=f"the end of {names(process)}, by {left['how']}, while {while_}", needed="as many steps in every process",
+        try_="loops that end after the same step in every process: batches of equal number on every host", by=by,
+    )  # fmt: skip
 
 
 def print_error(text: str) -> None:

@@ -41,8 +41,7 @@ class PlannedStep:
             )  # fmt: skip
         self.program = program
         self.plan = plan
-        self.what = "a plan"
-        self._steps = 0
+        self.what = "a step"
         self._local = LocalStep(program, plan)
         names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
@@ -63,8 +62,7 @@ class PlannedStep:
         if len(self._processes) == 1:
             flat = self.place(jax.tree.leaves(args))
             return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
-        self._steps += 1
-        with watch.call(f"step {self._steps} of {self.what}", self._processes):
+        with watch.call(self.what, self._processes):
             flat = self.place(jax.tree.leaves(args))
             with watch.over(self._about):
                 made = self.jitted(*flat)
@@ -75,7 +73,7 @@ class PlannedStep:
 
     def _about(self) -> str:
         others = ", ".join(str(p) for p in self._processes if p != jax.process_index())
-        return f"step {self._steps} of {self.what}, with process {others}"
+        return f"{self.what}, with process {others}"
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""

@@ -5,16 +5,17 @@ So a thread watches over the waits of the main thread, and ends the process with
 and whose part is missing:
 
 * Calls that several processes make together (a step, the planning of one) are numbered. When nothing has happened for a
-  moment, the thread tells the others in which call its process is, and reads of theirs (`peers`). If one has left before
-  a call that others are in, or is in another call of the same number (it plans for arguments of other shapes, runs
-  another step), nobody waits for it any longer: all processes end with an error that says so.
+  moment, the thread tells the others in which call its process is; from time to time it reads of theirs (`peers`). If
+  one has left before a call that others are in, or is in another call of the same number (it plans for arguments of
+  other shapes, runs another step), all processes end with an error that says so.
 * A process that lives and does not come, because it hangs in its own code, can be told from a slow one by time alone:
   a wait without anything happening for `limit_seconds` is given up.
 
 What a process knows is whom it waits for, who may wait in turn: where several processes give up, the one at fault is
 the one that is named and names nobody.
 
-A call costs a step some microseconds: it is counted and put into a queue. Nothing is sent while steps follow each other.
+A call costs a step some microseconds: it is counted and put into a queue. While steps follow each other the thread
+sends a request every few seconds.
 
 Time is counted in ticks of the thread, so that a process that was stopped and goes on does not count the pause.
 
@@ -29,18 +30,21 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from .peers import Over, peers
+from .peers import Over, early, last_call, made_by, peers
 
 LIMIT_SECONDS = 600.0
 
 # How often the thread looks at exit.
 _LAST_TICK_SECONDS = 0.01
-# How many of the last calls others are told of: those that may be issued and not computed yet, for the most part.
-_RECENT_CALLS = 32
+# How often the thread reads of the others while steps follow each other: who has left is noticed also by a process that
+# waits for none.
+_LOOK_TICKS = 4
+# How many runs of the same call others are told of. A process may be ahead of another by calls that wait for none.
+_RECENT_RUNS = 32
 
 
 class Token(Protocol):
@@ -76,7 +80,8 @@ class Watch:
         self._call: Call | None = None
         self._issued: deque[tuple[Callable[[], str], Token, Call | None]] = deque()
         self._made: Counter[tuple[int, ...]] = Counter()
-        self._recent: deque[Call] = deque(maxlen=_RECENT_CALLS)
+        # Runs of the same call: processes, first and last number, and what it is.
+        self._runs: deque[tuple[tuple[int, ...], int, int, str]] = deque(maxlen=_RECENT_RUNS)
         self._progress = 0
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
@@ -93,9 +98,12 @@ class Watch:
             yield
             return
         self._start()
-        self._made[among] += 1
-        around, self._call = self._call, Call(among, self._made[among], what)
-        self._recent.append(self._call)
+        number = self._made[among] = self._made[among] + 1
+        around, self._call = self._call, Call(among, number, what)
+        first = number
+        if self._runs and self._runs[-1][0] == among and self._runs[-1][3] == what:
+            first = self._runs.pop()[1]
+        self._runs.append((among, first, number, what))
         try:
             yield
         finally:
@@ -126,10 +134,10 @@ class Watch:
         self._issued.append((what, token, self._call))
 
     def calls(self) -> dict[str, Any]:
-        """The calls so far, for other processes: how many, and the last ones."""
+        """The calls so far, for other processes: how many among which, and what the last are, in runs of the same."""
         return {
             "made": [[list(among), number] for among, number in list(self._made.items())],
-            "recent": [[list(one.among), one.number, one.what] for one in list(self._recent)],
+            "recent": [[list(among), *rest] for among, *rest in list(self._runs)],
         }
 
     def _start(self) -> None:
@@ -145,7 +153,7 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        seen, still, told = (0, 0), 0.0, (-1, -1)
+        seen, still, told, ticks = (0, 0), 0.0, (-1, -1), 0
         while not self._ending.is_set() or self._issued:
             tick = min(1.0, self.limit_seconds / 10)
             if self._ending.wait(tick):
@@ -157,38 +165,27 @@ class Watch:
             now = (self._progress, self._made.total())
             what = self._waiting or (self._issued[0][0] if self._issued else None)
             still = still + tick if what is not None and seen == now else 0.0
-            if seen == now and peers.are_joined:
+            ticks += 1
+            if peers.are_joined and (seen == now or ticks % _LOOK_TICKS == 0):
                 with contextlib.suppress(ConnectionError, RuntimeError, OSError):  # without it, nobody is told
-                    if told != now:
+                    if seen == now and told != now:
                         peers.tell_at(self.calls())
                         told = now
-                    self._compare()
+                    over = never_comes(self.calls(), peers.me, peers.left(), peers.at(), peers.names)
+                    if over is not None:
+                        peers.end(over)
             seen = now
             if what is not None and still >= self.limit_seconds:
                 self._give_up(what(), still)
                 return
 
-    def _outstanding(self) -> list[Call]:
-        """The calls whose end this process waits for, oldest first."""
-        of_tokens = [call for _, _, call in list(self._issued) if call is not None]
-        return list(dict.fromkeys(of_tokens if self._call is None else [*of_tokens, self._call]))
-
-    def _compare(self) -> None:
-        """End all processes if one will never come to a call that this one is in."""
-        calls = self._outstanding()
-        if not calls:
-            return
-        over = never_comes(calls, peers.me, peers.left(), peers.at(), peers.names)
-        if over is not None:
-            peers.end(over)
-
     def _end_all(self, what: str, seconds: float) -> NoReturn:
         """End all processes after `seconds` of waiting for `what`."""
         missing: list[str] = []
-        calls = self._outstanding()
-        if calls and peers.are_joined:
+        call = self._issued[0][2] if self._issued else self._call
+        if call is not None and peers.are_joined:
             with contextlib.suppress(Exception):
-                missing = behind(calls[0], peers.at(), peers.names)
+                missing = behind(call, peers.at(), peers.names)
         peers.end(
             Over(
                 got=f"nothing for {seconds:.0f} s from {what}{''.join(f'; {text}' for text in missing)}",
@@ -201,42 +198,36 @@ class Watch:
         )
 
 
-def _made(calls: Mapping[str, Any], among: tuple[int, ...]) -> int:
-    return next((number for those, number in calls["made"] if tuple(those) == among), 0)
-
-
 def never_comes(
-    calls: Sequence[Call],
+    calls: Mapping[str, Any],
     me: int,
     left: Mapping[int, Mapping[str, Any]],
     at: Mapping[int, Mapping[str, Any]],
     names: Callable[..., str],
 ) -> Over | None:
-    """Why one of the processes will not come to a call, if that is known.
+    """Why one of the processes will not come to a call that this one has made, if that is known.
 
     Args:
-      calls: those that process `me` is in.
+      calls: those that process `me` has made (`Watch.calls`).
       me: its number.
-      left: of processes that have left, the calls that they have made (`Watch.calls`), and "how" they left.
-      at: of processes that have been where they are for a while, the calls that they have made.
+      left: of processes that have left, those that they have made, and "how" they left; None of some.
+      at: of processes that have been where they are for a while, those that they have made.
       names: processes in words.
     """
-    for call in calls:
-        waits = f"{names(me)} waits for it in {call.what}"
-        for other in call.among:
-            if other in left and _made(left[other], call.among) < call.number:
-                return Over(
-                    got=f"the end of {names(other)}, by {left[other]['how']}, while {waits}",
-                    needed="as many steps in every process",
-                    try_="loops that end after the same step in every process: batches of equal number on every host",
-                    by=me,
-                )
+    for among, number in calls["made"]:
+        for other in among:
+            # Of one that is gone without a word that is not known: it may have made them all.
+            if other in left and left[other]["made"] is not None and made_by(left[other], among) < number:
+                return early(other, left[other], f"{names(me)} waits for it in {last_call(calls, among)}", me, names)
+    for among, first, last, what in calls["recent"]:
         # Who differs from the first process tells; that is enough for all to differ from none.
-        first = call.among[0]
-        for among, number, what in at.get(first, {}).get("recent", ()):
-            if first != me and (tuple(among), number) == (call.among, call.number) and what != call.what:
+        other = among[0]
+        known = left.get(other) or at.get(other)
+        for those, its_first, its_last, theirs in known["recent"] if known is not None and other != me else ():
+            number = max(first, its_first)
+            if those == among and number <= min(last, its_last) and theirs != what:
                 return Over(
-                    got=f"{names(first)} in {what}, while {waits}",
+                    got=f"{names(other)} in {theirs} (call {number}), while {names(me)} waits for it in {what}",
                     needed="the same call in every process",
                     try_="arguments of the same shapes, and the same way through the script, in every process",
                     by=me,
@@ -248,9 +239,9 @@ def behind(call: Call, at: Mapping[int, Mapping[str, Any]], names: Callable[...,
     """The processes that have not come to a call, and where they were last."""
     found = []
     for other in call.among:
-        if other in at and (made := _made(at[other], call.among)) < call.number:
-            last = next((what for _, _, what in reversed(at[other]["recent"])), "none")
-            found.append(f"{names(other)} has made {made} of {call.number} calls, the last of which is {last}")
+        if other in at and made_by(at[other], call.among) < call.number:
+            last = last_call(at[other], call.among)
+            found.append(f"{names(other)} has not come to call {call.number}, its last is {last}")
     return found
 
 

@@ -15,6 +15,7 @@ from ...plan import Plan
 from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
+from ..watch import watch
 from .executor import Executor, Memory
 from .local_stages import LocalStages
 from .operations import Work, operations
@@ -25,7 +26,6 @@ from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
 from .staged_array import StagedArray
 from .surroundings import is_small
-from ..watch import watch
 from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 
 
@@ -57,8 +57,7 @@ class PipelinedStep:
         _check_devices(plan, devices)
         self.program = program
         self.plan = plan
-        self.what = "a plan"
-        self._steps = 0
+        self.what = "a step"
         self._processes = tuple(sorted({devices[d].process_index for stage in plan.stages for d in stage.devices}))
         meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
         self.local = LocalStages(program, plan, meshes)
@@ -93,8 +92,7 @@ class PipelinedStep:
 
         Leaves of the state that several stages hold come back as `StagedArray`s and go into the next call as such.
         """
-        self._steps += 1
-        with watch.call(f"step {self._steps} of {self.what}", self._processes):
+        with watch.call(self.what, self._processes):
             flat = jax.tree.leaves(args)
             for leaf, name in zip(flat, self.program.input_names, strict=True):
                 for part in leaf.parts.values() if isinstance(leaf, StagedArray) else (leaf,):
@@ -105,7 +103,7 @@ class PipelinedStep:
             results = self._results(memories)
             if not self._one_process:
                 for metric in results[self.program.state_inputs :][:1]:
-                    watch.follow(lambda: f"the end of a step of {self.what}", metric)
+                    watch.follow(lambda: f"the end of {self.what}", metric)
         return jax.tree.unflatten(self.program.out_tree, results)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
