@@ -39,18 +39,18 @@ def initialize(
 
     Under `meshwright launch`, and where JAX detects a cluster (SLURM, Kubernetes, Open MPI, Cloud TPU), no argument is
     needed; under other MPI launchers the coordinator alone. Alone, with one process, and when called again, it does
-    nothing. An error that nobody catches ends a joined process at once, without exit handlers, so that the others do
-    not wait for it.
+    nothing. From then on a process that fails, ends before the others, or makes other calls than they ends all of them
+    with an error that names it (docs/launch.md); an error that nobody catches ends a process without exit handlers.
 
     Args:
       timeout_seconds: how long to wait until all processes are there.
       coordinator: host:port of process 0, on which it starts the coordinator.
       processes: how many processes there are.
       process_id: which of them this is, from 0.
-      heartbeat_timeout_seconds: a process that is silent for so long counts as dead, and the others end; rounded up to
-        whole seconds.
-      step_timeout_seconds: when a step of a pipeline has waited for others for so long, without anything happening,
-        this process ends with an error that says for what and for whom. Others may be compiling meanwhile.
+      heartbeat_timeout_seconds: a process whose machine is silent for so long counts as dead, and the others end;
+        rounded up to whole seconds.
+      step_timeout_seconds: when a step has waited for others for so long, without anything happening, all processes end
+        with an error that says for what and for whom. Others may be compiling meanwhile.
 
     Raises:
       LaunchError: if the others do not come in time, if JAX's devices are in use already, if the coordinator's port is

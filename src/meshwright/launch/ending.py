@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from types import TracebackType
@@ -32,11 +33,19 @@ def end_on_uncaught_errors() -> None:
             f"{' '.join(traceback.format_exception_only(kind, error)).strip()[:1000]}{place_of(trace)}",
             130 if issubclass(kind, KeyboardInterrupt) else 1,
             lambda: report(kind, error, trace),
-            # An error of a compiled program: of its collectives, for instance, when another process is gone.
-            consequence=kind.__module__.startswith("jax"),
+            consequence=_may_come_of_others(error),
         )
 
     sys.excepthook = report_and_end
+
+
+def _may_come_of_others(error: BaseException) -> bool:
+    """Whether an error is one of a compiled program, whose collectives fail when another process is gone.
+
+    >>> _may_come_of_others(ValueError("UNKNOWN: Gloo all-reduce failed")), _may_come_of_others(ValueError("no"))
+    (True, False)
+    """
+    return type(error).__module__.startswith("jax") or re.match(r"[A-Z_]{5,}: ", str(error)) is not None
 
 
 def place_of(trace: TracebackType | None) -> str:
