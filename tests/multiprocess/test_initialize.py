@@ -95,9 +95,8 @@ def test_others_that_never_come_are_an_error_in_time(tmp_path: Path, process_id:
     assert ("nobody listens" if process_id == 1 else "all 2 processes") in first
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("time.sleep(1000)", marks=pytest.mark.slow), "raise ValueError('this is why')"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["time.sleep(1000)", "raise ValueError('this is why')"])
 def test_without_a_launcher_a_process_that_ends_ends_the_others(tmp_path: Path, how: str) -> None:
     join = (
         f'coordinator="127.0.0.1:{free_port()}", processes=2, process_id=place, '
