@@ -25,12 +25,12 @@ from ..cost.liveness import PredictedMemory, predict
 from ..errors import PlanError
 from ..plan import Plan, Stage
 from ..program.trace import Program
-from ..sharding import Spec, convert
+from ..sharding import Spec
 from .collectives import run_centrally, run_together
 from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
-from .local_value import LocalValue
+from .local_value import LocalValue, planned_conversion
 from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys, reduction_of
 from .plan_fits import algorithms_of, settled_of
 
@@ -218,9 +218,7 @@ class LocalStep:
         have = [*left, *(Spec(use.dims, partial=use.broadcast) for use in uses)]
         conversions = []
         for source, target in zip(have, [*made, *storages], strict=True):
-            conversion = convert(source, target)
-            assert conversion is not None
-            conversions.append(conversion)
+            conversions.append(planned_conversion(source, target))
         results = [value, *aux]
         if stage.gradient_exchange == "central":
             own, summed = conversions[: len(results)], conversions[len(results) :]
