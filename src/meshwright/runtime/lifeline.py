@@ -37,8 +37,12 @@ def keep_lifeline(
     """
     if me == 0:
         # Local processes need no port that is open to the network.
-        local = coordinator in ("localhost", "127.0.0.1", "::1")
-        port = socket.create_server((coordinator if local else "", 0))
+        if coordinator in ("localhost", "127.0.0.1"):
+            port = socket.create_server((coordinator, 0))
+        elif socket.has_dualstack_ipv6():
+            port = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            port = socket.create_server(("", 0))
         token = secrets.token_hex(16)
         publish(f"{port.getsockname()[1]} {token}")
         _only_here(port)
@@ -84,10 +88,11 @@ def _serve(port: socket.socket, token: str, gone: Callable[[int], None]) -> None
             said = b""
             with contextlib.suppress(OSError):
                 said = line.recv(_MOST_BYTES)
-            if line not in who and (words := said.decode(errors="replace").split()) and words[0] == token:
+            words = said.decode(errors="replace").split()
+            if line not in who and len(words) == 2 and words[0] == token and words[1].isdecimal():
                 who[line] = int(words[1])
                 continue
             selector.unregister(line)
             line.close()
             if line in who:
-                gone(who.pop(line))
+                threading.Thread(target=gone, args=(who.pop(line),), name="meshwright.gone", daemon=True).start()

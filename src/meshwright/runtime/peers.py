@@ -4,10 +4,10 @@ JAX alone does not tell: a process that leaves waits in JAX's exit handler for t
 collective, until a barrier fails after minutes and every process is aborted from C++. Here a process tells by the
 coordinator's key-value store, which every process of a run is connected to:
 
-    meshwright/over      why the run is over, once: an `Over`; or nothing, when all processes have left without error
-    meshwright/left/P    that process P has left, how, and after which calls (`watch`)
-    meshwright/at/P      in which call process P is, when it has been there for a while
-    meshwright/who/P     the host and the process id of process P
+    meshwright/over         why the run is over, once: an `Over`; or nothing, when all processes have left without error
+    meshwright/left/P       that process P has left, how, and after which calls (`watch`)
+    meshwright/at/P/calls   in which call process P is, when it has been there for a while
+    meshwright/who/P        the host and the process id of process P
 
 A thread in each process waits for the first of these, which takes one pending request to the coordinator and no time
 of a step. When it comes, the process prints it and ends with status 1, without exit handlers. A process that leaves
@@ -26,7 +26,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -85,7 +85,7 @@ class Peers:
     def __init__(self) -> None:
         self.me, self.number = 0, 1
         self.leaving = "the end of its script, or sys.exit"
-        self.calls: Callable[[], dict[str, Any]] = lambda: {"made": [], "recent": []}  # what `watch` knows of them
+        self.calls: Callable[[], dict[str, Any]] = lambda: {"made": [], "recent": []}
         self.before_end: Callable[[], None] = lambda: None
         self._pid = 0
         self._listener: threading.Thread | None = None
@@ -131,22 +131,22 @@ class Peers:
 
     def left(self) -> dict[int, dict[str, Any]]:
         """The processes that have left: how, and after which calls; of those that are gone without a word, None."""
-        return self._read("left")
+        from .._jax import distributed
 
-    def at(self) -> dict[int, dict[str, Any]]:
-        """The calls of processes that have been in one, or in none, for a while."""
-        return self._read("at")
+        return {int(n): json.loads(text) for n, text in distributed.published("meshwright/left").items()}
+
+    def at(self, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """The calls of those of some processes that have been in one, or in none, for a while."""
+        from .._jax import distributed
+
+        told = {n: distributed.published(f"meshwright/at/{n}").get("calls") for n in numbers}
+        return {n: json.loads(text) for n, text in told.items() if text is not None}
 
     def tell_at(self, calls: Any) -> None:
         """Tell the others in which call this process is."""
         from .._jax import distributed
 
-        distributed.publish(f"meshwright/at/{self.me}", json.dumps(calls), again=True)
-
-    def _read(self, folder: str) -> dict[int, dict[str, Any]]:
-        from .._jax import distributed
-
-        return {int(n): json.loads(text) for n, text in distributed.published(f"meshwright/{folder}").items()}
+        distributed.publish(f"meshwright/at/{self.me}/calls", json.dumps(calls), again=True)
 
     # Ends
 
@@ -199,11 +199,13 @@ class Peers:
         self._are_gone.add(process)
         if process == 0:
             self._lost()
-        elif not self._heard.wait(_TICK_SECONDS):
-            with contextlib.suppress(Exception):
-                left = {"how": _SILENT, "made": None, "recent": []}
-                distributed.publish(f"meshwright/left/{process}", json.dumps(left), again=True)
-        if process != 0 and not self._heard.wait(_GONE_SECONDS):
+            return
+        if self._heard.wait(_TICK_SECONDS):
+            return
+        with contextlib.suppress(Exception):
+            left = {"how": _SILENT, "made": None, "recent": []}
+            distributed.publish(f"meshwright/left/{process}", json.dumps(left), again=True)
+        if not self._heard.wait(_GONE_SECONDS):
             self.end(self._end_of(process, _SILENT))
 
     def _take_over_ending(self) -> None:
@@ -244,7 +246,8 @@ class Peers:
             except TimeoutError:
                 continue
             except ConnectionAbortedError:
-                return  # this process has left the coordinator itself
+                self._heard.set()  # of the rest nothing can be heard: the script has shut JAX down itself
+                return
             except Exception:
                 self._lost()
                 return

@@ -40,9 +40,10 @@ LIMIT_SECONDS = 600.0
 
 # How often the thread looks at exit.
 _LAST_TICK_SECONDS = 0.01
-# How often the thread reads of the others while steps follow each other: who has left is noticed also by a process that
-# waits for none.
-_LOOK_TICKS = 4
+# How often the thread reads of the others when nothing happens, and while steps follow each other: that one has left is
+# noticed also by a process that waits for none.
+_LOOK_SECONDS = 1.0
+_SELDOM_SECONDS = 4.0
 # How many runs of the same call others are told of. A process may be ahead of another by calls that wait for none.
 _RECENT_RUNS = 32
 
@@ -153,7 +154,7 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        seen, still, told, ticks = (0, 0), 0.0, (-1, -1), 0
+        seen, still, told, since_look = (0, 0), 0.0, (-1, -1), 0.0
         while not self._ending.is_set() or self._issued:
             tick = min(1.0, self.limit_seconds / 10)
             if self._ending.wait(tick):
@@ -165,19 +166,26 @@ class Watch:
             now = (self._progress, self._made.total())
             what = self._waiting or (self._issued[0][0] if self._issued else None)
             still = still + tick if what is not None and seen == now else 0.0
-            ticks += 1
-            if peers.are_joined and (seen == now or ticks % _LOOK_TICKS == 0):
-                with contextlib.suppress(ConnectionError, RuntimeError, OSError):  # without it, nobody is told
+            since_look += tick
+            if peers.are_joined and since_look >= (_LOOK_SECONDS if seen == now else _SELDOM_SECONDS):
+                since_look = 0.0
+                with contextlib.suppress(Exception):  # of the connection to the coordinator, whose errors are many
                     if seen == now and told != now:
                         peers.tell_at(self.calls())
                         told = now
-                    over = never_comes(self.calls(), peers.me, peers.left(), peers.at(), peers.names)
-                    if over is not None:
-                        peers.end(over)
+                    self._look()
             seen = now
             if what is not None and still >= self.limit_seconds:
                 self._give_up(what(), still)
                 return
+
+    def _look(self) -> None:
+        """End all processes if one will not come to a call that this one has made."""
+        calls = self.calls()
+        firsts = {among[0] for among, _ in calls["made"]} - {peers.me}
+        over = never_comes(calls, peers.me, peers.left(), peers.at(firsts), peers.names)
+        if over is not None:
+            peers.end(over)
 
     def _end_all(self, what: str, seconds: float) -> NoReturn:
         """End all processes after `seconds` of waiting for `what`."""
@@ -185,7 +193,7 @@ class Watch:
         call = self._issued[0][2] if self._issued else self._call
         if call is not None and peers.are_joined:
             with contextlib.suppress(Exception):
-                missing = behind(call, peers.at(), peers.names)
+                missing = behind(call, peers.at(call.among), peers.names)
         peers.end(
             Over(
                 got=f"nothing for {seconds:.0f} s from {what}{''.join(f'; {text}' for text in missing)}",
