@@ -16,6 +16,7 @@ from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from ..effects import Replay
+from ..watch import watch
 from .executor import Executor, Memory
 from .kept_leaf import Joint, KeptLeaf, joint_sharding, kept_leaf
 from .local_stages import LocalStages
@@ -43,6 +44,7 @@ class PipelinedStep:
       local: its programs.
       schedule: the plan's.
       stages: on their devices.
+      what: the step and the plan in words, for errors: the same text in all processes.
       kept_leaves: for each argument how it is one array; None for one that is kept in pieces (a batch that is cut into
         microbatches) or not at all.
       in_shardings: for each argument of the step how it lies, or None.
@@ -58,6 +60,8 @@ class PipelinedStep:
         _check_devices(plan, devices)
         self.program = program
         self.plan = plan
+        self.what = "a step"
+        self._processes = tuple(sorted({devices[d].process_index for stage in plan.stages for d in stage.devices}))
         meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
         self.local = LocalStages(program, plan, meshes)
         self.schedule = self.local.schedule
@@ -74,7 +78,7 @@ class PipelinedStep:
                 needed="one for every process that runs the step", where="plan=",
                 try_="fewer processes, or a plan that uses all devices",
             )  # fmt: skip
-        self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
+        self._one_process = len(self._processes) == 1
         naive = LocalTransport() if self._one_process else ProcessTransport()
         between: Transport = naive if transport == "naive" else PlannedTransport(network)
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
@@ -107,15 +111,20 @@ class PipelinedStep:
 
     def __call__(self, *args: Any) -> Any:
         """Run one step on the step's own arguments; state buffers are donated."""
-        flat = jax.tree.leaves(args)
-        for leaf, name in zip(flat, self.program.input_names, strict=True):
-            check_not_donated(leaf, name)
-        parts = [self._parts(leaf, index) for index, leaf in enumerate(flat)]
-        memories = [self._memory(number, flat, parts) for number in range(len(self.stages))]
-        self._executor.run(memories)
-        self._let_go(flat, parts)
-        results = self._results(memories)
-        self._replay(self._read_by_effects(memories))
+        with watch.call(self.what, self._processes):
+            flat = jax.tree.leaves(args)
+            for leaf, name in zip(flat, self.program.input_names, strict=True):
+                check_not_donated(leaf, name)
+            parts = [self._parts(leaf, index) for index, leaf in enumerate(flat)]
+            memories = [self._memory(number, flat, parts) for number in range(len(self.stages))]
+            self._executor.run(memories)
+            self._let_go(flat, parts)
+            results = self._results(memories)
+            if not self._one_process:
+                for metric in results[self.program.state_inputs :][:1]:
+                    watch.follow(lambda: f"the end of {self.what}", metric)
+            read = self._read_by_effects(memories)
+        self._replay(read)
         return jax.tree.unflatten(self.program.out_tree, results)
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
