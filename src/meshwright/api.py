@@ -35,6 +35,7 @@ from .program.traces import traces_of
 from .runtime.agree import agree, exchange_texts
 from .runtime.devices import Placed, devices_for, named_devices
 from .runtime.executable import Executable, check_devices, executable, needed_devices
+from .runtime.watch import watch
 
 log = logging.getLogger("meshwright")
 
@@ -202,15 +203,29 @@ class Parallelized:
         return (load_cluster(cluster) if isinstance(cluster, str) else cluster).num_devices
 
     def _make(self, args: Sequence[Any], devices: Sequence[jax.Device]) -> Executable:
-        if self._given is not None:
-            program, plan = self._traced(args, self._given), self._given
-            check_devices(plan, devices)
-            _check_cluster(plan, devices)
-        else:
-            _check_devices(self._options.get("cluster", "local"), devices)
-            program, plan = self._found(args, devices)
-        _check_agreed(program, plan, devices)
-        return executable(program, plan, devices)
+        name = getattr(self._function, "__name__", "the step")
+        with watch.call(f"the planning of {name}{self._news(args)}", tuple(range(jax.process_count()))):
+            _check_same_arguments(args)
+            if self._given is not None:
+                program, plan = self._traced(args, self._given), self._given
+                check_devices(plan, devices)
+                _check_cluster(plan, devices)
+            else:
+                _check_devices(self._options.get("cluster", "local"), devices)
+                program, plan = self._found(args, devices)
+            agreed = _check_agreed(program, plan, devices)
+            made = executable(program, plan, devices)
+        made.what = f"{name} by plan {agreed}"
+        return made
+
+    def _news(self, args: Sequence[Any]) -> str:
+        """What the arguments' shapes were in the last plan, where they differ."""
+        if not self._steps:
+            return ""
+        now, before = _shapes(args), next(reversed(self._steps.values()))
+        old = [f"{aval.dtype}{list(aval.shape)}" for aval in before.avals()]
+        news = [f"{n} as {x} ({y} before)" for (n, x), y in zip(now.items(), old, strict=False) if x != y]
+        return f" for {', '.join(news)}" if news else ""
 
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
         """The step as the plan has it."""
@@ -254,8 +269,35 @@ def _serves(known: Any, planned: Executable, key: Any) -> bool:
     )
 
 
-def _check_agreed(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> None:
-    """Refuse, in every process, programs or plans that are not the same in all: they would wait for each other."""
+def _shapes(args: Sequence[Any]) -> dict[str, str]:
+    """What the leaves of a step's arguments are, by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(tuple(args)))
+    return {f"args{jax.tree_util.keystr(path)}": f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _check_same_arguments(args: Sequence[Any]) -> None:
+    """Refuse, in every process, arguments whose shapes are not the same in all."""
+    shapes = _shapes(args)
+    among = range(jax.process_count())
+    said = exchange_texts(json.dumps(shapes), among=among, about="the plan", timeout_seconds=_TRACE_SECONDS)
+    for process in among:
+        theirs = json.loads(said[process])
+        for name in [*shapes, *theirs]:
+            if shapes.get(name) != theirs.get(name):
+                raise PlanError(
+                    refused="to plan the step", got=f"{name} as {theirs.get(name, 'nothing')} in process {process}, "
+                    f"as {shapes.get(name, 'nothing')} here",
+                    needed="arguments of the same shapes in all processes: each has the whole batch of the step",
+                    where=f"process {jax.process_index()}",
+                    try_="dropping or padding the last batch, on every host alike",
+                )  # fmt: skip
+
+
+def _check_agreed(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> str:
+    """Refuse, in every process, programs or plans that are not the same in all: they would wait for each other.
+
+    Returns: a short text that is the same for the same plan.
+    """
     agreed = [program.fingerprint, plan_to_dict(plan), [device.id for device in devices]]
     text = hashlib.sha256(json.dumps(agreed).encode()).hexdigest()[:16]
     among = range(jax.process_count())
@@ -267,6 +309,7 @@ def _check_agreed(program: Program, plan: Plan, devices: Sequence[jax.Device]) -
             needed="the same in all processes", where=f"process {jax.process_index()}",
             try_="the same script, arguments of the same shapes, and the same plan= everywhere",
         )  # fmt: skip
+    return text
 
 
 def _check_options(options: Mapping[str, Any], plan: Any) -> None:

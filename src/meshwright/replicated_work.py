@@ -34,7 +34,7 @@ from .program.rules import ReplicationWarning
 from .program.staged import staged_program
 from .program.trace import Program
 from .report.table import format_seconds
-from .runtime.pipeline.stage_jaxpr import stage_algorithms
+from .runtime.plan_fits import algorithms_of
 from .search.operator_kernels import KernelsOf, parts_of
 from .search.roles import Roles
 from .sharding import Algorithm
@@ -102,9 +102,10 @@ def replicated_work(program: Program, plan: Plan, cluster: Cluster, roles: Roles
     step = plan.predicted.step_seconds
     saved: dict[_Reason, dict[_Alike, float]] = {}
     compute = alike = 0.0
-    for stage, graph in stage_graphs(program, plan):
+    for number, (stage, graph) in enumerate(stage_graphs(program, plan)):
         device = cluster.device_at(stage.devices[0])
-        for found, seconds, idle in _work(graph, stage, plan.microbatches_of(plan.stages.index(stage)), device, roles):
+        algorithms = algorithms_of(graph, stage, number)
+        for found, seconds, idle in _work(graph, stage, algorithms, plan.microbatches_of(number), device, roles):
             compute += seconds
             alike += seconds * (found is not None)
             if found is not None:
@@ -192,14 +193,14 @@ def stage_graphs(program: Program, plan: Plan) -> Iterator[tuple[Stage, Graph]]:
 
 
 def _work(
-    graph: Graph, stage: Stage, microbatches: int, device: Device, roles: Roles | None
+    graph: Graph, stage: Stage, algorithms: Sequence[Algorithm], microbatches: int, device: Device, roles: Roles | None
 ) -> Iterator[tuple[_Alike | None, float, float]]:
     """Of each operator, if devices do it alike, why; its seconds on a device, and those that a split would save."""
     sizes, profile = stage.sizes, profile_of(device)
     devices = prod(sizes.values())
     names = DimNames(graph)
     scans = {op.path[: op.path.index(-1)]: op.source for op in graph.operators if op.is_link}
-    for operator, algorithm in zip(graph.operators, stage_algorithms(graph, stage), strict=True):
+    for operator, algorithm in zip(graph.operators, algorithms, strict=True):
         made = [graph.values[v] for v in operator.results if v is not None]
         if operator.is_link or not made or all(value.constant for value in made):
             continue

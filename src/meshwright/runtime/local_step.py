@@ -26,13 +26,14 @@ from ..errors import PlanError
 from ..plan import Plan, Stage
 from ..program.places import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
-from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
+from ..sharding import Spec
 from .collectives import run_centrally, run_together
 from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
-from .local_value import LocalValue
+from .local_value import LocalValue, planned_conversion
 from .microbatches import combined, finished, grown_dims, reduction_of
+from .plan_fits import algorithms_of, settled_of
 
 
 class LocalStep:
@@ -230,9 +231,7 @@ class LocalStep:
         have = [*left, *(Spec(use.dims, partial=use.broadcast) for use in uses)]
         conversions = []
         for source, target in zip(have, [*made, *storages], strict=True):
-            conversion = convert(source, target)
-            assert conversion is not None
-            conversions.append(conversion)
+            conversions.append(planned_conversion(source, target))
         results = [value, *aux]
         if stage.gradient_exchange == "central":
             own, summed = conversions[: len(results)], conversions[len(results) :]
@@ -366,45 +365,14 @@ def _check(program: Program, plan: Plan) -> None:
         )
 
 
-def algorithms_of(program: Program, stage: Stage) -> list[Algorithm]:
-    """The plan's algorithms over the program's operators.
-
-    Raises:
-      PlanError: if they are not the same operators.
-    """
-    graph = program.graph
-    found = []
-    if len(graph.operators) != len(stage.operators):
-        raise _other_program(len(graph.operators), len(stage.operators))
-    for operator, planned in zip(graph.operators, stage.operators, strict=True):
-        if (operator.path, operator.name, len(operator.rule.factors)) != (
-            planned.path,
-            planned.name,
-            len(planned.axes),
-        ):
-            raise _other_program(operator.name, planned.name)
-        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
-        combines = operator.combine in ("max", "min")
-        algorithm = algorithm_of(operator.rule, planned.axes, moving, combines_at_once=combines)
-        found.append(with_broadcast(algorithm, planned.broadcast, moving) if planned.broadcast else algorithm)
-    return found
-
-
-def _other_program(have: object, planned: object) -> PlanError:
-    return PlanError(
-        refused="the plan", got=f"operator {planned}", needed=f"operator {have}, as the program has", where="plan=",
-        try_="planning again",
-    )  # fmt: skip
-
-
 def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
     segments: Mapping[Any, Any] = dict(stage.rematerialised)
     return ShardedProgram(
         program.core,
         program.graph,
         program.rules,
-        algorithms_of(program, stage),
-        dict(stage.settled),
+        algorithms_of(program.graph, stage, 0),
+        settled_of(program.graph, stage, 0),
         stage.sizes,
         segments,
     )

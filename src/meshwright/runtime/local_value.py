@@ -6,8 +6,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._jax.jaxpr import is_traced
-from ..sharding import Spec, convert
+from ..errors import PlanError
+from ..sharding import Conversion, Spec, convert
 from .collectives import run_conversion
+
+
+def planned_conversion(source: Spec, target: Spec) -> Conversion:
+    """How a value gets from one spec of a plan to another.
+
+    Raises:
+      PlanError: if that cannot be: no search makes such a plan.
+    """
+    conversion = convert(source, target)
+    if conversion is None:
+        raise PlanError(
+            refused="the plan", got=f"a value in {source!r} that is needed in {target!r}",
+            needed="a layout that it can be moved to", where="plan=",
+            try_="planning again, or the file as plan.save wrote it",
+        )  # fmt: skip
+    return conversion
 
 
 class LocalValue:
@@ -77,9 +94,7 @@ class LocalValue:
         source = self.spec
         if not self.differentiated:
             source, spec = source.without_broadcast(), spec.without_broadcast()
-        conversion = convert(source, spec)
-        if conversion is None:
-            raise AssertionError(f"a plan asks for a conversion that does not exist: {source} to {spec}")
+        conversion = planned_conversion(source, spec)
         return run_conversion(self.shard, conversion, self.sizes, differentiated=self.differentiated)
 
     def enter(self) -> LocalValue:

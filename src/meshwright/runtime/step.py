@@ -23,10 +23,6 @@ from .pipeline.placing import put
 from .watch import watch
 
 
-def _about() -> str:
-    return "a step of all processes together"
-
-
 class PlannedStep:
     """A step that runs by a plan.
 
@@ -34,6 +30,9 @@ class PlannedStep:
       program: the traced step.
       plan: for this program and these devices.
       devices: the devices of the plan's stages, in the plan's order.
+
+    Attributes:
+      what: the step and the plan in words, for errors: the same text in all processes.
 
     Raises:
       PlanError: if the plan is for another program or another number of devices.
@@ -48,11 +47,13 @@ class PlannedStep:
             )  # fmt: skip
         self.program = program
         self.plan = plan
+        self.what = "a step"
         self._local = LocalStep(program, plan)
         self._replay = Replay(program)
         names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+        self._processes = tuple(sorted({device.process_index for device in devices}))
         self.in_shardings = self._shardings(self._local.in_specs, program.host_inputs)
         self.out_shardings = self._shardings(self._local.out_specs, program.host_outputs)
         self._dtypes = tuple(aval.dtype for aval in self._local.avals())
@@ -88,22 +89,31 @@ class PlannedStep:
     def __call__(self, *args: Any) -> Any:
         """Run one step on the step's own arguments, of which `program.donated` are donated."""
         with no_mesh():
-            flat = self.place(self._arguments(jax.tree.leaves(args)))
-            if jax.process_count() == 1:
-                made = self.jitted(*flat)
-            else:
-                with watch.over(_about):
-                    made = self.jitted(*flat)
+            made = self._run(jax.tree.leaves(args))
         self._arguments.remember(made)
-        if jax.process_count() > 1 and len(made) > self.program.state_inputs:
-            watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
         return self._results(made)
+
+    def _run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if len(self._processes) == 1:
+            return self.jitted(*self.place(self._arguments(leaves)))
+        with watch.call(self.what, self._processes):
+            flat = self.place(self._arguments(leaves))
+            with watch.over(self._about):
+                made = self.jitted(*flat)
+            # A leaf of the state counts until the next step takes it over.
+            for token in sorted(made[self.program.state_inputs :] or made, key=lambda x: x.size)[:1]:
+                watch.follow(self._about, token)
+        return made
 
     def _results(self, made: Sequence[Any]) -> Any:
         """The step's results; runs its effects."""
         results = self.program.out_tree.num_leaves
         self._replay(made[results:])
         return jax.tree.unflatten(self.program.out_tree, made[:results])
+
+    def _about(self) -> str:
+        others = ", ".join(str(p) for p in self._processes if p != jax.process_index())
+        return f"{self.what}, with process {others}"
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""

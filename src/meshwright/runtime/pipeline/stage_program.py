@@ -39,8 +39,9 @@ from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
 from ..microbatches import combined, grown_dims, reduction_of
+from ..plan_fits import algorithms_of, settled_of
 from .slots import Access, Role, Slot
-from .stage_jaxpr import stage_algorithms, stage_jaxpr
+from .stage_jaxpr import stage_jaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,8 @@ class StageProgram:
             self._closed,
             graph,
             self._staged.rules,
-            stage_algorithms(graph, stage),
-            {values[value]: spec for value, spec in stage.settled if value in values},
+            algorithms_of(graph, stage, self.number),
+            {values[v]: spec for v, spec in settled_of(self._staged.graph, stage, self.number).items() if v in values},
             self.sizes,
             dict(stage.rematerialised),
             positions=self._positions,

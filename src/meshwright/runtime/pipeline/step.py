@@ -19,6 +19,7 @@ from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from ..arguments import Arguments
 from ..effects import Replay
+from ..watch import watch
 from .executor import Executor, Memory
 from .kept_leaf import Joint, KeptLeaf, joint_sharding, kept_leaf
 from .local_stages import LocalStages
@@ -46,6 +47,7 @@ class PipelinedStep:
       local: its programs.
       schedule: the plan's.
       stages: on their devices.
+      what: the step and the plan in words, for errors: the same text in all processes.
       kept_leaves: for each argument how it is one array; None for one that is kept in pieces (a batch that is cut into
         microbatches) or not at all.
       in_shardings: for each argument of the step how it lies, or None.
@@ -61,6 +63,8 @@ class PipelinedStep:
         _check_devices(plan, devices)
         self.program = program
         self.plan = plan
+        self.what = "a step"
+        self._processes = tuple(sorted({devices[d].process_index for stage in plan.stages for d in stage.devices}))
         meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
         self.local = LocalStages(program, plan, meshes)
         self.schedule = self.local.schedule
@@ -77,7 +81,7 @@ class PipelinedStep:
                 needed="one for every process that runs the step", where="plan=",
                 try_="fewer processes, or a plan that uses all devices",
             )  # fmt: skip
-        self._one_process = len({d.process_index for stage in self.stages for d in stage.mesh.devices.flat}) == 1
+        self._one_process = len(self._processes) == 1
         naive = LocalTransport() if self._one_process else ProcessTransport()
         between: Transport = naive if transport == "naive" else PlannedTransport(network)
         self._executor = Executor(self.stages, self._around, order, between, plan.microbatches)
@@ -111,7 +115,7 @@ class PipelinedStep:
 
     def __call__(self, *args: Any) -> Any:
         """Run one step on the step's own arguments; what of its state is in `program.donated` is donated."""
-        with no_mesh():
+        with no_mesh(), watch.call(self.what, self._processes):
             flat = self._arguments(jax.tree.leaves(args))
             parts = [self._parts(leaf, index) for index, leaf in enumerate(flat)]
             memories = [self._memory(number, flat, parts) for number in range(len(self.stages))]
@@ -119,6 +123,9 @@ class PipelinedStep:
             self._let_go(flat, parts)
             results = self._results(memories)
             self._arguments.remember(results)
+            if not self._one_process:
+                for metric in results[self.program.state_inputs :][:1]:
+                    watch.follow(lambda: f"the end of {self.what}", metric)
             read = self._read_by_effects(memories)
         self._replay(read)
         return jax.tree.unflatten(self.program.out_tree, results)

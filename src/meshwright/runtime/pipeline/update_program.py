@@ -25,11 +25,11 @@ from ..._jax.jaxpr import is_literal, open_jaxpr
 from ..._jax.passes import part_of
 from ..._jax.random import is_key, key_words, keys_of
 from ...program.staged import StagedProgram
-from ...sharding import Spec, convert
+from ...sharding import Spec
 from ..collectives import run_together
 from ..follow import Follower
 from ..layouts import fitting
-from ..local_value import LocalValue
+from ..local_value import LocalValue, planned_conversion
 from ..microbatches import finished
 from .at_rows import at_rows
 from .rows import combined
@@ -425,11 +425,9 @@ class UpdateProgram:
     def _synchronise(self, given: dict[Slot, Any]) -> list[Any]:
         """The gradients in the layout of the optimizer state, scaled as the losses are."""
         plans = self._stage.stage.parameters
-        conversions = []
-        for plan in plans:
-            conversion = convert(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage)
-            assert conversion is not None
-            conversions.append(conversion)
+        conversions = [
+            planned_conversion(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage) for plan in plans
+        ]
         synchronised = run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
         # Scaled afterwards: before, it would take a second buffer.
         return [x * jnp.asarray(self._scale, x.dtype) for x in synchronised]
