@@ -19,7 +19,7 @@ around the loss function (the optimizer) not at all.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import lcm, prod
 from typing import NamedTuple
 
