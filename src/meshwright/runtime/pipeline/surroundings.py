@@ -19,7 +19,7 @@ Cost: linear in equations x stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,6 +187,22 @@ class Surroundings:
         """Whether a value is sent wherever it is read."""
         return can_travel(var, self._home[var])
 
+    def _kept_for_operands(self, equations: Sequence[Equation], at: Mapping[Any, Stages]) -> Iterator[tuple[int, Any]]:
+        """Stages whose part of the core reads an input that belongs to others (a moving average of a parameter, for a
+        loss that compares with it), as it is or after operations on it alone: they keep it too."""
+        several = object()
+        made_of: dict[Any, Any] = {v: v for v in self.invars if at[v] != self._everywhere and v not in self.rows}
+        made_of.update((v, several) for v in self.rows)
+        for equation in equations:
+            sources = {made_of[a] for a in equation.invars if not is_literal(a) and a in made_of}
+            if sources:
+                made_of.update(dict.fromkeys(equation.outvars, sources.pop() if len(sources) == 1 else several))
+        for number in range(len(self._cuts)):
+            for atom in self.operands_of(number):
+                source = several if is_literal(atom) else made_of.get(atom, several)
+                if source is not several and number not in at[source]:
+                    yield number, source
+
     def _find_homes(self, equations: Sequence[Equation], known: Iterable[Any], marker: Equation) -> Homes:
         """Where each value lives, and the equations as they are shared out."""
         program, everywhere = self._program, self._everywhere
@@ -198,6 +214,8 @@ class Surroundings:
             else:
                 home = self.holders[leaf.parameter] if leaf is not None else everywhere
             at[var] = home or everywhere
+        for number, var in self._kept_for_operands(equations, at):
+            at[var] |= {number}
         contributions: dict[Any, tuple[str | Rows, tuple[int, ...]]] = {}
         for i, var in self.results.items():
             makers, how = self._makers_of_result[i], reduction_of(program, i)
@@ -357,6 +375,7 @@ class Surroundings:
                         f"an operand of the loss function, of shape {atom.aval.shape}",
                         "one computed from parameters of several stages", "one computed from the state of one stage",
                         "computing it inside the loss function",
+                        source_line(self.equations[self._maker[atom]]) if atom in self._maker else "the loss function",
                     )  # fmt: skip
 
     def _in_order(self) -> Iterable[Any]:
