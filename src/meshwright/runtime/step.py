@@ -88,8 +88,9 @@ class PlannedStep:
         return jax.jit(make_state, out_shardings=shardings)(*args)
 
     def lower(self) -> Any:
-        """The lowered step, from shapes alone."""
-        return self.jitted.lower(*self.avals())
+        """The lowered step, from shapes alone; compiled, it is what a call runs."""
+        placed = zip(self.avals(), self.in_shardings, strict=True)
+        return self.jitted.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in placed))
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the step's flat arguments."""

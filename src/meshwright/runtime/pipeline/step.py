@@ -41,6 +41,7 @@ class PipelinedStep:
     Attributes:
       local: its programs.
       schedule: the plan's.
+      operations: of a step, in the order of all processes.
       stages: on their devices.
       in_shardings: for each argument of the step how it is kept, for each stage that keeps it.
 
@@ -65,6 +66,7 @@ class PipelinedStep:
         ]
         programs = [_accesses(stage, self.schedule) for stage in self.local.stages]
         order = operations(self.schedule, [stage.sent for stage in self.local.stages], programs)
+        self.operations = order
         if not any(stage.is_mine for stage in self.stages):
             raise PlanError(
                 refused="the plan", got=f"no stage on a device of process {jax.process_index()}",
