@@ -229,13 +229,8 @@ class Parallelized:
 
     def _traced(self, args: Sequence[Any], plan: Plan) -> Program:
         """The step as the plan has it."""
-        traces, batch_axis = traces_of(self._function, self._options.get("donate")), self._options.get("batch_axis", 0)
-        check_batch_axis(args, batch_axis)
-        if plan.schedule == "inference":
-            return traces.inference(args, microbatches=plan.microbatches, batch_axis=batch_axis)
-        return traces.program(
-            args, microbatches=plan.microbatches, batch_axis=batch_axis, reduction=self._options.get("reduction")
-        )
+        given = {name: self._options[name] for name in ("batch_axis", "reduction", "donate") if name in self._options}
+        return program_for(self._function, args, plan, **given)
 
     def _found(self, args: Sequence[Any], devices: Sequence[jax.Device]) -> tuple[Program, Plan]:
         """The plan that is searched for, the same in every process: process 0 searches."""
@@ -254,6 +249,30 @@ class Parallelized:
         text = agree(search, about="the plan", timeout_seconds=limit)
         plan = plan_from_dict(json.loads(text), source="the plan of process 0")
         return (found[0].program if found else self._traced(args, plan)), plan
+
+
+def program_for(
+    step: Callable[..., Any], args: Sequence[Any], plan: Plan, *, batch_axis: int = 0, reduction: str | None = None,
+    donate: Any = None,
+) -> Program:  # fmt: skip
+    """A step as a plan has it.
+
+    Args:
+      step: as of `plan_for`, like what follows.
+      args: its arguments.
+      plan: that was made for it.
+      batch_axis: which axis of every array outside the state is the batch.
+      reduction: how losses of microbatches combine; None to read it from the program.
+      donate: which arguments are donated; None for what the step says.
+
+    Raises:
+      PlanError: if the step cannot be cut so.
+    """
+    traces = traces_of(step, donate)
+    check_batch_axis(args, batch_axis)
+    if plan.schedule == "inference":
+        return traces.inference(args, microbatches=plan.microbatches, batch_axis=batch_axis)
+    return traces.program(args, microbatches=plan.microbatches, batch_axis=batch_axis, reduction=reduction)
 
 
 def _serves(known: Any, planned: Executable, key: Any) -> bool:

@@ -43,6 +43,8 @@ _Mesh = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,mod
 _Zero = Annotated[int | None, typer.Option(help="ZeRO stage of every parameter, 0 to 3; else the best for each.")]
 _Remat = Annotated[str | None, typer.Option(help="none or layer; else the better.")]
 _Reduction = Annotated[str | None, typer.Option(help="How losses of microbatches combine, mean or sum; else seen.")]
+_Schedule = Annotated[str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")]
+_Preset = Annotated[str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 _VIRTUAL_DEVICES = 8
@@ -90,15 +92,11 @@ def plan(
     remat: _Remat = None,
     reduction: _Reduction = None,
     stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = "auto",
-    schedule: Annotated[
-        str | None, typer.Option(help="Of several stages, as in docs/schedules.md; else the best.")
-    ] = None,
+    schedule: _Schedule = None,
     submeshes: Annotated[
         str | None, typer.Option(metavar="2,2,4", help="Devices of each stage, in order; else the best.")
     ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help='Hold the plan to a preset: "megatron(tp=8, pp=2)".')
-    ] = None,
+    preset: _Preset = None,
     refine: Annotated[
         str | None, typer.Option(metavar="measure", help="Run the best few here, keep the fastest.")
     ] = None,
@@ -223,18 +221,27 @@ def verify(
     zero: _Zero = None,
     remat: _Remat = None,
     reduction: _Reduction = None,
+    stages: Annotated[str | None, typer.Option(help="Pipeline stages: a number, or auto for the best; else 1.")] = None,
+    schedule: _Schedule = None,
+    preset: _Preset = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="PLAN.json", help="Run this plan (`meshwright plan --out`) without a search.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Run TARGET on the local devices, and compare what was predicted with what happens."""
     with _refusals(), _stdout_for_json(as_json), _progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
+        options |= {"schedule": schedule, "preset": preset}
+        if stages is not None:
+            options["stages"] = parse_stages(stages)
         tell("starting")
         provide_devices(devices or _VIRTUAL_DEVICES)
         from .targets import load_target
         from .verify import verify as run
 
         loaded = load_target(target, global_batch=global_batch)
-        verification = run(loaded, devices=devices, tell=lambda text: tell(f"{target}: {text}"), **options)
+        verification = run(loaded, devices=devices, plan=plan, tell=lambda text: tell(f"{target}: {text}"), **options)
     from .documents import verification_document, verification_text
 
     if as_json:

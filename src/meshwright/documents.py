@@ -6,7 +6,7 @@ that is not finite is null.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite, nan
 from typing import Any
 
@@ -16,10 +16,13 @@ from .planning import Planning
 from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
 from .report.why import why
 from .simulate import Event, Timeline, TransferEvent
-from .verify import Check, Traffic, Verification
+from .verify import Check, Planned, Traffic, Verification
 
 # Raised when a field changes its meaning or goes away; new fields leave it.
 SCHEMA = 1
+
+# Results that cannot be judged are named up to so many.
+_MOST_NAMES = 8
 
 
 def plan_document(target: str, planning: Planning) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
         "program": plan.program,
         "cluster": plan.cluster,
         "devices": plan.num_devices,
-        "planning": {**_planning(planning), "optimality_gap": predicted.optimality_gap},
+        "planning": {**_seconds(planning), "optimality_gap": predicted.optimality_gap},
         "predicted": {
             "step_seconds": predicted.step_seconds,
             "tflops_per_device": predicted.tflops_per_device,
@@ -122,9 +125,9 @@ def _what(one: Event | TransferEvent) -> str:
 
 def verification_document(verification: Verification) -> dict[str, Any]:
     """What `meshwright verify --json` prints."""
-    plan, facts = verification.planning.plan, verification.facts
+    plan, planning = verification.plan, verification.planning
     predicted = plan.predicted
-    assert predicted is not None  # plan_for prices what it finds
+    assert predicted is not None  # a plan that is not priced has no timeline, which verifying it needs
     return _finite({
         "schema": SCHEMA,
         "target": verification.target,
@@ -132,18 +135,31 @@ def verification_document(verification: Verification) -> dict[str, Any]:
         "devices": plan.num_devices,
         "mesh": [dict(stage.mesh) for stage in plan.stages],
         "microbatches": plan.microbatches,
-        "planning": _planning(verification.planning),
+        "schedule": plan.schedule,
+        "planning": _seconds(planning),
         "compile_seconds": verification.compile_seconds,
-        "collectives": {
-            "predicted": _traffic(verification.predicted),
-            "compiled": _traffic(verification.compiled),
-        },
-        "flops": {"predicted": predicted.flops_per_device, "compiled": facts.flops},
-        "memory_bytes": {"predicted": _peak(plan), "compiled": facts.peak_bytes},
-        "max_relative_error": verification.max_relative_error,
-        "compared": verification.compared,
+        "stages": [
+            {
+                "collectives": {"predicted": _traffic(one.predicted), "compiled": _traffic(one.compiled)},
+                "flops": {"predicted": one.flops[0], "compiled": one.flops[1]},
+                "memory_bytes": {"predicted": one.peak_bytes[0], "compiled": one.peak_bytes[1]},
+                "memory_limit_bytes": one.limit_bytes,
+            }
+            for one in verification.stages
+        ],
+        "sent": [
+            {"source": one.source, "target": one.target, "bytes": {"predicted": one.predicted, "moved": one.moved}}
+            for one in verification.sent
+        ],
         "reference": verification.reference,
-        "errors": list(verification.errors),
+        "starts": len(verification.starts),
+        "results": [
+            {
+                "name": one.name, "deviation": one.deviation, "allowed": one.allowed, "noise": one.noise,
+                "scale": one.scale, "judged": one.is_judged, "agrees": one.agrees,
+            }
+            for one in verification.errors
+        ],
         "step_seconds": {"predicted": predicted.step_seconds, "measured": verification.step_seconds},
         "checks": [
             {
@@ -158,7 +174,7 @@ def verification_document(verification: Verification) -> dict[str, Any]:
 
 def verification_text(verification: Verification) -> str:
     """What `meshwright verify` prints for people: a line for each check with its verdict."""
-    plan = verification.planning.plan
+    plan = verification.plan
     rows = []
     for check in verification.checks:
         allowed = "at most the predicted" if check.tolerance is None else f"within {format_percent(check.tolerance)}"
@@ -166,31 +182,46 @@ def verification_text(verification: Verification) -> str:
         values = (_quantity(check, check.predicted), _quantity(check, check.compiled))
         rows.append((check.name, *values, format_ratio(check.ratio), allowed, verdict))
     table = format_table(("on a device, in a step", "predicted", "compiled", "ratio", "allowed", "verdict"), rows)
-    counts = (
-        f"{kind}: arrays compiled {one.count} (in {one.operations} operations), "
-        f"predicted {verification.predicted[kind].count if kind in verification.predicted else 0}"
-        for kind, one in sorted(verification.compiled.items())
-    )
     predicted = plan.predicted.step_seconds if plan.predicted is not None else nan
     return "\n".join((
-        f"{verification.target}: {plan}", "", table, "", *counts,
-        f"results compared with: {verification.reference}{_starts(verification)}",
+        f"{verification.target}: {plan}", "", table, "", *_counts(verification), *_results(verification),
         f"step time: measured {format_seconds(verification.step_seconds)}, predicted {format_seconds(predicted)}",
         "passed" if verification.passed else "FAILED",
     ))  # fmt: skip
 
 
-def _starts(verification: Verification) -> str:
-    if len(verification.errors) == 1:
-        return ""
-    return f", from {len(verification.errors)} starts: {', '.join(f'{e:.2g}' for e in verification.errors)}"
+def _counts(verification: Verification) -> Iterator[str]:
+    for number, one in enumerate(verification.stages):
+        stage = f"stage {number + 1}, " if len(verification.stages) > 1 else ""
+        for kind, compiled in sorted(one.compiled.items()):
+            predicted = one.predicted[kind].count if kind in one.predicted else 0
+            yield (
+                f"{stage}{kind}: arrays compiled {compiled.count} (in {compiled.operations} operations), "
+                f"predicted {predicted}"
+            )
+        if one.unknown_loops:
+            yield f"{stage}loops whose length depends on data, counted once: {one.unknown_loops}"
+
+
+def _results(verification: Verification) -> Iterator[str]:
+    errors, starts = verification.errors, len(verification.starts)
+    wrong = sum(not one.agrees for one in verification.judged)
+    yield (
+        f"results compared with: {verification.reference}{f', from {starts} starts' if starts > 1 else ''}; "
+        f"{len(verification.judged)} of {len(errors)} can be judged, {wrong} of them are off"
+    )
+    unseen = verification.not_judged
+    if unseen:
+        names = ", ".join(one.name for one in unseen[:_MOST_NAMES])
+        more = f" and {len(unseen) - _MOST_NAMES} more" if len(unseen) > _MOST_NAMES else ""
+        yield f"not judged, since rounding alone changes them as much as an error would: {names}{more}"
 
 
 def _quantity(check: Check, value: float) -> str:
     return {"bytes": format_bytes, "flops": format_flops}.get(check.unit, "{:.2g}".format)(value)
 
 
-def _planning(planning: Planning) -> dict[str, float]:
+def _seconds(planning: Planning | Planned) -> dict[str, float]:
     return {
         "seconds": planning.seconds,
         "trace_seconds": planning.trace_seconds,
@@ -236,10 +267,6 @@ def _traffic(by_kind: Mapping[str, Traffic]) -> dict[str, Any]:
         kind: {"count": one.count, "bytes": one.bytes, "operations": one.operations}
         for kind, one in sorted(by_kind.items())
     }
-
-
-def _peak(plan: Plan) -> float:
-    return max(stage.memory.total for stage in plan.stages)
 
 
 def _finite(value: Any) -> Any:

@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from meshwright._jax.hlo import CompiledFacts, read_compiled, read_text
 from meshwright._jax.hlo_parse import parse_groups, parse_module
+from meshwright._jax.jaxpr import open_jaxpr
+from meshwright.program.flops import equation_flops
 
 pytestmark = pytest.mark.compiled
 
@@ -136,6 +138,53 @@ def test_convolution_flops_forward_and_backward(stride: int, groups: int) -> Non
     assert facts(jax.grad(loss, argnums=(0, 1)), x, kernel).flops == 3 * forward
 
 
+@pytest.mark.parametrize(
+    ("size", "window", "stride", "padding", "holes", "taps", "groups"),
+    [
+        (7, 3, 2, "SAME", 1, 1, 1),  # a stride that does not divide the image
+        (8, 3, 2, "VALID", 1, 1, 1),  # whose last column nothing reads
+        (6, 3, 3, [(2, 2), (2, 2)], 1, 1, 2),  # more border than window
+        (5, 2, 3, [(1, 1), (1, 1)], 2, 1, 1),  # a transposed convolution
+        (7, 4, 2, [(3, 3), (3, 3)], 1, 2, 4),  # dilated taps, groups that XLA makes a dim of space
+        (2, 3, 1, "SAME", 1, 1, 1),  # a window larger than the image
+    ],
+)
+def test_gradients_of_convolutions_cost_what_the_forward_pass_does(
+    size: int, window: int, stride: int, padding: Any, holes: int, taps: int, groups: int
+) -> None:
+    """Counted from the equation alone, and from what XLA makes of both gradients."""
+
+    def convolution(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, kernel, (stride,) * 2, padding, lhs_dilation=(holes,) * 2, rhs_dilation=(taps,) * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+        )  # fmt: skip
+
+    x, kernel = np.zeros((2, size, size, 4), np.float32), np.zeros((window, window, 4 // groups, 8), np.float32)
+    (equation,) = open_jaxpr(jax.make_jaxpr(convolution)(x, kernel)).eqns
+    forward, _ = equation_flops(equation)
+    gradients = jax.grad(lambda x, kernel: jnp.sum(convolution(x, kernel) ** 3), argnums=(0, 1))
+    assert facts(gradients, x, kernel).flops == 3 * forward
+
+
+def test_zeros_that_are_appended_are_no_flops() -> None:
+    def padded(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        x, kernel = (lax.pad(a, 0.0, [(0, int(n == 3), 0) for n in a.shape]) for a in (x, kernel))
+        return lax.conv_general_dilated(
+            lax.optimization_barrier(x), lax.optimization_barrier(kernel), (1, 1), "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+
+    x, kernel = np.zeros((2, 8, 8, 3), np.float32), np.zeros((5, 5, 3, 16), np.float32)
+    assert facts(padded, x, kernel).flops == 2 * 2 * 64 * 25 * 3 * 16
+    a, b = np.zeros((8, 3), np.float32), np.zeros((3, 16), np.float32)
+    product = lambda a, b: jnp.pad(a, ((0, 0), (0, 5))) @ jnp.pad(b, ((0, 5), (0, 0)))  # noqa: E731
+    assert facts(product, a, b).flops == 2 * 8 * 3 * 16
+    # What is appended is no zero: it is summed.
+    ones = lambda a, b: jnp.pad(a, ((0, 0), (0, 5)), constant_values=1.0) @ b  # noqa: E731
+    assert facts(ones, a, np.zeros((8, 16), np.float32)).flops == 2 * 8 * 8 * 16
+
+
 def test_flops_of_a_partitioned_program_are_per_device(mesh: Mesh) -> None:
     split = NamedSharding(mesh, P("x", "y"))
     a = jax.device_put(np.zeros((64, 64), np.float32), split)
@@ -222,7 +271,7 @@ ENTRY %main (a: f32[8,16], w: f32[16,32]) -> (f32[8,32], f32[2,16]) {
   %agd = f32[16,16]{1,0} all-gather-done(%ag)
   %rss = ((f32[8,16]{1,0}), f32[2,16]{1,0}) async-start(%h), calls=%wrapped
   %rsd = f32[2,16]{1,0} async-done(%rss), calls=%wrapped
-  %gemm = (f32[8,32]{1,0}, s8[1024]{0}) custom-call(%h, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"note":"),{"}}}
+  %gemm = (f32[8,32]{1,0}, s8[1024]{0}) custom-call(%h, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"note":"),{"}}}
   %y = f32[8,32]{1,0} get-tuple-element(%gemm), index=0
   ROOT %out = (f32[8,32]{1,0}, f32[2,16]{1,0}) tuple(%y, %rsd)
 }

@@ -19,6 +19,7 @@ import jax
 
 from meshwright._jax.hlo_flops import instruction_flops
 from meshwright._jax.hlo_parse import Computation, Instruction, Module, parse_groups, parse_module
+from meshwright._jax.hlo_zeros import DataExtents
 
 _KINDS = {
     "all-reduce": "all_reduce",
@@ -120,7 +121,7 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
       ValueError: if the text is not a compiled program.
     """
     module = parse_module(text)
-    totals = _walk(module, module.entry, {})
+    totals = _walk(module, module.entry, {}, DataExtents(module))
     found = []
     for (computation_name, name), count in totals.executions.items():
         computation = module.computations[computation_name]
@@ -155,7 +156,7 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
     )
 
 
-def _walk(module: Module, name: str, seen: dict[str, _Totals]) -> _Totals:
+def _walk(module: Module, name: str, seen: dict[str, _Totals], extents: DataExtents) -> _Totals:
     if name in seen:
         return seen[name]
     computation = module.computations[name]
@@ -177,19 +178,19 @@ def _walk(module: Module, name: str, seen: dict[str, _Totals]) -> _Totals:
             trips = _trip_count(module, computation, instruction)
             unknown_loops += trips is None
             times = 1 if trips is None else trips
-            add(_walk(module, body, seen), times)
-            add(_walk(module, condition, seen), times + 1)
+            add(_walk(module, body, seen, extents), times)
+            add(_walk(module, condition, seen, extents), times + 1)
         elif instruction.opcode == "conditional":
             branches = instruction.computations("branch_computations") or (
                 instruction.computations("true_computation") + instruction.computations("false_computation")
             )
-            add(_dearest(module, [_walk(module, branch, seen) for branch in branches]), 1)
+            add(_dearest(module, [_walk(module, branch, seen, extents) for branch in branches]), 1)
         elif instruction.opcode in _CALLED:
             for called in instruction.computations(_CALLED[instruction.opcode]):
-                add(_walk(module, called, seen), 1)
-            flops += instruction_flops(computation, instruction)
+                add(_walk(module, called, seen, extents), 1)
+            flops += instruction_flops(computation, instruction, extents)
         else:
-            flops += instruction_flops(computation, instruction)
+            flops += instruction_flops(computation, instruction, extents)
     seen[name] = _Totals(flops=flops, executions=executions, unknown_loops=unknown_loops)
     return seen[name]
 

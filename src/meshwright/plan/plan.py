@@ -133,6 +133,8 @@ class Stage:
       gradient_exchange: how gradients that all devices of an axis have a part of are summed: "collective" (all-reduce),
         or "central": each device sends its part to the first, which sends the sums back (a parameter server).
       device_kind: what its devices are, as the cluster calls them; of several kinds all, in order.
+      flops: predicted, executed FLOPs of matrix products and convolutions on one device in one step; None in a plan
+        that does not say.
     """
 
     layers: tuple[int, int]
@@ -157,6 +159,7 @@ class Stage:
     in_flight: int = 1
     gradient_exchange: str = "collective"
     device_kind: str = ""
+    flops: float | None = None
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from .._jax.convolution_flops import SpaceDim, convolution_flops
 from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
 
 # Data moves, no arithmetic.
@@ -43,11 +44,18 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
             lhs = equation.invars[0].aval
             return 2.0 * _size(equation.outvars[0]) * prod(lhs.shape[d] for d in contract), True
         case "conv_general_dilated":
-            dims = equation.params["dimension_numbers"]
-            kernel = equation.invars[1].aval.shape
-            # Each output element sums over the kernel's input features and its window.
-            per_output = prod(kernel) / kernel[dims.rhs_spec[0]]
-            return 2.0 * _size(equation.outvars[0]) * per_output, True
+            (batch, _, *space), (made, read, *window), (_, _, *where) = equation.params["dimension_numbers"]
+            image, kernel, result = (atom.aval.shape for atom in (*equation.invars, *equation.outvars))
+            params = equation.params
+            numbers = zip(
+                params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True
+            )
+            dims = [
+                SpaceDim(image[i], kernel[k], result[r], stride, low, holes, taps)
+                for i, k, r, (stride, (low, _), holes, taps) in zip(space, window, where, numbers, strict=True)
+            ]
+            samples = image[batch] // params["batch_group_count"]
+            return convolution_flops(samples, kernel[made], kernel[read], dims), True
         case "ragged_dot_general":
             numbers = equation.params["ragged_dot_dimension_numbers"]
             ((contract, _), _) = numbers.dot_dimension_numbers

@@ -60,6 +60,7 @@ class Program:
       out_tree: structure of its results.
       fingerprint: equal for equal programs at equal shapes.
       reduction: how losses of microbatches combine, "mean" or "sum".
+      reduction_given: whether the user says so, so that each microbatch has statistics of its own.
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
       notes: what a plan in these microbatches has to say of the step.
@@ -86,6 +87,7 @@ class Program:
     out_tree: Any
     fingerprint: str
     reduction: str
+    reduction_given: bool = False
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
     notes: tuple[str, ...] = ()
@@ -194,6 +196,7 @@ def trace_program(
     combined: tuple[Reduction, ...] = ()
     effects = whole.effects
     reduction = reduction or equation.params["reduction"]
+    given = reduction is not None
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
@@ -209,7 +212,7 @@ def trace_program(
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
         results = results_of(full_core, core, microbatches, split_dims, degrees)
-        combined = aux_reductions(results, each=in_loss.count, accepted=reduction is not None)
+        combined = aux_reductions(results, each=in_loss.count, accepted=given)
         if reduction is None:
             reduction = loss_reduction(results)
         else:
@@ -249,6 +252,7 @@ def trace_program(
         out_tree=whole.out_tree,
         fingerprint=whole.fingerprint(microbatches),
         reduction=reduction or "mean",
+        reduction_given=given,
         aux_reductions=combined,
         boundaries=boundaries,
         notes=notes,

@@ -138,9 +138,10 @@ class PlannedStep:
         return jax.tree.unflatten(tree, made)
 
     def lower(self) -> Any:
-        """The lowered step, from shapes alone."""
+        """The lowered step, from shapes alone; compiled, it is what a call runs."""
+        placed = zip(self.avals(), self.in_shardings, strict=True)
         with no_mesh():
-            return self.jitted.lower(*self.avals())
+            return self.jitted.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in placed))
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the step's flat arguments."""

@@ -289,6 +289,7 @@ def _assemble(request: SearchRequest, best: _Candidate, *, gap: float) -> Plan:
         memory_limit_bytes=request.cluster.device.usable_memory_bytes,
         device_kind=request.cluster.device_kinds,
         communication=totals.collectives,
+        flops=totals.flops,
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,
         forward_seconds=passes.forward,

@@ -135,6 +135,7 @@ def planned_stage(
         memory_limit_bytes=part.device.usable_memory_bytes,
         device_kind=part.device_kinds,
         communication=totals.collectives,
+        flops=totals.flops,
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,
         equations=cut.equations,

@@ -131,25 +131,28 @@ class LocalStages:
         todo = sorted(left.values(), key=lambda number: (len(self.stages[number].cut.graph.operators), -number))
         return todo, work, learn
 
-    def timing(self) -> Timing:
+    def timing(self, memory: Sequence[StageMemory] | None = None) -> Timing:
         """The plan's seconds, with the bytes of the traced programs.
+
+        Args:
+          memory: what stages hold, where that is known otherwise.
 
         Raises:
           PlanError: nobody has priced the plan.
         """
-        planned = plan_timing(self.plan)
-        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, self.memory, strict=True))
-        edges = tuple(self._edge(one) for one in planned.edges)
+        planned, memory = plan_timing(self.plan), memory or self.memory
+        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, memory, strict=True))
+        edges = tuple(self._edge(one, memory) for one in planned.edges)
         stages = tuple(
             replace(stage, constant_bytes=stage.constant_bytes + kept)
             for stage, kept in zip(stages, self._kept_by_transfers(edges), strict=True)
         )
         return replace(planned, stages=stages, edges=edges)
 
-    def _edge(self, planned: EdgeTiming) -> EdgeTiming:
+    def _edge(self, planned: EdgeTiming, memory: Sequence[StageMemory]) -> EdgeTiming:
         source, target = planned.edge.source, planned.edge.target
-        sent = self.memory[source].sent_bytes[target]
-        received = self.memory[target].received_bytes[source]
+        sent = memory[source].sent_bytes[target]
+        received = memory[target].received_bytes[source]
         edge = replace(planned, source_bytes=sent, target_bytes=received)
         if not self._apart(planned.edge):
             return edge
@@ -181,34 +184,38 @@ class LocalStages:
         """
         return simulate(self.schedule, self.timing())
 
-    def plan_with_memory(self) -> Plan:
+    def plan_with_memory(self, memory: Sequence[StageMemory] | None = None) -> Plan:
         """The plan with its stages' memory as traced: the totals are the peaks of the predicted step. Its notes say
         what large values stages send each other around the core.
+
+        Args:
+          memory: what stages hold, where that is known otherwise.
 
         Raises:
           PlanError: nobody has priced the plan.
         """
-        peaks = self.timeline().peak_bytes
+        known = memory or self.memory
+        peaks = simulate(self.schedule, self.timing(known)).peak_bytes
         ranks = self.schedule.stage_ranks
-        activations = [m.in_flight_bytes * n for m, n in zip(self.memory, self.schedule.in_flight, strict=True)]
-        parameters = [m.parameter_bytes * n for m, n in zip(self.memory, self.schedule.weight_versions, strict=True)]
+        activations = [m.in_flight_bytes * n for m, n in zip(known, self.schedule.in_flight, strict=True)]
+        parameters = [m.parameter_bytes * n for m, n in zip(known, self.schedule.weight_versions, strict=True)]
         named = [
             weights + m.gradient_bytes + m.state_bytes + kept
-            for weights, m, kept in zip(parameters, self.memory, activations, strict=True)
+            for weights, m, kept in zip(parameters, known, activations, strict=True)
         ]
         stages = []
-        for number, (stage, found) in enumerate(zip(self.plan.stages, self.memory, strict=True)):
+        for number, (stage, found) in enumerate(zip(self.plan.stages, known, strict=True)):
             others = [n for n, rank in enumerate(ranks) if rank == ranks[number]]
             # What stages of one rank need besides, they need for all of them together.
             rest = (peaks[ranks[number]] - sum(named[n] for n in others)) / len(others)
-            memory = Memory(
+            counted = Memory(
                 parameters=parameters[number],
                 gradients=found.gradient_bytes,
                 optimizer=found.state_bytes,
                 activations=activations[number],
                 workspace=max(rest, 0.0),
             )
-            stages.append(replace(stage, memory=memory, in_flight=self.schedule.in_flight[number]))
+            stages.append(replace(stage, memory=counted, in_flight=self.schedule.in_flight[number]))
         note = self.around.note()
         notes = () if note is None or note in self.plan.notes else (note,)
         return replace(self.plan, stages=tuple(stages), notes=(*self.plan.notes, *notes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..._jax.liveness_adapter import program_of
 from ..._jax.passes import size_bytes, trace_local
@@ -57,9 +57,34 @@ class StageMemory:
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.input_bytes
 
 
+class Temporaries(Protocol):
+    """What a program takes beside its arguments, predicted or compiled."""
+
+    @property
+    def output_bytes(self) -> int:
+        """Of its results."""
+        ...
+
+    @property
+    def alias_bytes(self) -> int:
+        """Of results that are written over donated arguments."""
+        ...
+
+    @property
+    def temp_bytes(self) -> int:
+        """Of its temporaries, at the peak."""
+        ...
+
+
+def round_name(number: int) -> str:
+    """What a round of the update is called among a stage's programs."""
+    return f"update {number + 1}"
+
+
 def stage_memory(
-    stage: StageProgram, update: UpdateProgram, *, splits_backward: bool, platform: str = "cpu"
-) -> StageMemory:
+    stage: StageProgram, update: UpdateProgram, *, splits_backward: bool, platform: str = "cpu",
+    compiled: Mapping[str, Temporaries] | None = None,
+) -> StageMemory:  # fmt: skip
     """What a stage holds.
 
     Args:
@@ -67,8 +92,15 @@ def stage_memory(
       update: around it.
       splits_backward: whether its schedule computes weight gradients apart.
       platform: of its devices.
+      compiled: what programs take that have been compiled, by name: `forward`, `backward` (or `backward_input` and
+        `backward_weight`), `prepare`, and `round_name` of the update's. The others are predicted.
     """
-    pieces = [stage.forward, *(stage.backward_halves if splits_backward else (stage.backward,))]
+    given = compiled or {}
+    halves = (
+        dict(zip(("backward_input", "backward_weight"), stage.backward_halves, strict=True)) if splits_backward else {}
+    )
+    named = {"forward": stage.forward, **(halves or {"backward": stage.backward})}
+    pieces = list(named.values())
     own = {slot: update.direct(slot) for slot in (*stage.parameters, *stage.inputs)}
     held = {slot for slot in own if not update.is_argument(slot)}  # copies in another layout, and microbatches
     arguments = update.kept
@@ -91,8 +123,8 @@ def stage_memory(
         in_flight_bytes=stage.kept_bytes(),
         delayed_bytes=delayed,
         handed_bytes=handed,
-        workspace_bytes=max(_predicted(piece, platform).temp_bytes for piece in pieces),
-        update_workspace_bytes=_update_workspace(update, collected, platform),
+        workspace_bytes=max((given.get(name) or _predicted(one, platform)).temp_bytes for name, one in named.items()),
+        update_workspace_bytes=_update_workspace(update, collected, platform, given),
         sent_bytes=_by_stage((target, stage.local_shape(Slot(Role.SENT, value))) for value, target in stage.sent),
         received_bytes=_by_stage((stage.source_of[s.position], stage.local_shape(s)) for s in stage.received),
     )
@@ -112,14 +144,13 @@ def _predicted(piece: Piece, platform: str) -> PredictedMemory:
     return predict(program_of(piece.program, donated, partitioned=True, platform=platform))
 
 
-def _update_workspace(update: UpdateProgram, collected: int, platform: str) -> int:
+def _update_workspace(update: UpdateProgram, collected: int, platform: str, compiled: Mapping[str, Temporaries]) -> int:
     """Of preparing operands and of each round, with what earlier rounds have left for later ones."""
     most = left = 0
     if update.prepare is not None:
-        most = _round(update, update.prepare, (), platform).temp_bytes
-    for program in update.rounds:
-        donated = update.donated(program)
-        found = _round(update, program, donated, platform)
+        most = (compiled.get("prepare") or _round(update, update.prepare, (), platform)).temp_bytes
+    for number, program in enumerate(update.rounds):
+        found = compiled.get(round_name(number)) or _round(update, program, update.donated(program), platform)
         made = found.output_bytes - found.alias_bytes
         arrived = _total(
             update.local_shape(s) for s in program.inputs

@@ -46,6 +46,7 @@ class PipelinedStep:
     Attributes:
       local: its programs.
       schedule: the plan's.
+      operations: of a step, in the order of all processes.
       stages: on their devices.
       what: the step and the plan in words, for errors: the same text in all processes.
       kept_leaves: for each argument how it is one array; None for one that is kept in pieces (a batch that is cut into
@@ -75,6 +76,7 @@ class PipelinedStep:
         ]
         programs = [_accesses(stage, self.schedule) for stage in self.local.stages]
         order = operations(self.schedule, [stage.sent for stage in self.local.stages], programs)
+        self.operations = order
         if not any(stage.is_mine for stage in self.stages):
             raise PlanError(
                 refused="the plan", got=f"no stage on a device of process {jax.process_index()}",

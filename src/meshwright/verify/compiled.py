@@ -1,0 +1,177 @@
+"""What the compiled programs of a plan do, stage by stage, beside what the plan says of them.
+
+Collectives, FLOPs and memory are read from the compiled text and from XLA's own analysis (`_jax.hlo`). XLA combines
+several collectives into one operation with several operands, so arrays are counted, not operations. Collectives whose
+operands hold at most 8 bytes each (a loss, a norm) are left out on both sides.
+
+A plan of one stage is one program. A stage of several is a few programs that each run so often in a step; what a device
+holds between them is known from their operands and results, so that of its peak the temporaries are what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .._jax.hlo import CompiledFacts, read_compiled
+from ..plan import Plan
+from ..runtime.executable import Executable
+from ..runtime.pipeline.compiled_stages import memory_of, moved_bytes, programs_of
+from ..runtime.pipeline.step import PipelinedStep
+from ..runtime.step import PlannedStep
+
+# A collective of operands this small is a scalar's, which carries no traffic worth predicting.
+_SCALAR_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives of one kind on one device in one step: `count` arrays of `bytes` in all, in `operations`.
+
+    `operations` is what the arrays were combined into; equal to `count` where nothing was.
+    """
+
+    count: int
+    bytes: float
+    operations: int
+
+
+NO_TRAFFIC = Traffic(count=0, bytes=0.0, operations=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """A stage on one device in one step, as predicted and as compiled.
+
+    Args:
+      predicted: collectives by kind, as the plan counts them.
+      compiled: collectives by kind in the compiled programs.
+      flops: predicted and compiled; the predicted ones are None in a plan that does not say them.
+      peak_bytes: predicted and compiled, of a device with all its stages.
+      limit_bytes: what a device may use.
+      unknown_loops: how many loops the compiled programs have whose length depends on data; they count once.
+    """
+
+    predicted: Mapping[str, Traffic]
+    compiled: Mapping[str, Traffic]
+    flops: tuple[float | None, float]
+    peak_bytes: tuple[float, float]
+    limit_bytes: float
+    unknown_loops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one stage sends another in one step, bytes of whole values.
+
+    Args:
+      source: the stage that has the values.
+      target: the stage that they go to; cotangents go the other way, and are an edge of their own.
+      predicted: by the plan.
+      moved: by the run.
+    """
+
+    source: int
+    target: int
+    predicted: float
+    moved: float
+
+
+def facts_of(step: Executable, plan: Plan) -> tuple[StageFacts, ...]:
+    """Compile a step's programs and read them.
+
+    Args:
+      step: as it runs.
+      plan: that it runs by, priced.
+    """
+    if isinstance(step, PlannedStep):
+        return (_one_stage(step, plan),)
+    return _stages(step, plan)
+
+
+def sent_of(step: Executable, plan: Plan) -> tuple[Sent, ...]:
+    """What stages send each other.
+
+    Args:
+      step: as it runs.
+      plan: that it runs by.
+    """
+    if isinstance(step, PlannedStep):
+        return ()
+    predicted: dict[tuple[int, int], float] = {}
+    for one in plan.transfers:
+        ends = [(one.source, one.target), *([(one.target, one.source)] if one.differentiated else [])]
+        for source, target in ends:
+            predicted[source, target] = predicted.get((source, target), 0.0) + one.bytes * plan.microbatches
+    moved = moved_bytes(step)
+    return tuple(
+        Sent(source=s, target=t, predicted=predicted.get((s, t), 0.0), moved=moved.get((s, t), 0.0))
+        for s, t in sorted({*predicted, *moved})
+    )
+
+
+def compiled_traffic(programs: Iterable[tuple[CompiledFacts, int]]) -> dict[str, Traffic]:
+    """Collectives of compiled programs by kind, those of scalars left out.
+
+    Args:
+      programs: what each does, and how often it runs in a step.
+    """
+    total: dict[str, Traffic] = {}
+    for facts, runs in programs:
+        for one in facts.collectives:
+            # The CPU backend gives an all-to-all one operand for each device of its group.
+            in_pieces = one.kind == "all_to_all" and one.operands % one.group_size == 0
+            arrays = one.operands // one.group_size if in_pieces else one.operands
+            if one.bytes <= _SCALAR_BYTES * arrays:
+                continue
+            have = total.get(one.kind, NO_TRAFFIC)
+            total[one.kind] = Traffic(
+                count=have.count + runs * one.count * arrays,
+                bytes=have.bytes + float(runs * one.count * one.bytes),
+                operations=have.operations + runs * one.count,
+            )
+    return total
+
+
+def _predicted_traffic(plan: Plan, number: int) -> dict[str, Traffic]:
+    return {
+        one.kind: Traffic(count=one.count, bytes=one.bytes, operations=one.count)
+        for one in plan.stages[number].communication
+    }
+
+
+def _one_stage(step: PlannedStep, plan: Plan) -> StageFacts:
+    facts = read_compiled(step.lower().compile())
+    (stage,) = plan.stages
+    return StageFacts(
+        predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)]),
+        flops=(stage.flops, facts.flops),
+        peak_bytes=(stage.memory.total, float(facts.peak_bytes)), limit_bytes=stage.memory_limit_bytes,
+        unknown_loops=facts.unknown_loops,
+    )  # fmt: skip
+
+
+def _stages(step: PipelinedStep, plan: Plan) -> tuple[StageFacts, ...]:
+    """Programs that stages share are compiled once, by JAX."""
+    programs = [
+        [(one, read_compiled(one.lower().compile())) for one in programs_of(step, number)]
+        for number in range(len(plan.stages))
+    ]
+    peaks = step.local.plan_with_memory(memory_of(step, [{one.name: facts for one, facts in p} for p in programs]))
+    held = [_held(plan), _held(peaks)]
+    return tuple(
+        StageFacts(
+            predicted=_predicted_traffic(plan, number),
+            compiled=compiled_traffic((facts, one.runs) for one, facts in found),
+            flops=(stage.flops, sum(one.runs * facts.flops for one, facts in found)),
+            peak_bytes=(held[0][number], held[1][number]),
+            limit_bytes=stage.memory_limit_bytes,
+            unknown_loops=sum(facts.unknown_loops for _, facts in found),
+        )
+        for number, (stage, found) in enumerate(zip(plan.stages, programs, strict=True))
+    )
+
+
+def _held(plan: Plan) -> list[float]:
+    """For each stage what its device holds, with all stages that are on it."""
+    return [sum(one.memory.total for one in plan.stages if one.devices == stage.devices) for stage in plan.stages]
