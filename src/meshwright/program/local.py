@@ -180,7 +180,7 @@ _WHOLE: Mapping[str, Callable[[Equation, Rule], set[int]]] = {
 
 
 # Operators on elements: of blocks of any shape they give a block of that shape, and nobody has to try.
-_ON_ELEMENTS = frozenset(
+ON_ELEMENTS = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div
     eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne
     neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
@@ -222,7 +222,7 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     if name in _WINDOWED:
         unsure = [f for f in rule.splittable if rule.factors[f].kind != "spatial"]
     else:
-        unsure = rule.splittable if name not in _EVALUATORS and name not in _ON_ELEMENTS else ()
+        unsure = rule.splittable if name not in _EVALUATORS and name not in ON_ELEMENTS else ()
     return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])
 
 

@@ -23,7 +23,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from .._jax.jaxpr import (
     ClosedJaxpr,
@@ -38,6 +40,9 @@ from .._jax.jaxpr import (
 )
 from .._jax.random import is_key, of_whole_batch
 from ..errors import PlanError
+
+if TYPE_CHECKING:
+    from .rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,23 +118,26 @@ INDEX_ARITHMETIC = frozenset(
 _INDEXED = ("gather", "dynamic_slice", "dynamic_update_slice")
 
 
-def placed(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int) -> ClosedJaxpr:
+def placed(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, rules: Rules) -> ClosedJaxpr:
     """The program of a microbatch whose draws and counts know the whole batch.
 
     Args:
       full: of the whole batch.
       small: of a microbatch: the same equations in other shapes.
       microbatches: how many there are.
+      rules: which know the derivatives of functions that have their own.
 
     Raises:
       PlanError: for draws and counts that cannot be those of the whole batch.
     """
-    return ClosedJaxpr(_Placing(microbatches).program(open_jaxpr(full), open_jaxpr(small)), consts_of(small))
+    return ClosedJaxpr(_Placing(microbatches, rules).program(open_jaxpr(full), open_jaxpr(small)), consts_of(small))
 
 
 class _Placing:
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, rules: Rules) -> None:
         self._count = microbatches
+        self._rules = rules
+        self._in_derivative = False  # inside a function that has its own: those in it are not differentiated again
 
     def program(self, full: Jaxpr, small: Jaxpr) -> Jaxpr:
         if [e.primitive.name for e in full.eqns] != [e.primitive.name for e in small.eqns]:
@@ -157,12 +165,7 @@ class _Placing:
         if name in _IN_ONE_PIECE and _shapes(full.outvars) != _shapes(small.outvars) and not _has_keys(small):
             raise self._refusal(small, f"{name} of the shape of the batch, of which no part is drawn by itself")
         if name in ("custom_jvp_call", "custom_vjp_call"):
-            inner = self.program(open_jaxpr(full.params["call_jaxpr"]), open_jaxpr(params["call_jaxpr"]))
-            drawing = next((e for e in inner.eqns if "whole" in e.params and e.primitive.name in _DRAWS), None)
-            if drawing is not None:
-                raise self._refusal(
-                    drawing, "random numbers of the shape of the batch in a function with a derivative of its own"
-                )
+            self._check_own_derivative(full, small)
             return small
         bodies = _bodies(small)
         if not bodies:
@@ -179,6 +182,28 @@ class _Placing:
             if any(x is not y for x, y in zip(made, ours, strict=True)):
                 changed[key] = made if isinstance(body, tuple) else made[0]
         return small.replace(params={**params, **changed}) if changed else small
+
+    def _check_own_derivative(self, full: Equation, small: Equation) -> None:
+        """Refuse a function with a derivative of its own that draws numbers of the shape of the batch, or counts the
+        examples, in either pass: JAX evaluates it by itself."""
+        pairs = [(full.params["call_jaxpr"], small.params["call_jaxpr"])]
+        if not self._in_derivative and any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in small.invars):
+            try:
+                ours, theirs = self._rules.derivative(full), self._rules.derivative(small)
+                pairs += [(ours.forward, theirs.forward), (ours.backward, theirs.backward)]
+            except (TypeError, ValueError):  # it is not differentiated
+                pass
+        outermost, self._in_derivative = not self._in_derivative, True
+        try:
+            inner = [self.program(open_jaxpr(a), open_jaxpr(b)) for a, b in pairs]
+        finally:
+            self._in_derivative = not outermost
+        placed = next((e for program in inner for e in program.eqns if "whole" in e.params), None)
+        if placed is not None:
+            raise self._refusal(
+                placed,
+                "random numbers or positions of the shape of the batch in a function with a derivative of its own",
+            )
 
     def _check_grown(
         self, small: Equation, whole: Sequence[int], shape: Sequence[int], along: int | None = None

@@ -54,6 +54,7 @@ class Program:
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
       notes: what a plan in these microbatches has to say of the step.
+      piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide.
     """
 
     outer: ClosedJaxpr
@@ -76,6 +77,7 @@ class Program:
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
     notes: tuple[str, ...] = ()
+    piece: int = 0
 
     @property
     def marked(self) -> bool:
@@ -173,6 +175,7 @@ def trace_program(
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
     notes: tuple[str, ...] = ()
+    piece = 0
     reduction = reduction or equation.params["reduction"]
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
@@ -181,18 +184,21 @@ def trace_program(
         split_dims = _split_dims(full_call, small_call, microbatches)
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         # Who says how microbatches combine lets each have statistics of its own.
-        found = with_batch_statistics(full_core, core, microbatches, split_dims) if reduction is None else None
+        found = None
+        if reduction is None:
+            found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules)
         degrees: tuple[int, ...] = ()
         if found is not None:
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
-        results = results_of(full_core, core, microbatches, split_dims, degrees)
+        results = results_of(full_core, core, microbatches, split_dims, whole.rules, degrees)
+        piece = results.piece
         combined = aux_reductions(results, accepted=reduction is not None)
         if reduction is None:
             reduction = loss_reduction(results)
         else:
             notes = _accepted(results, reduction)
-        core = placed(full_core, core, microbatches)
+        core = placed(full_core, core, microbatches, whole.rules)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
             outer, marker = marked_with(outer, marker, found, num_consts)
@@ -226,6 +232,7 @@ def trace_program(
         aux_reductions=combined,
         boundaries=boundaries,
         notes=notes,
+        piece=piece,
     )
 
 

@@ -216,12 +216,6 @@ class UpdateProgram:
             env[var] = LocalValue(combined(kind, pieces), Spec.replicated(len(var.aval.shape)), sizes)
         return env
 
-    @property
-    def _scale(self) -> float:
-        if self._stage.asynchronous:  # a microbatch is a batch of its own
-            return 1.0
-        return 1.0 / self._program.microbatches if self._program.reduction == "mean" else 1.0
-
     def _evaluate(self, wanted: Sequence[Any], env: dict[Any, LocalValue]) -> list[LocalValue]:
         around = self._around
         for parameter, var in enumerate(around.gradients):
@@ -377,9 +371,7 @@ class UpdateProgram:
             conversion = convert(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage)
             assert conversion is not None
             conversions.append(conversion)
-        synchronised = run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
-        # Scaled afterwards: before, it would take a second buffer.
-        return [x * jnp.asarray(self._scale, x.dtype) for x in synchronised]
+        return run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
 
     def _probe(
         self, slots: Sequence[Slot], inputs: Sequence[Slot], evaluate: Callable[..., Any], outputs: Sequence[int]
