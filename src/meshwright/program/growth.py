@@ -258,9 +258,10 @@ def _equation(full: Equation, small: Equation, given: list[Growth], walk: Walk) 
         for x, y, g in zip(full.invars, small.invars, given, strict=True)
     ]
     met = next((g.meet for g in given if g.meet is not None), None)
-    degree = _degree(full, small, given)
-    zero = name in _SAME and all(g.zero for g in given) and bool(given)
     positions = positions_of(full, small, [g.positions for g in given])
+    is_index = positions is not None and positions.kind != "past"
+    degree = Fraction(0) if is_index else _degree(full, small, given)
+    zero = name in _SAME and all(g.zero for g in given) and bool(given)
     made = zip(full.outvars, small.outvars, aligned(full, small, sides, walk.ratio, walk.rules), strict=True)
     found = []
     for x, y, runs in made:
@@ -268,7 +269,7 @@ def _equation(full: Equation, small: Equation, given: list[Growth], walk: Walk) 
         varies, sums = _sums(full, small, given, batched)
         meets = runs is None or (varies and batched and any(g.sums for g in given))
         meet = met if met is not None or not meets else source_line(full) or ""
-        if degree is None or meet is not None:
+        if meet is not None:
             found.append(replace(_UNKNOWN, meet=meet, runs=runs or 0))
             continue
         walk.see(Side(shape_of(x), shape_of(y), runs or 0))

@@ -7,6 +7,7 @@ state. Any other step (plain `jax.grad`, inference) is planned whole, as one for
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Program:
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
       notes: what a plan in these microbatches has to say of the step.
-      piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide.
+      piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if any.
     """
 
     outer: ClosedJaxpr
@@ -192,12 +193,13 @@ def trace_program(
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
         results = results_of(full_core, core, microbatches, split_dims, whole.rules, degrees)
-        piece = results.piece
+        if reduction is None:
+            piece = results.piece
         combined = aux_reductions(results, accepted=reduction is not None)
         if reduction is None:
             reduction = loss_reduction(results)
         else:
-            notes = _accepted(results, reduction)
+            notes = (*_accepted(results, reduction), *_groups(results, full_call, split_dims, reduction))
         core = placed(full_core, core, microbatches, whole.rules)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
@@ -248,6 +250,18 @@ def _accepted(results: Results, reduction: str) -> tuple[str, ...]:
     if found == reduction:
         return ()
     return (f'reduction="{reduction}" is taken for a loss that is a {found} over the batch',)
+
+
+def _groups(results: Results, call: MarkedCall, split_dims: Sequence[int | None], reduction: str) -> tuple[str, ...]:
+    """What is accepted of groups of neighbouring examples (pairs, tokens that are dealt together)."""
+    batch = math.gcd(*(shape[d] for shape, d in zip(call.shapes, split_dims, strict=False) if d is not None))
+    if results.piece == 0 or results.piece % batch == 0:
+        return ()
+    examples = batch // math.gcd(results.piece, batch)
+    return (
+        f'reduction="{reduction}" is taken for a loss of groups of {examples} neighbouring examples: where a '
+        "microbatch has fewer neighbours of a device's part of the batch, groups are of other examples",
+    )
 
 
 def _uncut(whole: TracedStep) -> Program:

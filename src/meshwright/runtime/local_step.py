@@ -67,14 +67,18 @@ class LocalStep:
         A microbatch is made of a piece of each block of the batch; a pair of neighbours has to be in one piece.
         """
         program = self.program
-        pieces = program.microbatches * self._blocks(self._batch_axes())
-        if program.microbatches > 1 and program.piece % pieces:
+        if program.microbatches == 1 or program.piece == 0:
+            return
+        blocks = self._blocks(self._batch_axes())
+        if program.piece % (program.microbatches * blocks):
+            fewer = math.gcd(program.piece // blocks, program.microbatches) if program.piece % blocks == 0 else 1
             raise PlanError(
                 refused=f"microbatches={program.microbatches}",
-                got=f"a batch that has {program.piece} groups of examples, in {pieces} pieces (of "
-                f"{self._blocks(self._batch_axes())} blocks on devices each microbatch has one)",
+                got=f"a loss of {program.piece} groups of neighbouring examples, of a batch that is cut into "
+                f"{program.microbatches * blocks} pieces ({blocks} on devices, {program.microbatches} in time)",
                 needed="pieces of whole groups", where="the loss function",
-                try_=f"microbatches={math.gcd(program.piece, program.microbatches)}, 1, or a larger batch",
+                try_=f'microbatches={fewer}, or meshwright.value_and_grad(..., reduction="{program.reduction}") to let '
+                "groups be of whichever examples are neighbours in a microbatch",
             )  # fmt: skip
 
     def _input_specs(self) -> list[Spec]:
