@@ -13,6 +13,7 @@ from typing import Any
 from .cluster import Cluster, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
+from .microbatch_counts import microbatch_counts
 from .one_stage_planning import plan_one_stage
 from .plan_request import (
     Planning as Planning,
@@ -143,8 +144,21 @@ def plan_for(
     notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    if microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
+        notes += _why_one_microbatch(asked)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+
+
+def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
+    """Why stages that wait for each other have no more microbatches, if it is the step that allows no other number."""
+    counts = [count for count in microbatch_counts(asked) if count > 1]
+    try:
+        if counts:
+            asked.program(counts[0])
+    except PlanError as error:
+        return (f"1 microbatch, since no others are possible: {error}",)
+    return ()
 
 
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:

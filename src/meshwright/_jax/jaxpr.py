@@ -87,8 +87,10 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     def read(env: dict[Any, Any], atom: Any) -> Any:
         return atom if is_literal(atom) else env.get(atom, atom)
 
-    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
+    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool, call: Any = None) -> None:
         for equation in jaxpr.eqns:
+            if call is not None and not source_line(equation):  # inside of a function of JAX's own
+                equation = equation.replace(source_info=equation.source_info.replace(traceback=call))
             invars = [read(env, atom) for atom in equation.invars]
             if equation.primitive.name in _WISHES:
                 env.update(zip(equation.outvars, invars, strict=True))
@@ -107,7 +109,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
                     constvars.append(hoisted)
                     consts.append(const)
                     inner_env[var] = hoisted
-                walk(inner, inner_env, True)
+                walk(inner, inner_env, True, equation.source_info.traceback)
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue

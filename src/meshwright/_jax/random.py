@@ -33,6 +33,12 @@ def is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
+def is_drawn_by_position(aval: Any) -> bool:
+    """Whether any part of what keys draw can be drawn by itself."""
+    name = getattr(getattr(aval.dtype, "_impl", None), "name", None)
+    return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)  # pyrefly: ignore
+
+
 def random_bits_at(key: jax.Array, bit_width: int, shape: Sequence[int], positions: Sequence[jax.Array]) -> jax.Array:
     """Some bits of an array drawn from one typed key.
 

@@ -11,6 +11,8 @@ the microbatch's examples stand, as `rows_of_microbatch` says. No key is changed
 (noise of weights, dropped layers) are the same in every microbatch, and a key that comes back from the loss is the one
 that went in.
 
+Keys of another kind than threefry2x32 (rbg) draw other numbers in parts than at once, which `notes_on_draws` says.
+
 Known limits, all refused by name and line: a count that is both a number and an index, draws that grow inside of a
 function with its own derivative, loops over the examples that carry a key from one to the next, and draws whose extent
 is no multiple of the batch. A dim into which the batch was merged (batch x tokens)
@@ -38,7 +40,7 @@ from .._jax.jaxpr import (
     scan_parts,
     source_line,
 )
-from .._jax.random import is_key, of_whole_batch
+from .._jax.random import is_drawn_by_position, is_key, of_whole_batch
 from ..errors import PlanError
 
 if TYPE_CHECKING:
@@ -131,6 +133,30 @@ def placed(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, rules: Rule
       PlanError: for draws and counts that cannot be those of the whole batch.
     """
     return ClosedJaxpr(_Placing(microbatches, rules).program(open_jaxpr(full), open_jaxpr(small)), consts_of(small))
+
+
+def notes_on_draws(core: ClosedJaxpr) -> tuple[str, ...]:
+    """What a plan has to say of a program's random numbers: that those of some keys are others than on one device."""
+    found: dict[str, None] = {}
+
+    def look(jaxpr: Jaxpr) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "random_bits" and not is_drawn_by_position(equation.invars[0].aval):
+                found.setdefault(source_line(equation) or "the loss function")
+            inside = (*_bodies(equation).values(), equation.params.get("call_jaxpr"))
+            for body in inside:
+                for one in body if isinstance(body, tuple) else (body,):
+                    if one is not None:
+                        look(open_jaxpr(one))
+
+    look(open_jaxpr(core))
+    if not found:
+        return ()
+    return (
+        f"random numbers drawn at {', '.join(found)} are others than on one device where devices or microbatches have "
+        'parts of them: only keys of the kind "threefry2x32" with jax_threefry_partitionable draw parts as one device '
+        "draws them",
+    )
 
 
 class _Placing:

@@ -23,7 +23,7 @@ from ..errors import PlanError
 from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
 from .build import build_graph
 from .graph import Graph
-from .places import placed
+from .places import notes_on_draws, placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
@@ -233,7 +233,7 @@ def trace_program(
         reduction=reduction or "mean",
         aux_reductions=combined,
         boundaries=boundaries,
-        notes=notes,
+        notes=(*notes, *notes_on_draws(core)),
         piece=piece,
     )
 
@@ -273,7 +273,7 @@ def _uncut(whole: TracedStep) -> Program:
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
         state_inputs=whole.state_inputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean",
+        fingerprint=fingerprint(core), reduction="mean", notes=notes_on_draws(core),
     )  # fmt: skip
 
 
