@@ -15,6 +15,7 @@ from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
+from .microbatch_counts import microbatch_counts
 from .one_stage_planning import plan_one_stage
 from .padded_dims import padding_note
 from .plan.row_notes import row_notes
@@ -218,6 +219,8 @@ def plan_without_advice(
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)
     notes += row_notes(found.plan)
+    if microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
+        notes += _why_one_microbatch(asked)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 
@@ -242,6 +245,17 @@ def _roles(asked: PlanRequest, program: Program) -> Roles | None:
         return None
     batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
     return asked.preset.roles_in(program, batch, where=asked.traces.name)
+
+
+def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
+    """Why stages that wait for each other have no more microbatches, if it is the step that allows no other number."""
+    counts = [count for count in microbatch_counts(asked) if count > 1]
+    try:
+        if counts:
+            asked.program(counts[0])
+    except PlanError as error:
+        return (f"1 microbatch, since no others are possible: {error}",)
+    return ()
 
 
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:

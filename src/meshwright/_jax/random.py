@@ -43,6 +43,12 @@ def keys_of(words: jax.Array, aval: Any) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=aval.dtype._impl.name)
 
 
+def is_drawn_by_position(aval: Any) -> bool:
+    """Whether any part of what keys draw can be drawn by itself."""
+    name = getattr(getattr(aval.dtype, "_impl", None), "name", None)
+    return name == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)  # pyrefly: ignore
+
+
 def random_bits_at(key: jax.Array, bit_width: int, shape: Sequence[int], positions: Sequence[jax.Array]) -> jax.Array:
     """Some bits of an array drawn from one typed key.
 

@@ -22,10 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._jax.boundary import Boundaries
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, is_literal, open_jaxpr
-from .growth import degrees_of
+from .._jax.random import is_key
+from .growth import Walk, degrees_of
+from .rules import Rules
 
 # More than a pass over the batch: not worth having twice.
 _DEAR = frozenset(
@@ -52,7 +55,7 @@ class BatchStatistics:
 
 
 def with_batch_statistics(
-    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]
+    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None], rules: Rules
 ) -> BatchStatistics | None:
     """Find the statistics; None if there are none.
 
@@ -61,6 +64,7 @@ def with_batch_statistics(
       small: the same at the size of a microbatch.
       microbatches: how many of the second make the first.
       split_dims: for each leading input, which is not differentiated, the dim that is the batch.
+      rules: the factor rules of the program.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
     if [e.primitive.name for e in a.eqns] != [e.primitive.name for e in b.eqns]:
@@ -68,9 +72,10 @@ def with_batch_statistics(
     found = _statistics(a, b, split_dims)
     if not found:
         return None
-    degrees = degrees_of(full, small, microbatches, split_dims)
+    degrees = degrees_of(full, small, Walk(microbatches, rules), split_dims)
     wanted = [a.eqns[place].outvars[position] for place, position in found]
-    labels = tuple(int(d) if (d := degrees.get(var)) in (0, 1) else 0 for var in wanted)
+    # Whole numbers and truths have no share: those of the whole batch stay what they are.
+    labels = tuple(int(degrees.get(var) == 1 and jnp.issubdtype(var.aval.dtype, jnp.floating)) for var in wanted)
     num_consts = len(split_dims)
     program = ClosedJaxpr(
         a.replace(
@@ -130,7 +135,7 @@ def _statistics(full: Jaxpr, small: Jaxpr, split_dims: Sequence[int | None]) -> 
 
 
 def _is_number(var: Any) -> bool:
-    return jax.numpy.issubdtype(var.aval.dtype, jax.numpy.floating)
+    return not is_key(var.aval)
 
 
 def _behind(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Equation]:

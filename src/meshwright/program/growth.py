@@ -9,19 +9,25 @@ Examples meet where a value would need those of other microbatches: a statistic 
 normalisation), two batch dims (contrastive losses), a batch that is shifted, sorted, summed up along itself or read at
 indices of other examples. Nothing is known of whatever comes of it.
 
+Where the elements of a batch dim stand, and whether an operator keeps them there, is told by `alignment`. A function
+with a derivative of its own is walked backward as well.
+
 Known limit: examples that are put in another order and back, as some mixtures of experts do, have met.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, inline, is_literal, is_remat, open_jaxpr, scan_parts, source_line
-from .places import INDEX_ARITHMETIC
+from .alignment import Positions, Side, aligned, positions_of, shape_of
+from .rules import Rules
 
 _SAME = frozenset(
     [
@@ -87,14 +93,8 @@ _LINEAR = frozenset(
     ]
 )
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge", "eq", "ne", "is_finite", "sign"])
-_CUTS = ("slice", "dynamic_slice")
-# By the parameter that says along which dims they mix elements.
-_ALONG: Mapping[str, str] = {
-    "sort": "dimension", "rev": "dimensions", "cumsum": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis",
-    "cumlogsumexp": "axis",
-}  # fmt: skip
 # A constant beside a count does not change what it counts: a guard against zero.
-_GUARDS = ("max", "min", "add", "add_any", "sub")
+_GUARDS = ("max", "min", "add", "add_any", "sub", "select_n")
 _PRODUCTS = ("mul", "dot_general", "conv_general_dilated")
 
 
@@ -109,7 +109,8 @@ class Growth:
         2 if it depends on the examples in another way.
       zero: whether it is 0 or infinite, which any degree may be added to or compared with.
       meet: where examples meet each other, if that is why nothing is known.
-      place: whether it holds the examples' own positions in the batch, as an index (`x[arange(batch), label]`).
+      runs: of its batch dim (`alignment`).
+      positions: the examples' own positions in the batch, if it holds these.
     """
 
     degree: Fraction | None = Fraction(0)
@@ -117,14 +118,42 @@ class Growth:
     sums: int = 0
     zero: bool = False
     meet: str | None = None
-    place: bool = False
+    runs: int = 0
+    positions: Positions | None = None
 
 
 _UNKNOWN = Growth(degree=None, varies=True, sums=2)
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A walk through a loss function at two batch sizes.
+
+    Args:
+      ratio: how many microbatches make the batch.
+      rules: the factor rules of the program.
+      lengths: of the runs of examples that were seen.
+      in_derivative: whether it is inside a function with a derivative of its own, where others are not differentiated.
+    """
+
+    ratio: int
+    rules: Rules
+    lengths: set[int] = field(default_factory=set)
+    in_derivative: bool = False
+
+    def see(self, side: Side) -> None:
+        """A value whose batch dim is cut into microbatches, run by run."""
+        if side.batch is not None:
+            self.lengths.add(side.full[side.batch] // max(side.runs, 1))
+
+    @property
+    def piece(self) -> int:
+        """What the number of microbatches, times that of the blocks that the batch lies in, has to divide."""
+        return math.gcd(*self.lengths)
+
+
 def growths_of(
-    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None],
+    full: ClosedJaxpr, small: ClosedJaxpr, walk: Walk, split_dims: Sequence[int | None],
     degrees: Sequence[int] = (), env: dict[Any, Growth] | None = None,
 ) -> list[Growth]:  # fmt: skip
     """The growth of each result of a loss function.
@@ -132,30 +161,35 @@ def growths_of(
     Args:
       full: the loss function at the full batch.
       small: the same at the size of a microbatch.
-      microbatches: how many of the second make the first.
+      walk: what is known of both, and written down.
       split_dims: for each leading input, the dim that is the batch.
       degrees: of each input behind these, which are statistics of the whole batch.
       env: that of each value at the top level is written into it, by its variable in `full`.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
-    given = [Growth(varies=d is not None) for d in split_dims] + [Growth(degree=Fraction(d)) for d in degrees]
+    given = [Growth(varies=d is not None, runs=int(d is not None)) for d in split_dims]
+    given += [Growth(degree=Fraction(d)) for d in degrees]
     given += [Growth()] * (len(a.invars) - len(given))
-    return _growths(a, b, microbatches, given, env)
+    for x, y, growth in zip(a.invars, b.invars, given, strict=True):
+        walk.see(Side(shape_of(x), shape_of(y), growth.runs))
+    return _growths(a, b, walk, given, env)
 
 
 def degrees_of(
-    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None]
+    full: ClosedJaxpr, small: ClosedJaxpr, walk: Walk, split_dims: Sequence[int | None]
 ) -> dict[Any, Fraction]:
     """The degree of each value at the top level of a loss function of which one is known, by its variable in `full`; a
-    guard (`maximum(count, 1)`) has that of what it guards.
+    guard (`maximum(count, 1)`, `where(count > 0, count, 1)`) has that of what it guards.
 
     Args: as of `growths_of`.
     """
     env: dict[Any, Growth] = {}
-    growths_of(full, small, microbatches, split_dims, env=env)
+    growths_of(full, small, walk, split_dims, env=env)
     found = {var: growth.degree for var, growth in env.items() if growth.degree is not None}
     for equation in open_jaxpr(full).eqns:
         (var, *_), atoms = equation.outvars, equation.invars
+        if equation.primitive.name == "select_n":
+            atoms = atoms[1:]
         if var not in found and all(is_literal(atom) or atom in found for atom in atoms):
             varying = [atom for atom in atoms if not is_literal(atom) and (env[atom].varies or env[atom].sums)]
             if equation.primitive.name in _GUARDS and len(varying) == 1:
@@ -170,7 +204,7 @@ def _names(jaxpr: Jaxpr) -> list[str]:
 
 
 def _growths(
-    full: Jaxpr, small: Jaxpr, ratio: int, operands: Sequence[Growth], env: dict[Any, Growth] | None = None
+    full: Jaxpr, small: Jaxpr, walk: Walk, operands: Sequence[Growth], env: dict[Any, Growth] | None = None
 ) -> list[Growth]:
     """Growth of each output; the batch dims of a value are those whose extent differs between the programs. That of
     each value is written into `env`, if it is given."""
@@ -181,15 +215,15 @@ def _growths(
     env.update({var: Growth() for var in full.constvars})
 
     def read(x: Any, y: Any) -> Growth:
-        return (_literal(x, y, ratio) if is_literal(y) else _UNKNOWN) if is_literal(x) else env[x]
+        return (_literal(x, y, walk) if is_literal(y) else _UNKNOWN) if is_literal(x) else env[x]
 
     for a, b in zip(full.eqns, small.eqns, strict=True):
         given = [read(x, y) for x, y in zip(a.invars, b.invars, strict=True)]
-        env.update(zip(a.outvars, _equation(a, b, given, ratio), strict=True))
+        env.update(zip(a.outvars, _equation(a, b, given, walk), strict=True))
     return [read(x, y) for x, y in zip(full.outvars, small.outvars, strict=True)]
 
 
-def _literal(full: Any, small: Any, ratio: int) -> Growth:
+def _literal(full: Any, small: Any, walk: Walk) -> Growth:
     try:
         x, y = float(full.val), float(small.val)
     except (TypeError, ValueError):
@@ -198,75 +232,56 @@ def _literal(full: Any, small: Any, ratio: int) -> Growth:
         return Growth(zero=x == 0 or math.isinf(x))
     if x * y <= 0 or math.isinf(x * y) or math.isnan(y):
         return _UNKNOWN
-    power = math.log(x / y, ratio)
+    power = math.log(x / y, walk.ratio)
     return Growth(degree=Fraction(round(power)) if abs(power - round(power)) < 1e-4 else None)
 
 
-def _equation(full: Equation, small: Equation, given: list[Growth], ratio: int) -> list[Growth]:
+def _equation(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> list[Growth]:
     name = full.primitive.name
     ours, theirs = _bodies(full), _bodies(small)
     if ours is not None and theirs is not None:
         inner = given[1:] if name == "cond" else given
-        found = [_growths(x, y, ratio, inner) for x, y in zip(ours, theirs, strict=True)]
+        own = replace(walk, in_derivative=True) if name.startswith("custom_") else walk
+        found = [_growths(x, y, own, inner) for x, y in zip(ours, theirs, strict=True)]
         outs = [_join(*branches) for branches in zip(*found, strict=True)]
-        return [replace(g, sums=2) if g.varies else g for g in outs] if name == "cond" and given[0].sums else outs
+        if name == "cond" and given[0].varies:
+            return [_chosen(*of, full) for of in zip(outs, full.outvars, small.outvars, strict=True)]
+        if own is not walk and not walk.in_derivative and not _is_local_backward(full, small, given, outs, own):
+            return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(outs)
+        return outs
     if name == "scan":
-        return _scan(full, small, given, ratio)
+        return _scan(full, small, given, walk)
     if name == "while":
-        return _while(full, small, given, ratio)
-    if name == "iota":
-        grows = full.params["shape"][full.params["dimension"]] != small.params["shape"][small.params["dimension"]]
-        return [Growth(varies=grows, place=grows)]
+        return _while(full, small, given, walk)
+    sides = [
+        Side(shape_of(x), shape_of(y), g.runs, g.positions)
+        for x, y, g in zip(full.invars, small.invars, given, strict=True)
+    ]
     met = next((g.meet for g in given if g.meet is not None), None)
-    if met is None and name in INDEX_ARITHMETIC and any(g.place for g in given):
-        return [Growth(varies=True, place=True)]
-    degree = _degree(full, small, given)
+    positions = positions_of(full, small, [g.positions for g in given])
+    is_index = positions is not None and positions.kind != "past"
+    degree = Fraction(0) if is_index else _degree(full, small, given)
     zero = name in _SAME and all(g.zero for g in given) and bool(given)
-    mixed = any(g.varies for g in given) and _mixes(full, small, given)
+    made = zip(full.outvars, small.outvars, aligned(full, small, sides, walk.ratio, walk.rules), strict=True)
     found = []
-    for x, y in zip(full.outvars, small.outvars, strict=True):
+    for x, y, runs in made:
         batched = is_batched(x, y)
-        growth = Growth(degree, *_sums(full, small, given, batched), zero)
-        meets = growth.varies and (_meet(name, x, y, ratio) or mixed or (batched and any(g.sums for g in given)))
+        varies, sums = _sums(full, small, given, batched)
+        meets = runs is None or (varies and batched and any(g.sums for g in given))
         meet = met if met is not None or not meets else source_line(full) or ""
-        if degree is None or meet is not None:
-            growth = replace(_UNKNOWN, meet=meet)
-        found.append(growth)
+        if meet is not None:
+            found.append(replace(_UNKNOWN, meet=meet, runs=runs or 0))
+            continue
+        walk.see(Side(shape_of(x), shape_of(y), runs or 0))
+        found.append(Growth(degree, varies, sums, zero, runs=runs or 0, positions=positions))
     return found
 
 
-def _mixes(full: Equation, small: Equation, given: Sequence[Growth]) -> bool:
-    """Whether an equation lets elements of different examples meet along the batch, in an array of the same batch."""
-    name, params = full.primitive.name, full.params
-    shapes = [[getattr(atom.aval, "shape", ()) for atom in one.invars] for one in (full, small)]
-    grown = [{d for d, (x, y) in enumerate(zip(a, b, strict=False)) if x != y} for a, b in zip(*shapes, strict=True)]
-    if name in _ALONG:
-        along = params[_ALONG[name]]
-        return not grown[0].isdisjoint(along if isinstance(along, (tuple, list)) else (along,))
-    if name == "gather" and grown[0]:
-        numbers = params["dimension_numbers"]
-        own = {*numbers.operand_batching_dims}
-        own |= {d for d in grown[0] if params["slice_sizes"][d] == shapes[0][0][d]}
-        return not grown[0] <= (own | set(numbers.start_index_map) if given[1].place else own)
-    if name.startswith("scatter") and grown[0]:
-        numbers = params["dimension_numbers"]
-        at = set(numbers.scatter_dims_to_operand_dims)
-        return not given[1].place and not grown[0].isdisjoint(at)
-    if name == "pure_callback":  # nobody knows what it does
-        return any(grown)
-    if name.startswith("reduce_window") or name in ("cumred", "select_and_scatter_add"):
-        window = params.get("window_dimensions", ())
-        return any(d < len(window) and window[d] > 1 for d in grown[0])
-    return False
-
-
-def _meet(name: str, full: Any, small: Any, ratio: int) -> bool:
-    """Whether a result holds examples beside others: pairs of them, or all but some, as shifts along the batch do."""
-    shapes = getattr(full.aval, "shape", ()), getattr(small.aval, "shape", ())
-    if len(shapes[0]) != len(shapes[1]):
-        return False  # a batch of one example may be spread out by another way
-    grown = [(x, y) for x, y in zip(*shapes, strict=True) if x != y]
-    return len(grown) > 1 or (name in _CUTS and any(x != ratio * y for x, y in grown))
+def _chosen(growth: Growth, full: Any, small: Any, equation: Equation) -> Growth:
+    """What a branch makes that is chosen by a number that depends on the examples."""
+    if is_batched(full, small):
+        return replace(_UNKNOWN, meet=source_line(equation) or "")
+    return replace(growth, varies=True, sums=2)
 
 
 def is_batched(full: Any, small: Any) -> bool:
@@ -288,12 +303,22 @@ def _sums(full: Equation, small: Equation, given: list[Growth], batched: bool) -
     if any(examples):
         return True, 1 if name in ("reduce_sum", "dot_general") and not any(pooled) else 2
     linear = (
-        name in _LINEAR
+        (name in _LINEAR and not _rounds(full))
         or (name in _PRODUCTS and sum(1 for p in pooled if p) == 1)
         or (name == "div" and not pooled[1])
         or (name == "select_n" and not pooled[0])
     )
     return True, 1 if linear else 2
+
+
+def _rounds(equation: Equation) -> bool:
+    """Whether a number becomes a whole one, or a truth."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    return jnp.issubdtype(after, jnp.bool_) or (
+        jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact)
+    )
 
 
 def _degree(full: Equation, small: Equation, given: list[Growth]) -> Fraction | None:
@@ -339,44 +364,48 @@ def _summed(full: Equation, small: Equation) -> int:
     return sum(1 for axis in axes if x[axis] != y[axis])
 
 
-def _scan(full: Equation, small: Equation, given: list[Growth], ratio: int) -> list[Growth]:
+def _scan(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> list[Growth]:
     """A loop of the same length in both programs: what it carries has one growth."""
     parts, other = scan_parts(full), scan_parts(small)
     first, last = parts.num_consts, parts.num_consts + parts.num_carry
     if parts.length != other.length:
-        return _loop_over_examples(full, small, given, ratio)
+        return _loop_over_examples(full, small, given, walk)
     carry = given[first:last]
     while True:  # ends: growths only go up, towards unknown
-        outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), ratio, [*given[:first], *carry, *given[last:]])
+        outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), walk, [*given[:first], *carry, *given[last:]])
         joined = [_join(a, b) for a, b in zip(carry, outs, strict=False)]
         if joined == carry:
             return [*carry, *outs[parts.num_carry :]]
         carry = joined
 
 
-def _loop_over_examples(full: Equation, small: Equation, given: list[Growth], ratio: int) -> list[Growth]:
+def _loop_over_examples(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> list[Growth]:
     """A loop with a trip for each example, which is as good as a `vmap` where no trip hears of another."""
     parts, other = scan_parts(full), scan_parts(small)
     consts = list(zip(given, full.invars, small.invars, strict=True))[: parts.num_consts]
-    if parts.num_carry or any(g.varies and (g.sums or is_batched(x, y)) for g, x, y in consts):
+    rows = given[parts.num_consts + parts.num_carry :]
+    runs = {g.runs for g in rows if g.runs}
+    if parts.num_carry or len(runs) > 1 or any(g.varies and (g.sums or is_batched(x, y)) for g, x, y in consts):
         return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(full.outvars)
-    outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), ratio, [replace(g, place=False) for g in given])
-    return [g if g.degree is None else replace(g, sums=0, varies=True) for g in outs]
+    inside = [replace(g, runs=0, positions=None) for g in given]
+    outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), walk, inside)
+    stacked = max(runs, default=0)
+    return [g if g.degree is None else replace(g, sums=0, varies=True, runs=stacked) for g in outs]
 
 
-def _while(full: Equation, small: Equation, given: list[Growth], ratio: int) -> list[Growth]:
+def _while(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> list[Growth]:
     """A loop whose trips are counted by what it carries: examples meet where that depends on them."""
     params, other = full.params, small.params
     first = params["cond_nconsts"] + params["body_nconsts"]
     asked, used, carry = given[: params["cond_nconsts"]], given[params["cond_nconsts"] : first], given[first:]
     while True:  # ends, as `_scan` does
         bodies = open_jaxpr(params["body_jaxpr"]), open_jaxpr(other["body_jaxpr"])
-        joined = [_join(a, b) for a, b in zip(carry, _growths(*bodies, ratio, [*used, *carry]), strict=True)]
+        joined = [_join(a, b) for a, b in zip(carry, _growths(*bodies, walk, [*used, *carry]), strict=True)]
         if joined == carry:
             break
         carry = joined
     conditions = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(other["cond_jaxpr"])
-    (goes_on,) = _growths(*conditions, ratio, [*asked, *carry])
+    (goes_on,) = _growths(*conditions, walk, [*asked, *carry])
     if goes_on.varies:
         return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(carry)
     return carry
@@ -385,14 +414,54 @@ def _while(full: Equation, small: Equation, given: list[Growth], ratio: int) -> 
 def _join(*growths: Growth) -> Growth:
     """What holds for whichever of the values it is."""
     tall = {g.degree for g in growths if not g.zero} or {Fraction(0)}
+    runs = {g.runs for g in growths if g.runs}
+    meet = next((g.meet for g in growths if g.meet is not None), None)
     return Growth(
         degree=tall.pop() if len(tall) == 1 else None,
         varies=any(g.varies for g in growths),
         sums=max(g.sums for g in growths),
         zero=all(g.zero for g in growths),
-        meet=next((g.meet for g in growths if g.meet is not None), None),
-        place=all(g.place for g in growths),
+        meet="" if meet is None and len(runs) > 1 else meet,
+        runs=max(runs, default=0),
+        positions=growths[0].positions if len({g.positions for g in growths}) == 1 else None,
     )
+
+
+def _is_local_backward(
+    full: Equation, small: Equation, given: Sequence[Growth], made: Sequence[Growth], walk: Walk
+) -> bool:
+    """Whether a function's own derivative needs no other examples than those of a microbatch.
+
+    The cotangent of an element of an example is the same in a microbatch as in the whole batch; that of a value of
+    degree d without a batch dim is of degree 1 - d, since the losses of microbatches add up.
+    """
+    try:
+        ours, theirs = walk.rules.derivative(full), walk.rules.derivative(small)
+    except (TypeError, ValueError):  # a function that is not differentiable
+        return True
+    if any(g.meet is not None or g.degree is None for g in (*given, *made)):
+        return True
+    forward = _growths(open_jaxpr(ours.forward), open_jaxpr(theirs.forward), walk, given)
+    cotangents = [
+        _cotangent(g, is_batched(x, y))
+        for g, x, y, smooth in zip(made, full.outvars, small.outvars, ours.results, strict=True)
+        if smooth
+    ]
+    backward = [*forward[len(made) :], *cotangents]
+    found = _growths(open_jaxpr(ours.backward), open_jaxpr(theirs.backward), walk, backward)
+    moving = zip(given, full.invars, small.invars, ours.operands, strict=True)
+    wanted = [_cotangent(g, is_batched(x, y)) for g, x, y, smooth in moving if smooth]
+    return all(
+        g.meet is None and g.sums < 2 and (g.zero or g.degree == to.degree) for g, to in zip(found, wanted, strict=True)
+    )
+
+
+def _cotangent(growth: Growth, batched: bool) -> Growth:
+    """Of a value the cotangent: of one that does not depend on the examples it is a sum over them."""
+    assert growth.degree is not None
+    if batched:
+        return Growth(-growth.degree, varies=True, runs=max(growth.runs, 1))
+    return Growth(1 - growth.degree, varies=True, sums=0 if growth.varies else 1)
 
 
 def _bodies(equation: Equation) -> list[Jaxpr] | None:

@@ -11,6 +11,8 @@ the microbatch's examples stand, as `rows_of_microbatch` says. No key is changed
 (noise of weights, dropped layers) are the same in every microbatch, and a key that comes back from the loss is the one
 that went in.
 
+Keys of another kind than threefry2x32 (rbg) draw other numbers in parts than at once, which `notes_on_draws` says.
+
 Known limits, all refused by name and line: a count that is both a number and an index, draws that grow inside of a
 function with its own derivative, loops over the examples that carry a key from one to the next, and draws whose extent
 is no multiple of the batch. A dim into which the batch was merged (batch x tokens)
@@ -23,7 +25,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from .._jax.jaxpr import (
     ClosedJaxpr,
@@ -36,8 +40,11 @@ from .._jax.jaxpr import (
     scan_parts,
     source_line,
 )
-from .._jax.random import is_key, of_whole_batch
+from .._jax.random import is_drawn_by_position, is_key, of_whole_batch
 from ..errors import PlanError
+
+if TYPE_CHECKING:
+    from .rules import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,23 +120,50 @@ INDEX_ARITHMETIC = frozenset(
 _INDEXED = ("gather", "dynamic_slice", "dynamic_update_slice")
 
 
-def placed(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int) -> ClosedJaxpr:
+def placed(full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, rules: Rules) -> ClosedJaxpr:
     """The program of a microbatch whose draws and counts know the whole batch.
 
     Args:
       full: of the whole batch.
       small: of a microbatch: the same equations in other shapes.
       microbatches: how many there are.
+      rules: which know the derivatives of functions that have their own.
 
     Raises:
       PlanError: for draws and counts that cannot be those of the whole batch.
     """
-    return ClosedJaxpr(_Placing(microbatches).program(open_jaxpr(full), open_jaxpr(small)), consts_of(small))
+    return ClosedJaxpr(_Placing(microbatches, rules).program(open_jaxpr(full), open_jaxpr(small)), consts_of(small))
+
+
+def notes_on_draws(core: ClosedJaxpr) -> tuple[str, ...]:
+    """What a plan has to say of a program's random numbers: that those of some keys are others than on one device."""
+    found: dict[str, None] = {}
+
+    def look(jaxpr: Jaxpr) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "random_bits" and not is_drawn_by_position(equation.invars[0].aval):
+                found.setdefault(source_line(equation) or "the loss function")
+            inside = (*_bodies(equation).values(), equation.params.get("call_jaxpr"))
+            for body in inside:
+                for one in body if isinstance(body, tuple) else (body,):
+                    if one is not None:
+                        look(open_jaxpr(one))
+
+    look(open_jaxpr(core))
+    if not found:
+        return ()
+    return (
+        f"random numbers drawn at {', '.join(found)} are others than on one device where devices or microbatches have "
+        'parts of them: only keys of the kind "threefry2x32" with jax_threefry_partitionable draw parts as one device '
+        "draws them",
+    )
 
 
 class _Placing:
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, rules: Rules) -> None:
         self._count = microbatches
+        self._rules = rules
+        self._in_derivative = False  # inside a function that has its own: those in it are not differentiated again
 
     def program(self, full: Jaxpr, small: Jaxpr) -> Jaxpr:
         if [e.primitive.name for e in full.eqns] != [e.primitive.name for e in small.eqns]:
@@ -157,12 +191,7 @@ class _Placing:
         if name in _IN_ONE_PIECE and _shapes(full.outvars) != _shapes(small.outvars) and not _has_keys(small):
             raise self._refusal(small, f"{name} of the shape of the batch, of which no part is drawn by itself")
         if name in ("custom_jvp_call", "custom_vjp_call"):
-            inner = self.program(open_jaxpr(full.params["call_jaxpr"]), open_jaxpr(params["call_jaxpr"]))
-            drawing = next((e for e in inner.eqns if "whole" in e.params and e.primitive.name in _DRAWS), None)
-            if drawing is not None:
-                raise self._refusal(
-                    drawing, "random numbers of the shape of the batch in a function with a derivative of its own"
-                )
+            self._check_own_derivative(full, small)
             return small
         bodies = _bodies(small)
         if not bodies:
@@ -179,6 +208,28 @@ class _Placing:
             if any(x is not y for x, y in zip(made, ours, strict=True)):
                 changed[key] = made if isinstance(body, tuple) else made[0]
         return small.replace(params={**params, **changed}) if changed else small
+
+    def _check_own_derivative(self, full: Equation, small: Equation) -> None:
+        """Refuse a function with a derivative of its own that draws numbers of the shape of the batch, or counts the
+        examples, in either pass: JAX evaluates it by itself."""
+        pairs = [(full.params["call_jaxpr"], small.params["call_jaxpr"])]
+        if not self._in_derivative and any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in small.invars):
+            try:
+                ours, theirs = self._rules.derivative(full), self._rules.derivative(small)
+                pairs += [(ours.forward, theirs.forward), (ours.backward, theirs.backward)]
+            except (TypeError, ValueError):  # it is not differentiated
+                pass
+        outermost, self._in_derivative = not self._in_derivative, True
+        try:
+            inner = [self.program(open_jaxpr(a), open_jaxpr(b)) for a, b in pairs]
+        finally:
+            self._in_derivative = not outermost
+        placed = next((e for program in inner for e in program.eqns if "whole" in e.params), None)
+        if placed is not None:
+            raise self._refusal(
+                placed,
+                "random numbers or positions of the shape of the batch in a function with a derivative of its own",
+            )
 
     def _check_grown(
         self, small: Equation, whole: Sequence[int], shape: Sequence[int], along: int | None = None

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from .._jax.jaxpr import ClosedJaxpr, Jaxpr, is_literal, open_jaxpr, source_line
 from ..errors import PlanError
-from .growth import Growth, growths_of, is_batched
+from .growth import Growth, Walk, growths_of, is_batched
+from .rules import Rules
 
 # How a result combines over microbatches; "same": any of them has it.
 Reduction = Literal["mean", "sum", "max", "min", "same"]
@@ -35,16 +36,19 @@ class Results:
       small: the same at the size of a microbatch.
       microbatches: how many of the second make the first.
       growths: of each result.
+      piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if
+        nothing has the batch.
     """
 
     full: Jaxpr
     small: Jaxpr
     microbatches: int
     growths: Sequence[Growth]
+    piece: int = 0
 
 
 def results_of(
-    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None],
+    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None], rules: Rules,
     degrees: Sequence[int] = (),
 ) -> Results:  # fmt: skip
     """How the results of a loss function depend on the batch.
@@ -54,10 +58,14 @@ def results_of(
       small: the same.
       microbatches: the same.
       split_dims: for each leading input, the dim that is the batch.
+      rules: the factor rules of the program.
       degrees: of each input behind these, which are statistics of the whole batch.
     """
-    growths = growths_of(full, small, microbatches, split_dims, degrees)
-    return Results(full=open_jaxpr(full), small=open_jaxpr(small), microbatches=microbatches, growths=growths)
+    walk = Walk(microbatches, rules)
+    growths = growths_of(full, small, walk, split_dims, degrees)
+    return Results(
+        full=open_jaxpr(full), small=open_jaxpr(small), microbatches=microbatches, growths=growths, piece=walk.piece
+    )
 
 
 def loss_reduction(results: Results) -> str:
@@ -116,10 +124,12 @@ def aux_reductions(results: Results, *, each: int = 0, accepted: bool = False) -
     found: list[Reduction] = []
     whole = len(a.outvars) - each
     for x, y, growth in zip(a.outvars[1:whole], b.outvars[1:whole], growths[1:whole], strict=True):
-        if growth.meet is not None and is_batched(x, y) and not accepted:
+        if is_batched(x, y) and (growth.runs > 1 or (growth.meet is not None and not accepted)):
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"a result of shape {x.aval.shape} in which examples of the batch meet each other",
+                got=f"a result of shape {x.aval.shape} in which examples of the batch meet each other"
+                if growth.meet is not None
+                else f"a result of shape {x.aval.shape} that does not lead with the batch in the dim that has it",
                 needed="results beside the loss whose examples do not need those of other microbatches",
                 where=_line(a, made, x), try_="microbatches=1, or computing it outside the loss function",
             )  # fmt: skip

@@ -7,6 +7,7 @@ state. Any other step (plain `jax.grad`, inference) is planned whole, as one for
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from .build import build_graph
 from .donation import named_inputs
 from .graph import Graph
 from .marking import HOW_TO_MARK, marks_words
-from .places import placed
+from .places import notes_on_draws, placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
@@ -65,6 +66,7 @@ class Program:
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
       notes: what a plan in these microbatches has to say of the step.
       effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
+      piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if any.
     """
 
     outer: ClosedJaxpr
@@ -92,6 +94,7 @@ class Program:
     boundaries: Boundaries = field(default_factory=Boundaries)
     notes: tuple[str, ...] = ()
     effects: Effects = NO_EFFECTS
+    piece: int = 0
 
     @property
     def marked(self) -> bool:
@@ -195,6 +198,7 @@ def trace_program(
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
     effects = whole.effects
+    piece = 0
     reduction = reduction or equation.params["reduction"]
     given = reduction is not None
     if microbatches > 1:
@@ -206,18 +210,21 @@ def trace_program(
         effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         # Who says how microbatches combine lets each have statistics of its own.
-        found = with_batch_statistics(full_core, core, microbatches, split_dims) if reduction is None else None
+        found = None
+        if reduction is None:
+            found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules)
         degrees: tuple[int, ...] = ()
         if found is not None:
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
-        results = results_of(full_core, core, microbatches, split_dims, degrees)
+        results = results_of(full_core, core, microbatches, split_dims, whole.rules, degrees)
         combined = aux_reductions(results, each=in_loss.count, accepted=given)
         if reduction is None:
+            piece = results.piece
             reduction = loss_reduction(results)
         else:
-            notes += _accepted(results, reduction)
-        core = placed(full_core, core, microbatches)
+            notes += (*_accepted(results, reduction), *_groups(results, full_call, split_dims, reduction))
+        core = placed(full_core, core, microbatches, whole.rules)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
             outer, marker = marked_with(outer, marker, found, num_consts)
@@ -255,8 +262,9 @@ def trace_program(
         reduction_given=given,
         aux_reductions=combined,
         boundaries=boundaries,
-        notes=notes,
+        notes=(*notes, *notes_on_draws(core)),
         effects=effects,
+        piece=piece,
     )
 
 
@@ -291,6 +299,18 @@ def _with_rows(outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int,
     return with_result_shapes(outer, marker, rows)
 
 
+def _groups(results: Results, call: MarkedCall, split_dims: Sequence[int | None], reduction: str) -> tuple[str, ...]:
+    """What is accepted of groups of neighbouring examples (pairs, tokens that are dealt together)."""
+    batch = math.gcd(*(shape[d] for shape, d in zip(call.shapes, split_dims, strict=False) if d is not None))
+    if results.piece == 0 or results.piece % batch == 0:
+        return ()
+    examples = batch // math.gcd(results.piece, batch)
+    return (
+        f'reduction="{reduction}" is taken for a loss of groups of {examples} neighbouring examples: where a '
+        "microbatch has fewer neighbours of a device's part of the batch, groups are of other examples",
+    )
+
+
 def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -> Program:
     """A step without a core, or with several, as one program."""
     pure, effects = lifted(inline(inline_value_and_grad(whole.outer)))
@@ -302,7 +322,7 @@ def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -
         state_inputs=whole.state_inputs, donated=donated, host_inputs=whole.host_inputs,
         host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean", notes=notes, effects=effects,
+        fingerprint=fingerprint(core), reduction="mean", notes=(*notes, *notes_on_draws(core)), effects=effects,
     )  # fmt: skip
 
 

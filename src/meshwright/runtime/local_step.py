@@ -7,6 +7,7 @@ ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -32,7 +33,7 @@ from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue, planned_conversion
-from .microbatches import combined, finished, grown_dims, reduction_of
+from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss
 from .plan_fits import algorithms_of, settled_of
 
 
@@ -56,9 +57,30 @@ class LocalStep:
         self.program = program
         self.plan = plan
         self._stage = plan.stages[0]
+        self._check_pieces()
         self._sharded = _sharded_program(program, self._stage)
         self.in_specs = self._input_specs()
         self.out_specs = self._output_specs()
+
+    def _check_pieces(self) -> None:
+        """Refuse microbatches that take groups of examples apart, of which the loss makes one number.
+
+        A microbatch is made of a piece of each block of the batch; a pair of neighbours has to be in one piece.
+        """
+        program = self.program
+        if program.microbatches == 1 or program.piece == 0:
+            return
+        blocks = self._blocks(self._batch_axes())
+        if program.piece % (program.microbatches * blocks):
+            fewer = math.gcd(program.piece // blocks, program.microbatches) if program.piece % blocks == 0 else 1
+            raise PlanError(
+                refused=f"microbatches={program.microbatches}",
+                got=f"a loss of {program.piece} groups of neighbouring examples, of a batch that is cut into "
+                f"{program.microbatches * blocks} pieces ({blocks} on devices, {program.microbatches} in time)",
+                needed="pieces of whole groups", where="the loss function",
+                try_=f'microbatches={fewer}, or meshwright.value_and_grad(..., reduction="{program.reduction}") to let '
+                "groups be of whichever examples are neighbours in a microbatch",
+            )  # fmt: skip
 
     def _input_specs(self) -> list[Spec]:
         program, stage = self.program, self._stage
@@ -209,11 +231,12 @@ class LocalStep:
         shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
         made = self._core_specs()[: len(open_jaxpr(program.core).outvars)]
         left = self._left_specs(made, [*const_specs, *uses])
+        share = share_of_loss(program)
 
         def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
             def loss(*leaves: Any) -> tuple[Any, list[Any]]:
                 out = self._sharded([*consts, *leaves], [*const_specs, *uses], left)
-                return out[0], out[1:]
+                return out[0] if share == 1 else out[0] * jnp.asarray(share, out[0].dtype), out[1:]
 
             with_aux = jax.value_and_grad(loss, argnums=tuple(range(len(parameters))), has_aux=True)
             (value, aux), grads = with_aux(*parameters)
@@ -277,7 +300,7 @@ class LocalStep:
     def _accumulate(
         self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]
     ) -> tuple[Any, list[Any], Any]:
-        """Microbatches one after the other, gradients summed locally."""
+        """Microbatches one after the other, their shares of the loss and its gradients summed locally."""
         program, count = self.program, self.program.microbatches
         split = program.split_dims
         blocks = self._blocks(self._batch_axes())
@@ -315,7 +338,6 @@ class LocalStep:
         kept = [x if d is None else jnp.zeros(()) for x, d in zip(sums, grown, strict=True)]
         zeros = [jnp.zeros_like(p) for p in parameters]
         (value, grads, kept), stacked = lax.scan(trip, (loss, zeros, kept), (jnp.arange(count), rows))
-        scale = 1.0 / count if program.reduction == "mean" else 1.0
         pieces = iter(stacked)
         aux = []
         for k, d, how in zip(kept, grown, reductions, strict=True):
@@ -325,7 +347,7 @@ class LocalStep:
                 spec, extent = self._core_specs()[1 + len(aux)], core.outvars[1 + len(aux)].aval.shape[d]
                 # One row for each microbatch (what effects read) is not cut into blocks.
                 aux.append(_joined(next(pieces), d, min(blocks // self._blocks(spec.dims[d]), extent)))
-        return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
+        return value, aux, grads
 
 
 def _cut(x: jax.Array, dim: int, count: int, blocks: int) -> jax.Array:

@@ -27,6 +27,15 @@ def reduction_of(program: Program, output: int) -> Reduction:
     return program.aux_reductions[output - 1] if program.aux_reductions else "same"
 
 
+def share_of_loss(program: Program) -> float:
+    """What of the loss of a microbatch counts: the gradients of these shares add up to that of the batch.
+
+    The loss is scaled and not the gradients, so that cotangents are those of the whole batch for whatever looks at them
+    (a function whose own derivative clips them).
+    """
+    return 1.0 / program.microbatches if program.reduction == "mean" else 1.0
+
+
 def combined(how: Reduction, position: Any, kept: Any, new: Any) -> Any:
     """A result of the microbatches so far, one more taken in.
 

@@ -38,7 +38,7 @@ from ...program.staged import StagedProgram
 from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
-from ..microbatches import combined, grown_dims, reduction_of
+from ..microbatches import combined, grown_dims, reduction_of, share_of_loss
 from ..plan_fits import algorithms_of, settled_of
 from .slots import Access, Role, Slot
 from .stage_jaxpr import stage_jaxpr
@@ -312,7 +312,9 @@ class StageProgram:
         """The cotangent of an output: the sum of what its readers send back, and one for the loss."""
         parts = [given[slot] for slot in self.cotangents if slot.position == value]
         if self._staged.source.marked and value == self._staged.graph.outputs[0]:
-            parts.append(given[Slot(Role.SEED)].astype(out.dtype))
+            # An asynchronous microbatch is a batch of its own.
+            share = 1.0 if self.asynchronous else share_of_loss(self._staged.source)
+            parts.append(given[Slot(Role.SEED)].astype(out.dtype) * jnp.asarray(share, out.dtype))
         return sum(parts[1:], parts[0])
 
     def _received(self, slot: Slot, shard: Any) -> Any:

@@ -227,12 +227,6 @@ class UpdateProgram:
             env[var] = LocalValue(combined(around.contributions[var][0], shards), whole, sizes)
         return env
 
-    @property
-    def _scale(self) -> float:
-        if self._stage.asynchronous:  # a microbatch is a batch of its own
-            return 1.0
-        return 1.0 / self._program.microbatches if self._program.reduction == "mean" else 1.0
-
     def _evaluate(
         self, wanted: Sequence[Any], env: dict[Any, LocalValue], outputs: Sequence[int] = ()
     ) -> list[LocalValue]:
@@ -428,9 +422,7 @@ class UpdateProgram:
         conversions = [
             planned_conversion(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage) for plan in plans
         ]
-        synchronised = run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
-        # Scaled afterwards: before, it would take a second buffer.
-        return [x * jnp.asarray(self._scale, x.dtype) for x in synchronised]
+        return run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
 
     def _probe(
         self, slots: Sequence[Slot], inputs: Sequence[Slot], evaluate: Callable[..., Any], outputs: Sequence[int]
