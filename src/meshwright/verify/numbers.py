@@ -4,8 +4,8 @@ A leaf may deviate by three things together, in the Euclidean norm over its elem
 
 * `TOLERANCE` of its change over the steps compared (of the leaf itself, where it is no state);
 * a few units in the last place of its own type, since a small change of a large number is rounded to them;
-* `NOISE_FACTOR` times its noise, the largest distance between runs of the reference with sums in other orders
-  (`_jax.reordered`).
+* where it deviates by more than these two, `NOISE_FACTOR` times its noise, the largest distance between runs of the
+  reference with sums in other orders (`_jax.reordered`).
 
 Where that is as much as an error would be, the leaf is not judged, and said not to be: the key biases of an attention,
 whose gradient is zero but for rounding, which Adam brings to full size. Whole numbers and keys have no tolerance, only
@@ -39,7 +39,7 @@ class LeafError:
       name: its path.
       deviation: from the reference; infinite where a NaN or an infinity stands on one side alone.
       allowed: how far it may be off; infinite where nothing of it is a number.
-      noise: the largest distance between runs of the reference that round otherwise.
+      noise: the largest distance between runs of the reference that round otherwise; 0 where it was not needed.
       scale: how much the reference changed it; for what is no state, how large it is. All in the Euclidean norm.
     """
 
@@ -82,7 +82,7 @@ def leaf_error(
       got: of the run.
       wanted: of the reference.
       start: what it was before the first step; None for what is no state.
-      reordered: of runs of the reference with sums in other orders.
+      reordered: of runs of the reference with sums in other orders; none to judge without noise.
       last_place: the relative spacing of its type; 0 for whole numbers.
 
     >>> a, b, c = np.array([1.0, 2.0]), np.array([1.0, 2.1]), np.zeros(2)
