@@ -208,15 +208,12 @@ def per_example(p, b):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda p, b: jnp.sum(b[2] * per_example(p, b)) / jnp.sum(b[2]),
-        lambda p, b: jnp.mean(per_example(p, b), where=b[2] > 0),
-        lambda p, b: jnp.sum(b[2] / jnp.sum(b[2]) * per_example(p, b)),
         lambda p, b: jnp.sqrt(jnp.mean(per_example(p, b))),
         lambda p, b: jnp.max(per_example(p, b)),
         lambda p, b: per_example(p, b)[0],
         lambda p, b: jnp.sum(per_example(p, b)) + jnp.sum(p["out"] ** 2),
     ],
-    ids=["masked", "where", "weights", "root", "maximum", "first", "sum and penalty"],
+    ids=["root", "maximum", "first", "sum and penalty"],
 )
 def test_losses_whose_microbatches_do_not_add_up_are_refused(loss: Loss) -> None:
     batch = (X, Y, MASK)
@@ -224,6 +221,19 @@ def test_losses_whose_microbatches_do_not_add_up_are_refused(loss: Loss) -> None
         mw.parallelize(sgd(loss), microbatches=2).plan(PARAMETERS, batch)
     assert "test_programs.py" in refused.value.where
     mw.plan_for(sgd(loss), (PARAMETERS, batch), microbatches=2, reduction="mean")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, b: jnp.sum(b[2] * per_example(p, b)) / jnp.sum(b[2]),
+        lambda p, b: jnp.mean(per_example(p, b), where=b[2] > 0),
+        lambda p, b: jnp.sum(b[2] / jnp.sum(b[2]) * per_example(p, b)),
+    ],
+    ids=["masked", "where", "weights"],
+)
+def test_counts_of_a_mask_are_those_of_the_whole_batch(loss: Loss) -> None:
+    assert_as_on_one_device(sgd(loss), PARAMETERS, (X, Y, MASK), microbatches=4)
 
 
 def test_batch_statistics_and_auxiliary_results() -> None:
@@ -237,13 +247,14 @@ def test_batch_statistics_and_auxiliary_results() -> None:
             hits = jnp.mean(jnp.argmax(y, 1) == jnp.argmax(batch[1], 1))
             return error(y, batch[1]), ({"mean": 0.9 * running["mean"] + 0.1 * mean}, {"hits": hits, "y": y})
 
-        (value, (running, metrics)), gradients = mw.value_and_grad(loss, has_aux=True)(p)
+        # Each microbatch is normalised by statistics of its own.
+        (value, (running, metrics)), gradients = mw.value_and_grad(loss, has_aux=True, reduction="mean")(p)
         return (jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), running), {"loss": value, **metrics}
 
     state = (PARAMETERS, {"mean": jnp.zeros(16)})
     assert_as_on_one_device(step, state, (X, Y), mesh=(8,), zero=1)
     assert_as_on_one_device(step, state, (X, Y), zero=3)
-    mw.plan_for(step, (state, (X, Y)), microbatches=2)  # each with statistics of its own
+    mw.plan_for(step, (state, (X, Y)), microbatches=2)
 
 
 # Random numbers

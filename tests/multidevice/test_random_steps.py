@@ -6,6 +6,9 @@ import jax
 import pytest
 from random_steps import outcome
 
+# Branches run whole on every device, which is said and is no fault.
+pytestmark = pytest.mark.filterwarnings("ignore::meshwright.program.rules.ReplicationWarning")
+
 
 def assert_as_on_one_device(seeds: range) -> None:
     """Hold each seed's step and plan against one device; most have to be planned and not refused."""

@@ -136,8 +136,7 @@ def whole_run(width: int, batch: int) -> tuple[Any, Any]:
 
 
 def test_devices_that_do_the_work_of_one_are_noted_with_the_loop() -> None:
-    (note,) = planned(whole_run(64, 512)).notes
-    assert "8 devices do the same work" in note
+    (note,) = about(planned(whole_run(64, 512)), "8 devices do the same work")
     assert re.search(rf"in the scan at {HERE}:\d+", note)
     assert "of one" not in note
 

@@ -20,8 +20,8 @@ def placement(x: Any) -> Sharding | None:
 
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     >>> x = jax.device_put(jax.numpy.ones((2, 2)), NamedSharding(mesh, PartitionSpec("data")))
-    >>> placement(x).spec, placement(untyped(x))
-    (PartitionSpec('data', None), None)
+    >>> tuple(placement(x).spec), placement(untyped(x))
+    (('data', None), None)
     >>> placement(jax.device_put(x, untyped(x).sharding.with_memory_kind("pinned_host"))).memory_kind
     'pinned_host'
     """

@@ -2,11 +2,11 @@
 
 Every sum of floating-point numbers over a dim (matrix products, convolutions, reductions, scattered additions) is taken
 in two parts, each rounded to the program's own type, that end where an argument says. That is how the devices of a mesh
-add up their parts, and in exact arithmetic it changes nothing. So the spread of the results over a few cuts is the noise
-that a difference is judged against: stochastic arithmetic (Vignes 1993; Parker 1997) with the operations' own rounding
-in the place of random numbers. It needs no property of the program, as a permuted batch would (a loss that is a mean
-over examples, no draws by position), and no other types, as float64 would (a program that asks for float32 keeps it;
-draws have other bits).
+add up their parts, and in exact arithmetic it changes nothing. So the spread of the results over a few cuts is the
+noise that a difference is judged against: stochastic arithmetic (Vignes 1993; Parker 1997) with the operations' own
+rounding in the place of random numbers. It needs no property of the program, as a permuted batch would (a loss that is
+a mean over examples, no draws by position), and no other types, as float64 would (a program that asks for float32 keeps
+it; draws have other bits).
 
 Known limit: programs inside of kernels (Pallas, foreign calls) and running sums (`cumsum`) stay as they are.
 """

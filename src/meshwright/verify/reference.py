@@ -17,7 +17,7 @@ from .numbers import numbers_of
 # Where sums are cut in two.
 _CUTS = (0.25, 0.5, 0.75)
 
-# The reordered program has twice the products, and is run a few times: on a CPU it is compiled in a fraction of the time.
+# The reordered program has twice the products and runs a few times: on a CPU this compiles it in a fraction of the time.
 _QUICKLY = {"cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}}
 
 
@@ -50,7 +50,6 @@ class OneDevice:
         tree = jax.tree.structure(tuple(target.example_args))
         self._tree = tree
         self._plain = jax.jit(lambda *flat: jax.tree.leaves(target.step(*jax.tree.unflatten(tree, flat))))
-
 
     def run(self, args: tuple[Any, ...]) -> Reference:
         """The step as it is, from one start.
