@@ -122,7 +122,9 @@ def aux_reductions(results: Results, *, accepted: bool = False) -> tuple[Reducti
     made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
     found: list[Reduction] = []
     for x, y, growth in zip(a.outvars[1:], b.outvars[1:], growths[1:], strict=True):
-        if is_batched(x, y) and (growth.runs > 1 or (growth.meet is not None and not accepted)):
+        if is_batched(x, y) and (
+            growth.lie.runs > 1 or growth.lie.majors or (growth.meet is not None and not accepted)
+        ):
             raise PlanError(
                 refused=f"microbatches={microbatches}",
                 got=f"a result of shape {x.aval.shape} in which examples of the batch meet each other"
