@@ -16,6 +16,7 @@ from one_device import TENSOR, assert_as_on_one_device, assert_equal_trees, copy
 
 import meshwright as mw
 from meshwright.errors import PlanError
+from meshwright.program.reduction import ReductionWarning
 
 _RANDOM = np.random.default_rng(0)
 
@@ -205,15 +206,12 @@ def per_example(p, b):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda p, b: jnp.sum(b[2] * per_example(p, b)) / jnp.sum(b[2]),
-        lambda p, b: jnp.mean(per_example(p, b), where=b[2] > 0),
-        lambda p, b: jnp.sum(b[2] / jnp.sum(b[2]) * per_example(p, b)),
         lambda p, b: jnp.sqrt(jnp.mean(per_example(p, b))),
         lambda p, b: jnp.max(per_example(p, b)),
         lambda p, b: per_example(p, b)[0],
         lambda p, b: jnp.sum(per_example(p, b)) + jnp.sum(p["out"] ** 2),
     ],
-    ids=["masked", "where", "weights", "root", "maximum", "first", "sum and penalty"],
+    ids=["root", "maximum", "first", "sum and penalty"],
 )
 def test_losses_whose_microbatches_do_not_add_up_are_refused(loss: Loss) -> None:
     batch = (X, Y, MASK)
@@ -240,7 +238,12 @@ def test_batch_statistics_and_auxiliary_results() -> None:
     state = (PARAMETERS, {"mean": jnp.zeros(16)})
     assert_as_on_one_device(step, state, (X, Y), mesh=(8,), zero=1)
     assert_as_on_one_device(step, state, (X, Y), zero=3)
-    mw.plan_for(step, (state, (X, Y)), microbatches=2)  # each with statistics of its own
+    with pytest.raises(PlanError, match="examples meet each other"):
+        mw.plan_for(step, (state, (X, Y)), microbatches=2)
+    # Each microbatch with statistics of its own.
+    with pytest.warns(ReductionWarning, match="computed at .*test_programs.py"):
+        planned = mw.plan_for(step, (state, (X, Y)), microbatches=2, reduction="mean")
+    assert any("every microbatch computes it of its own examples" in note for note in planned.plan.notes)
 
 
 # Random numbers
@@ -454,7 +457,7 @@ def _told(x, w):
             jax.shard_map(
                 _collectives, mesh=MESH, in_specs=(P("rows", "columns"), P(None, "columns")), out_specs=P("rows")
             ),
-            {"zero": 3, "microbatches": 2},
+            {"zero": 3, "microbatches": 2, "reduction": "mean"},  # blocks may meet in collectives
         ),
         (
             jax.shard_map(

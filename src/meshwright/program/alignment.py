@@ -450,7 +450,9 @@ def _by_rule(at: _At, rules: Rules) -> int | None:
     for side, dims in zip(at.operands, rule.operands, strict=True):
         if side.dims:
             factor = _lead(rule, dims, side.batch)
-            kind = None if factor is None else rule.factors[factor].kind
+            if factor is None:
+                return None
+            kind = rule.factors[factor].kind
             if kind != "parallel" and not (kind == "reduction" and not at.result.dims):
                 return None
             leading.add(factor)
