@@ -113,11 +113,10 @@ def whole(tree: Any) -> Any:
 
 
 def assert_as_on_one_device(
-    step: Callable[..., Any], state: Any, *batch: Any, pipeline: Pipeline, reference: Callable[..., Any] | None = None,
-    steps: int = 3,
-) -> PipelinedStep:  # fmt: skip
-    """Run `step` as a pipeline and `reference` (by default `step`) on one device, and compare all that comes back."""
-    alone = jax.jit(reference or step)
+    step: Callable[..., Any], state: Any, *batch: Any, pipeline: Pipeline, steps: int = 3
+) -> PipelinedStep:
+    """Run `step` as a pipeline and on one device, and compare all that comes back."""
+    alone = jax.jit(step)
     parallel = pipelined(step, (state, *batch), pipeline)
     expected, found = state, copy(state)
     metrics = expected_metrics = None

@@ -16,6 +16,7 @@ from one_device import TENSOR, assert_as_on_one_device, assert_equal_trees, copy
 
 import meshwright as mw
 from meshwright.errors import PlanError
+from meshwright.program.reduction import ReductionWarning
 
 _RANDOM = np.random.default_rng(0)
 
@@ -247,14 +248,18 @@ def test_batch_statistics_and_auxiliary_results() -> None:
             hits = jnp.mean(jnp.argmax(y, 1) == jnp.argmax(batch[1], 1))
             return error(y, batch[1]), ({"mean": 0.9 * running["mean"] + 0.1 * mean}, {"hits": hits, "y": y})
 
-        # Each microbatch is normalised by statistics of its own.
-        (value, (running, metrics)), gradients = mw.value_and_grad(loss, has_aux=True, reduction="mean")(p)
+        (value, (running, metrics)), gradients = mw.value_and_grad(loss, has_aux=True)(p)
         return (jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), running), {"loss": value, **metrics}
 
     state = (PARAMETERS, {"mean": jnp.zeros(16)})
     assert_as_on_one_device(step, state, (X, Y), mesh=(8,), zero=1)
     assert_as_on_one_device(step, state, (X, Y), zero=3)
-    mw.plan_for(step, (state, (X, Y)), microbatches=2)
+    with pytest.raises(PlanError, match="examples meet each other"):
+        mw.plan_for(step, (state, (X, Y)), microbatches=2)
+    # Each microbatch with statistics of its own.
+    with pytest.warns(ReductionWarning, match="computed at .*test_programs.py"):
+        planned = mw.plan_for(step, (state, (X, Y)), microbatches=2, reduction="mean")
+    assert any("every microbatch computes it of its own examples" in note for note in planned.plan.notes)
 
 
 # Random numbers
@@ -468,7 +473,7 @@ def _told(x, w):
             jax.shard_map(
                 _collectives, mesh=MESH, in_specs=(P("rows", "columns"), P(None, "columns")), out_specs=P("rows")
             ),
-            {"zero": 3, "microbatches": 2},
+            {"zero": 3, "microbatches": 2, "reduction": "mean"},  # blocks may meet in collectives
         ),
         (
             jax.shard_map(

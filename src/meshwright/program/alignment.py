@@ -4,42 +4,43 @@ A microbatch has a piece of each array of the batch. That is the program of the 
 every operator keeps the examples in their places: what it computes of an example goes where the example is. The batch
 dim of a value is made of *runs*, in each of which all examples follow each other: one run in an array of the batch
 (batch, or batch x tokens with the batch as the major part), two where two views of the batch are concatenated, one for
-each token where the tokens are the major part. A value that is the same for all examples has none.
+each token where the tokens are the major part. A value that is the same for all examples has none. Where the batch was
+cut into blocks (a `shard_map` over it), the dims that count the blocks are its *majors*: the run goes through all.
 
-`aligned` says of one equation, known at two batch sizes, how many runs its results have, or that examples meet in it:
-those of other microbatches would be needed. Operators on elements, and those that move, sum or pair whole dims, are
+`aligned` says of one equation, known at two batch sizes, how the batch lies in its results, or that examples meet in
+it: those of other microbatches would be needed. Operators on elements, and those that move, sum or pair whole dims, are
 read from their parameters; of any other one the factor rule has to say that the batch passes through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .._jax.jaxpr import Equation, is_literal
+from .._jax.jaxpr import Equation
 from .local import ON_ELEMENTS
+from .positions import Positions
 from .rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
-    """Integers that are the examples' own positions, as an index into arrays of the batch (`x[arange(batch), label]`).
+class Lie:
+    """How the batch lies in a value.
 
     Args:
-      extent: of the dim that they are positions in, for the whole batch.
-      kind: "own"; "past", the same and the extent; "never", whether they are negative.
-      columns: of index vectors, which of their numbers are positions; None if all are.
+      runs: of its batch dim; 0 if all examples have the same, or it has none.
+      majors: the dims that count blocks of the batch.
+      along: of a value that is the same for all examples, the dims along which it may differ.
     """
 
-    extent: int
-    kind: str = "own"
-    columns: tuple[int, ...] | None = None
+    runs: int = 0
+    majors: tuple[int, ...] = ()
+    along: frozenset[int] = frozenset()
 
-    def column(self, number: int) -> bool:
-        """Whether a number of an index vector is a position."""
-        return self.kind == "own" and (self.columns is None or number in self.columns)
+
+NO_BATCH = Lie()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,19 @@ class Side:
     Args:
       full: its shape for the whole batch.
       small: for a microbatch.
-      runs: of an operand; 0 if all examples have the same, or it has no batch dim.
+      lie: of an operand, how the batch lies in it.
       positions: that an operand holds.
     """
 
     full: tuple[int, ...]
     small: tuple[int, ...]
-    runs: int = 0
+    lie: Lie = NO_BATCH
     positions: Positions | None = None
+
+    @property
+    def runs(self) -> int:
+        """Of its batch dim."""
+        return self.lie.runs
 
     @property
     def dims(self) -> list[int]:
@@ -85,58 +91,13 @@ class _At:
         return self.full.params
 
 
-_HANDED_ON = (
-    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient",
-)  # fmt: skip
-
-
-def positions_of(full: Equation, small: Equation, held: Sequence[Positions | None]) -> Positions | None:
-    """The examples' own positions, where an equation makes them, hands them on, or sees to it that an index
-    is not negative.
-
-    Args:
-      full: an equation in the program of the whole batch.
-      small: the same of a microbatch.
-      held: by its operands.
-    """
-    name = full.primitive.name
-    if name == "iota":
-        along = full.params["dimension"]
-        extent = full.params["shape"][along]
-        return Positions(extent) if extent != small.params["shape"][along] else None
-    if name == "concatenate" and full.params["dimension"] == full.outvars[0].aval.ndim - 1:
-        columns: list[int] = []
-        first = 0
-        for atom, one in zip(full.invars, held, strict=True):
-            width = atom.aval.shape[-1]
-            columns += [first + i for i in range(width) if one is not None and one.column(i)]
-            first += width
-        extents = {one.extent for one in held if one is not None}
-        return Positions(extents.pop(), columns=tuple(columns)) if columns and len(extents) == 1 else None
-    first = held[0] if held else None
-    if name == "select_n":
-        is_index = first is not None and first.kind == "never" and held[1] == replace(first, kind="own")
-        return held[1] if is_index else None
-    if first is None or first.columns is not None:
-        return None
-    if name in _HANDED_ON:
-        return first
-    if first.kind == "own" and len(full.invars) == 2 and is_literal(full.invars[1]):
-        value = full.invars[1].val
-        if name == "lt" and value == 0:
-            return replace(first, kind="never")
-        if name == "add" and value == first.extent:
-            return replace(first, kind="past")
-    return None
-
-
 def shape_of(atom: Any) -> tuple[int, ...]:
     """Of a value; () if it has none."""
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def aligned(full: Equation, small: Equation, operands: Sequence[Side], ratio: int, rules: Rules) -> list[int | None]:
-    """The runs of each result; None where examples meet.
+def aligned(full: Equation, small: Equation, operands: Sequence[Side], ratio: int, rules: Rules) -> list[Lie | None]:
+    """How the batch lies in each result; None where examples meet.
 
     Args:
       full: an equation of no inner program, in the program of the whole batch.
@@ -145,24 +106,101 @@ def aligned(full: Equation, small: Equation, operands: Sequence[Side], ratio: in
       ratio: how many microbatches there are.
       rules: to ask for those of unknown operators.
     """
-    name = full.primitive.name
-    found: list[int | None] = []
+    found: list[Lie | None] = []
     for x, y in zip(full.outvars, small.outvars, strict=True):
         at = _At(full, small, operands, Side(shape_of(x), shape_of(y)))
         dims = at.result.dims
         if len(dims) > 1 or any(at.result.full[d] != ratio * at.result.small[d] for d in dims):
             found.append(None)
         elif not dims and not any(side.dims for side in operands):
-            found.append(1 if at.result.full != at.result.small else 0)
-        elif name in _HOW:
-            found.append(_HOW[name](at))
-        elif name in ON_ELEMENTS or name.startswith("random_") or name in _ALSO_ON_ELEMENTS:
-            found.append(_together(at))
-        elif name in _OF_MATRICES:
-            found.append(_of_last_dims(at, 2))
+            found.append(Lie(int(at.result.full != at.result.small)))
+        elif full.primitive.name in ("reshape", "squeeze", "expand_dims"):
+            found.append(_reshape(at))
+        elif any(side.lie.majors for side in operands):
+            found.append(_in_blocks(at))
         else:
-            found.append(_by_rule(at, rules))
+            runs = _runs(at, rules)
+            found.append(None if runs is None else Lie(runs, (), _along(at) if runs == 0 else frozenset()))
     return found
+
+
+def _runs(at: _At, rules: Rules) -> int | None:
+    name = at.full.primitive.name
+    if name in _HOW:
+        return _HOW[name](at)
+    if name in ON_ELEMENTS or name.startswith("random_") or name in _ALSO_ON_ELEMENTS:
+        return _together(at)
+    return _of_last_dims(at, 2) if name in _OF_MATRICES else _by_rule(at, rules)
+
+
+def _along(at: _At) -> frozenset[int]:
+    """The dims along which a result that is the same for all examples may differ."""
+    name = at.full.primitive.name
+    if name == "broadcast_in_dim":
+        (shape, dims) = at.operands[0].full, at.params["broadcast_dimensions"]
+        return frozenset(d for d, extent in zip(dims, shape, strict=True) if extent > 1)
+    if name in ON_ELEMENTS:
+        return frozenset().union(*(side.lie.along for side in at.operands))
+    return frozenset(range(len(at.result.full)))
+
+
+def _in_blocks(at: _At) -> Lie | None:
+    """Of operators on a batch that was cut into blocks."""
+    name, result = at.full.primitive.name, at.result
+    cut = [side for side in at.operands if side.lie.majors]
+    batch, majors = cut[0].batch, cut[0].lie.majors
+    if any((side.batch, side.lie.majors) != (batch, majors) for side in cut):
+        return None if name != "dot_general" else _dot_in_blocks(at)
+    whole = {*majors, batch}
+    if name in ON_ELEMENTS or name == "concatenate":
+        others = [side for side in at.operands if side not in cut and side.full]
+        same = all(
+            not side.runs and side.lie.along.isdisjoint(majors) if side.dims else all(side.full[d] == 1 for d in majors)
+            for side in others
+        )
+        return Lie(1, majors) if same and at.params.get("dimension") not in whole else None
+    if name in ("slice", "split", "dynamic_slice"):
+        side = at.operands[0]
+        uncut = all(side.full[d] == result.full[d] and side.small[d] == result.small[d] for d in whole if d is not None)
+        return Lie(1, majors) if uncut and result.batch == batch else None
+    if name in ("broadcast_in_dim", "transpose"):
+        to = at.params.get("broadcast_dimensions")
+        if to is None:
+            order = list(at.params["permutation"])
+            to = [order.index(d) for d in range(len(order))]
+        return Lie(1, tuple(to[d] for d in majors)) if to[batch or 0] == result.batch else None
+    if name in _REDUCTIONS and len(at.operands) == 1:
+        axes = set(at.params["axes"])
+        if whole <= axes:
+            return Lie()
+        left = [d for d in range(len(at.operands[0].full)) if d not in axes]
+        return Lie(1, tuple(left.index(d) for d in majors)) if whole.isdisjoint(axes) else None
+    return _dot_in_blocks(at) if name == "dot_general" else None
+
+
+def _dot_in_blocks(at: _At) -> Lie | None:
+    """A product over all of the batch, or one for each example or block of it."""
+    summed, paired = at.params["dimension_numbers"]
+    first = [[*side.lie.majors, side.batch] if side.dims else [] for side in at.operands[:2]]
+    if all(set(first[i]) <= set(summed[i]) for i in (0, 1)):
+        pairs = [[list(summed[i]).index(d) for d in first[i]] for i in (0, 1)]
+        return Lie() if pairs[0] == pairs[1] else None
+    made: list[tuple[int, ...]] = []
+    places: list[dict[int, int]] = []
+    after = len(paired[0])
+    for i, side in enumerate(at.operands[:2]):
+        free = [d for d in range(len(side.full)) if d not in summed[i] and d not in paired[i]]
+        place = {d: n for n, d in enumerate(paired[i])} | {d: after + n for n, d in enumerate(free)}
+        after += len(free)
+        places.append(place)
+        if any(d not in place for d in first[i]):
+            return None
+        if first[i]:
+            made.append(tuple(place[d] for d in first[i]))
+    # Blocks that are paired with what is no batch would each meet another part of it.
+    alone = [i for i in (0, 1) if not first[i]]
+    meets = any(place in places[i].values() for i in alone for dims in made for place in dims)
+    return Lie(1, made[0][:-1]) if len(set(made)) == 1 and not meets else None
 
 
 _ALSO_ON_ELEMENTS = frozenset(["threefry2x32", "optimization_barrier", "real", "imag", "complex", "conj", "copy_p"])
@@ -200,16 +238,21 @@ def _transpose(at: _At) -> int | None:
     return side.runs if at.params["permutation"][at.result.batch or 0] == side.batch else None
 
 
-def _reshape(at: _At) -> int | None:
+def _reshape(at: _At) -> Lie | None:
     side, out = at.operands[0], at.result
     if side.batch is None or out.batch is None:
-        return side.runs if prod(side.small) == prod(out.small) else None
-    # Of all elements in order: how many runs, and how long one is.
-    runs = prod(side.full[: side.batch]) * max(side.runs, 1)
-    before, after = prod(out.full[: out.batch]), prod(out.full[out.batch + 1 :])
-    if runs % before or (prod(side.full) // runs) % after or (prod(side.small) // runs) % after:
+        return Lie(side.runs) if prod(side.small) == prod(out.small) else None
+    start = side.lie.majors[0] if side.lie.majors else side.batch
+    if any(d not in side.lie.majors and side.full[d] > 1 for d in range(start, side.batch)):
         return None
-    return runs // before
+    # Of all elements in order: how many runs, and how long one is.
+    runs = prod(side.full[:start]) * max(side.runs, 1)
+    before, after = prod(out.full[: out.batch]), prod(out.full[out.batch + 1 :])
+    if runs % before == 0:
+        whole = all((prod(shape) // runs) % after == 0 for shape in (side.full, side.small))
+        return Lie(runs // before) if whole else None
+    first = next((d for d in range(out.batch) if prod(out.full[:d]) == runs), None)
+    return None if first is None else Lie(1, tuple(d for d in range(first, out.batch) if out.full[d] > 1))
 
 
 def _reduce(at: _At) -> int | None:
@@ -311,7 +354,7 @@ def _pad(at: _At) -> int | None:
     return side.runs if tuple(at.params["padding_config"][side.batch]) == (0, 0, 0) else None
 
 
-def _along(parameter: str, *, ordered: bool = True) -> Callable[[_At], int | None]:
+def _mixing(parameter: str, *, ordered: bool = True) -> Callable[[_At], int | None]:
     """Of operators that mix what is along some dims.
 
     Args:
@@ -420,17 +463,20 @@ def _lead(rule: Any, dims: Any, dim: int | None) -> int | None:
     return None if dim is None else next(iter(dims[dim]), None)
 
 
-_REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+_REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
+    "argmin", "psum", "pmax", "pmin",
+)  # fmt: skip
 _SCATTERS = "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"
 _HOW: Mapping[str, Callable[[_At], int | None]] = {
     "iota": _new, "random_bits": _new, "random_split": _new, "rng_bit_generator": _new, "rng_uniform": _new,
-    "broadcast_in_dim": _broadcast, "transpose": _transpose, "reshape": _reshape, "squeeze": _reshape,
-    "expand_dims": _reshape, "dot_general": _dot, "conv_general_dilated": _convolution, "slice": _slice,
+    "broadcast_in_dim": _broadcast, "transpose": _transpose,
+     "dot_general": _dot, "conv_general_dilated": _convolution, "slice": _slice,
     "split": _split, "dynamic_slice": _dynamic_slice, "dynamic_update_slice": _dynamic_update_slice,
     "concatenate": _concatenate, "pad": _pad, "gather": _gather, "top_k": _top_k, "fft": _fft,
-    "sort": _along("dimension", ordered=False), "rev": _along("dimensions", ordered=False),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    **dict.fromkeys(_REDUCTIONS.split(), _reduce), **dict.fromkeys(_SCATTERS.split(), _scatter),
+    "sort": _mixing("dimension", ordered=False), "rev": _mixing("dimensions", ordered=False),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _mixing("axis")),
+    **dict.fromkeys(_REDUCTIONS, _reduce), **dict.fromkeys(_SCATTERS.split(), _scatter),
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window_max",
          "select_and_scatter_add", "select_and_gather_add"), _window,

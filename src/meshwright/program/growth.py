@@ -26,7 +26,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, inline, is_literal, is_remat, open_jaxpr, scan_parts, source_line
-from .alignment import Positions, Side, aligned, positions_of, shape_of
+from .alignment import NO_BATCH, Lie, Side, aligned, shape_of
+from .positions import Positions, positions_of
 from .rules import Rules
 
 _SAME = frozenset(
@@ -109,7 +110,7 @@ class Growth:
         2 if it depends on the examples in another way.
       zero: whether it is 0 or infinite, which any degree may be added to or compared with.
       meet: where examples meet each other, if that is why nothing is known.
-      runs: of its batch dim (`alignment`).
+      lie: how the batch lies in it.
       positions: the examples' own positions in the batch, if it holds these.
     """
 
@@ -118,7 +119,7 @@ class Growth:
     sums: int = 0
     zero: bool = False
     meet: str | None = None
-    runs: int = 0
+    lie: Lie = NO_BATCH
     positions: Positions | None = None
 
 
@@ -144,7 +145,8 @@ class Walk:
     def see(self, side: Side) -> None:
         """A value whose batch dim is cut into microbatches, run by run."""
         if side.batch is not None:
-            self.lengths.add(side.full[side.batch] // max(side.runs, 1))
+            blocks = math.prod(side.full[d] for d in side.lie.majors)
+            self.lengths.add(side.full[side.batch] * blocks // max(side.runs, 1))
 
     @property
     def piece(self) -> int:
@@ -167,11 +169,11 @@ def growths_of(
       env: that of each value at the top level is written into it, by its variable in `full`.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
-    given = [Growth(varies=d is not None, runs=int(d is not None)) for d in split_dims]
+    given = [Growth(varies=d is not None, lie=Lie(int(d is not None))) for d in split_dims]
     given += [Growth(degree=Fraction(d)) for d in degrees]
     given += [Growth()] * (len(a.invars) - len(given))
     for x, y, growth in zip(a.invars, b.invars, given, strict=True):
-        walk.see(Side(shape_of(x), shape_of(y), growth.runs))
+        walk.see(Side(shape_of(x), shape_of(y), growth.lie))
     return _growths(a, b, walk, given, env)
 
 
@@ -254,7 +256,7 @@ def _equation(full: Equation, small: Equation, given: list[Growth], walk: Walk) 
     if name == "while":
         return _while(full, small, given, walk)
     sides = [
-        Side(shape_of(x), shape_of(y), g.runs, g.positions)
+        Side(shape_of(x), shape_of(y), g.lie, g.positions)
         for x, y, g in zip(full.invars, small.invars, given, strict=True)
     ]
     met = next((g.meet for g in given if g.meet is not None), None)
@@ -264,16 +266,16 @@ def _equation(full: Equation, small: Equation, given: list[Growth], walk: Walk) 
     zero = name in _SAME and all(g.zero for g in given) and bool(given)
     made = zip(full.outvars, small.outvars, aligned(full, small, sides, walk.ratio, walk.rules), strict=True)
     found = []
-    for x, y, runs in made:
+    for x, y, lie in made:
         batched = is_batched(x, y)
         varies, sums = _sums(full, small, given, batched)
-        meets = runs is None or (varies and batched and any(g.sums for g in given))
+        meets = lie is None or (varies and batched and any(g.sums for g in given))
         meet = met if met is not None or not meets else source_line(full) or ""
-        if meet is not None:
-            found.append(replace(_UNKNOWN, meet=meet, runs=runs or 0))
+        if lie is None or meet is not None:
+            found.append(replace(_UNKNOWN, meet=meet))
             continue
-        walk.see(Side(shape_of(x), shape_of(y), runs or 0))
-        found.append(Growth(degree, varies, sums, zero, runs=runs or 0, positions=positions))
+        walk.see(Side(shape_of(x), shape_of(y), lie))
+        found.append(Growth(degree, varies, sums, zero, lie=lie, positions=positions))
     return found
 
 
@@ -371,12 +373,20 @@ def _scan(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> l
     if parts.length != other.length:
         return _loop_over_examples(full, small, given, walk)
     carry = given[first:last]
+    if any(0 in g.lie.majors for g in given[last:]):  # a trip for each block of the batch
+        return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(full.outvars)
+    rows = [replace(g, lie=_moved(g.lie, -1)) for g in given[last:]]
     while True:  # ends: growths only go up, towards unknown
-        outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), walk, [*given[:first], *carry, *given[last:]])
+        outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), walk, [*given[:first], *carry, *rows])
         joined = [_join(a, b) for a, b in zip(carry, outs, strict=False)]
         if joined == carry:
-            return [*carry, *outs[parts.num_carry :]]
+            return [*carry, *(replace(g, lie=_moved(g.lie, 1)) for g in outs[parts.num_carry :])]
         carry = joined
+
+
+def _moved(lie: Lie, by: int) -> Lie:
+    """Of a value that has a dim more in front, or one less."""
+    return Lie(lie.runs, tuple(d + by for d in lie.majors), frozenset(d + by for d in lie.along if d + by >= 0))
 
 
 def _loop_over_examples(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> list[Growth]:
@@ -384,13 +394,14 @@ def _loop_over_examples(full: Equation, small: Equation, given: list[Growth], wa
     parts, other = scan_parts(full), scan_parts(small)
     consts = list(zip(given, full.invars, small.invars, strict=True))[: parts.num_consts]
     rows = given[parts.num_consts + parts.num_carry :]
-    runs = {g.runs for g in rows if g.runs}
-    if parts.num_carry or len(runs) > 1 or any(g.varies and (g.sums or is_batched(x, y)) for g, x, y in consts):
+    runs = {g.lie.runs for g in rows if g.lie.runs}
+    cut = any(g.lie.majors for g in given)
+    if cut or parts.num_carry or len(runs) > 1 or any(g.varies and (g.sums or is_batched(x, y)) for g, x, y in consts):
         return [replace(_UNKNOWN, meet=source_line(full) or "")] * len(full.outvars)
-    inside = [replace(g, runs=0, positions=None) for g in given]
+    inside = [replace(g, lie=Lie(), positions=None) for g in given]
     outs = _growths(open_jaxpr(parts.body), open_jaxpr(other.body), walk, inside)
     stacked = max(runs, default=0)
-    return [g if g.degree is None else replace(g, sums=0, varies=True, runs=stacked) for g in outs]
+    return [g if g.degree is None else replace(g, sums=0, varies=True, lie=Lie(stacked)) for g in outs]
 
 
 def _while(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> list[Growth]:
@@ -414,15 +425,15 @@ def _while(full: Equation, small: Equation, given: list[Growth], walk: Walk) -> 
 def _join(*growths: Growth) -> Growth:
     """What holds for whichever of the values it is."""
     tall = {g.degree for g in growths if not g.zero} or {Fraction(0)}
-    runs = {g.runs for g in growths if g.runs}
+    lies = {g.lie for g in growths if g.lie.runs}
     meet = next((g.meet for g in growths if g.meet is not None), None)
     return Growth(
         degree=tall.pop() if len(tall) == 1 else None,
         varies=any(g.varies for g in growths),
         sums=max(g.sums for g in growths),
         zero=all(g.zero for g in growths),
-        meet="" if meet is None and len(runs) > 1 else meet,
-        runs=max(runs, default=0),
+        meet="" if meet is None and len(lies) > 1 else meet,
+        lie=next(iter(lies), Lie(along=frozenset().union(*(g.lie.along for g in growths)))),
         positions=growths[0].positions if len({g.positions for g in growths}) == 1 else None,
     )
 
@@ -460,7 +471,7 @@ def _cotangent(growth: Growth, batched: bool) -> Growth:
     """Of a value the cotangent: of one that does not depend on the examples it is a sum over them."""
     assert growth.degree is not None
     if batched:
-        return Growth(-growth.degree, varies=True, runs=max(growth.runs, 1))
+        return Growth(-growth.degree, varies=True, lie=growth.lie if growth.lie.runs else Lie(1))
     return Growth(1 - growth.degree, varies=True, sums=0 if growth.varies else 1)
 
 

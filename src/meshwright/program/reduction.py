@@ -88,7 +88,7 @@ def loss_reduction(results: Results) -> str:
         )  # fmt: skip
     raise PlanError(
         refused=f"microbatches={microbatches}",
-        got="a loss that is not linear in its sums over the batch (a masked mean, the root of a mean)"
+        got="a loss that is not linear in its sums over the batch (a product or quotient of two of them, the root of a mean)"
         if bent
         else "a loss that is neither plainly a mean nor plainly a sum over the batch",
         needed="to know how the losses of microbatches combine",
@@ -124,7 +124,9 @@ def aux_reductions(results: Results, *, each: int = 0, accepted: bool = False) -
     found: list[Reduction] = []
     whole = len(a.outvars) - each
     for x, y, growth in zip(a.outvars[1:whole], b.outvars[1:whole], growths[1:whole], strict=True):
-        if is_batched(x, y) and (growth.runs > 1 or (growth.meet is not None and not accepted)):
+        if is_batched(x, y) and (
+            growth.lie.runs > 1 or growth.lie.majors or (growth.meet is not None and not accepted)
+        ):
             raise PlanError(
                 refused=f"microbatches={microbatches}",
                 got=f"a result of shape {x.aval.shape} in which examples of the batch meet each other"
