@@ -51,7 +51,6 @@ class OneDevice:
         self._tree = tree
         self._plain = jax.jit(lambda *flat: jax.tree.leaves(target.step(*jax.tree.unflatten(tree, flat))))
 
-
     def run(self, args: tuple[Any, ...]) -> Reference:
         """The step as it is, from one start.
 
