@@ -63,10 +63,12 @@ class Origins:
     def sent(self, computation: Computation, collective: Instruction, name: str) -> ArrayShape:
         """An operand of a collective in the type that the program sends it in."""
         shape = computation.instructions[name].shapes[0]
-        # The compiler says so of what it sums in a wider type; the program may well do that itself.
-        widened = "to_apply" not in collective.attributes or "promoted" in collective.attributes["to_apply"]
-        if shape.dtype != "f32" or not widened:
+        if shape.dtype != "f32":
             return shape
+        if "to_apply" in collective.attributes:
+            # The compiler says so of a sum that it widens; what is summed it may never have rounded.
+            widened = collective.attributes["to_apply"].endswith("promoted")
+            return ArrayShape(dtype=_NARROW[0], dims=shape.dims) if widened else shape
         return ArrayShape(dtype=self._narrowest(computation, name) or shape.dtype, dims=shape.dims)
 
     def _narrowest(self, computation: Computation, name: str) -> str | None:
