@@ -19,7 +19,7 @@ import jax
 
 from meshwright._jax.hlo_flops import instruction_flops
 from meshwright._jax.hlo_parse import Computation, Instruction, Module, parse_groups, parse_module
-from meshwright._jax.hlo_zeros import DataExtents
+from meshwright._jax.hlo_origins import Origins
 
 _KINDS = {
     "all-reduce": "all_reduce",
@@ -46,6 +46,8 @@ class CompiledCollective:
       count: executions per run of the program.
       operands: arrays moved together by this instruction (XLA combines several gradients into one).
       dtypes: XLA's dtype name of each operand.
+      sent_bytes: as `bytes`, of each operand in the type that the program sends it in: a backend without collectives of
+        16-bit numbers widens them.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class CompiledCollective:
     count: int
     operands: int
     dtypes: tuple[str, ...]
+    sent_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +124,12 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
       ValueError: if the text is not a compiled program.
     """
     module = parse_module(text)
-    totals = _walk(module, module.entry, {}, DataExtents(module))
+    origins = Origins(module)
+    totals = _walk(module, module.entry, {}, origins)
     found = []
     for (computation_name, name), count in totals.executions.items():
         computation = module.computations[computation_name]
-        found.append(_collective(module, computation, computation.instructions[name], count))
+        found.append(_collective(module, computation, computation.instructions[name], count, origins))
     return tuple(found), totals.flops, totals.unknown_loops
 
 
@@ -133,7 +137,9 @@ def _collective_kind(opcode: str) -> str | None:
     return _KINDS.get(opcode.removesuffix("-start"))
 
 
-def _collective(module: Module, computation: Computation, instruction: Instruction, count: int) -> CompiledCollective:
+def _collective(
+    module: Module, computation: Computation, instruction: Instruction, count: int, origins: Origins
+) -> CompiledCollective:
     kind = _KINDS[instruction.opcode.removesuffix("-start")]
     shapes = computation.operand_shapes(instruction)
     if instruction.opcode == "ragged-all-to-all":
@@ -145,18 +151,24 @@ def _collective(module: Module, computation: Computation, instruction: Instructi
         groups = parse_groups(instruction.attributes.get("replica_groups", ""), module.num_devices)
     group_size = len(groups[0])
     moved = sum(shape.size_bytes for shape in shapes)
+    times = group_size if kind == "all_gather" else 1
+    names = instruction.operands[: len(shapes)]
+    sent = [origins.sent(computation, instruction, name).size_bytes for name in names]
+    if len(names) != len(shapes) or any(len(computation.instructions[name].shapes) != 1 for name in names):
+        sent = [shape.size_bytes for shape in shapes]  # of tuples
     return CompiledCollective(
         kind=kind,
-        bytes=moved * group_size if kind == "all_gather" else moved,
+        bytes=moved * times,
         group_size=group_size,
         groups=groups,
         count=count,
         operands=len(shapes),
         dtypes=tuple(shape.dtype for shape in shapes),
+        sent_bytes=tuple(size * times for size in sent),
     )
 
 
-def _walk(module: Module, name: str, seen: dict[str, _Totals], extents: DataExtents) -> _Totals:
+def _walk(module: Module, name: str, seen: dict[str, _Totals], origins: Origins) -> _Totals:
     if name in seen:
         return seen[name]
     computation = module.computations[name]
@@ -178,19 +190,19 @@ def _walk(module: Module, name: str, seen: dict[str, _Totals], extents: DataExte
             trips = _trip_count(module, computation, instruction)
             unknown_loops += trips is None
             times = 1 if trips is None else trips
-            add(_walk(module, body, seen, extents), times)
-            add(_walk(module, condition, seen, extents), times + 1)
+            add(_walk(module, body, seen, origins), times)
+            add(_walk(module, condition, seen, origins), times + 1)
         elif instruction.opcode == "conditional":
             branches = instruction.computations("branch_computations") or (
                 instruction.computations("true_computation") + instruction.computations("false_computation")
             )
-            add(_dearest(module, [_walk(module, branch, seen, extents) for branch in branches]), 1)
+            add(_dearest(module, [_walk(module, branch, seen, origins) for branch in branches]), 1)
         elif instruction.opcode in _CALLED:
             for called in instruction.computations(_CALLED[instruction.opcode]):
-                add(_walk(module, called, seen, extents), 1)
-            flops += instruction_flops(computation, instruction, extents)
+                add(_walk(module, called, seen, origins), 1)
+            flops += instruction_flops(computation, instruction, origins.extents)
         else:
-            flops += instruction_flops(computation, instruction, extents)
+            flops += instruction_flops(computation, instruction, origins.extents)
     seen[name] = _Totals(flops=flops, executions=executions, unknown_loops=unknown_loops)
     return seen[name]
 

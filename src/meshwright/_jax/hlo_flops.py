@@ -1,7 +1,7 @@
 """FLOPs of one HLO instruction: matrix products and convolutions, also as the library calls a GPU makes of them.
 
 A matrix product costs 2 x results x contracted elements, a convolution what `_jax.convolution_flops` says. Zeros that
-were appended to an operand are no work (`_jax.hlo_zeros`).
+were appended to an operand are no work (`_jax.hlo_origins`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each 
 * the gradient of max pooling carries a position of every element, one array for each dim;
 * adding what was scattered onto zeros scatters onto the other term;
 * a division by a broadcast value multiplies by the broadcast reciprocal;
-* bfloat16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice.
+* bfloat16 and float16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from meshwright._jax.jaxpr import is_literal
 _BARRIERS_HOLD = jax.__version_info__ >= (0, 11)
 # From JAX 0.11 XLA's CPU backend multiplies most bfloat16 matrices as they are; before, it made float32 copies of all.
 _BFLOAT16_PRODUCTS = jax.__version_info__ >= (0, 11)
+
+# What the CPU computes in float32.
+NARROW = ("bfloat16", "float16")
 
 
 def _is_view(shape: Sequence[int], order: Sequence[int]) -> bool:
@@ -56,7 +59,7 @@ class Builder:
         self._alike: list[int] = []  # for each value the first one equal to it but for barriers
         self._first: dict[Any, tuple[int, ...]] = {}
         self.source: dict[int, Operation] = {}
-        self.unrounded: dict[int, int] = {}  # the float32 value a bfloat16 result was rounded from
+        self.unrounded: dict[int, int] = {}  # the float32 value a narrow result was rounded from
         self.zeros: set[int] = set()  # arrays of nothing but zeros
         self.transposed: set[int] = set()  # results of transpositions the program itself asks for
         self.fetched: set[Any] = set()  # variables that come from the host's memory when they are first read
@@ -199,25 +202,25 @@ class Builder:
     def arithmetic(
         self, name: str, reads: Sequence[int], avals: Sequence[Any], key: Any, *, expensive: bool, library: bool
     ) -> tuple[int, ...]:
-        """An elementwise operation; in bfloat16 it is float32 arithmetic and a rounding."""
+        """An elementwise operation; in 16 bits it is float32 arithmetic and a rounding."""
         (aval,) = avals
-        if str(aval.dtype) != "bfloat16" or name == "select_n":
+        if str(aval.dtype) not in NARROW or name == "select_n":
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=expensive, library=library)
         if name == "convert_element_type":
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=True, library=library)
         wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
         (result,) = self.emit(Kind.ELEMENTWISE, name, reads, [wide], key=key, expensive=expensive, library=library)
-        return (self.rounded(result),)
+        return (self.rounded(result, aval.dtype),)
 
-    def rounded(self, value: int) -> int:
-        """A float32 value as bfloat16: dear to compute, so it is stored rather than computed again."""
-        narrow = jax.ShapeDtypeStruct(self.types[value][0], jax.numpy.bfloat16)
+    def rounded(self, value: int, dtype: Any) -> int:
+        """A float32 value in 16 bits: dear to compute, so it is stored rather than computed again."""
+        narrow = jax.ShapeDtypeStruct(self.types[value][0], dtype)
         (result,) = self.emit(Kind.ELEMENTWISE, "round", [value], [narrow], key="round", expensive=True, library=True)
         self.unrounded[result] = value
         return result
 
     def widened(self, value: int) -> int:
-        """A bfloat16 value as float32."""
+        """A value of 16 bits as float32."""
         wide = jax.ShapeDtypeStruct(self.types[value][0], np.float32)
         return self.emit(Kind.ELEMENTWISE, "widen", [value], [wide], key="widen", library=True)[0]
 
@@ -273,12 +276,12 @@ class Builder:
         aval = equation.outvars[0].aval
         dtype = aval.dtype
         widens = self.platform == "cpu" and (folded or not library or not _BFLOAT16_PRODUCTS)
-        if str(dtype) == "bfloat16" and widens:
+        if str(dtype) in NARROW and widens:
             sides, dtype = [self.widened(value) for value in sides], np.dtype(np.float32)
         flat_aval = jax.ShapeDtypeStruct(tuple(result), dtype)
         (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)
         if dtype != aval.dtype:
-            product = self.rounded(product)
+            product = self.rounded(product, aval.dtype)
         return (self.reshaped(product, tuple(aval.shape)),)
 
     def convolution(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ A collective is a kernel of its own, but rarely alone:
 
 * gathering and scattering work on the major dim, so another dim is moved there before and back afterwards;
 * an all-to-all takes its operand cut into one piece for each device and gives as many pieces, put together afterwards;
-* bfloat16 is widened to float32 before and rounded afterwards.
+* bfloat16 and float16 are widened to float32 before and rounded afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from meshwright._jax.dataflow import Kind
-from meshwright._jax.liveness_builder import Builder
+from meshwright._jax.liveness_builder import NARROW, Builder
 
 NAMES = frozenset(
     """psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all""".split()  # noqa: SIM905
@@ -27,9 +27,10 @@ def add_collective(program: Builder, equation: Any, position: int, value: int) -
     name, params = equation.primitive.name, equation.params
     aval = equation.outvars[position].aval
     key = str(sorted((k, str(v)) for k, v in params.items()))
-    if str(aval.dtype) == "bfloat16":
+    if str(aval.dtype) in NARROW:
         value = program.widened(value)
-        return program.rounded(_moved(program, name, params, value, jax.ShapeDtypeStruct(aval.shape, np.float32), key))
+        wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
+        return program.rounded(_moved(program, name, params, value, wide, key), aval.dtype)
     return _moved(program, name, params, value, aval, key)
 
 

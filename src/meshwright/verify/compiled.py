@@ -10,10 +10,10 @@ holds between them is known from their operands and results, so that of its peak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .._jax.hlo import CompiledFacts, read_compiled
+from .._jax.hlo import CompiledCollective, CompiledFacts, read_compiled
 from ..plan import Plan
 from ..runtime.executable import Executable
 from ..runtime.pipeline.compiled_stages import memory_of, moved_bytes, programs_of
@@ -119,18 +119,25 @@ def compiled_traffic(programs: Iterable[tuple[CompiledFacts, int]]) -> dict[str,
     total: dict[str, Traffic] = {}
     for facts, runs in programs:
         for one in facts.collectives:
-            # The CPU backend gives an all-to-all one operand for each device of its group.
-            in_pieces = one.kind == "all_to_all" and one.operands % one.group_size == 0
-            arrays = one.operands // one.group_size if in_pieces else one.operands
-            if one.bytes <= _SCALAR_BYTES * arrays:
+            arrays = [size for size in _arrays(one) if size > _SCALAR_BYTES]
+            if not arrays:
                 continue
             have = total.get(one.kind, NO_TRAFFIC)
             total[one.kind] = Traffic(
-                count=have.count + runs * one.count * arrays,
-                bytes=have.bytes + float(runs * one.count * one.bytes),
+                count=have.count + runs * one.count * len(arrays),
+                bytes=have.bytes + float(runs * one.count * sum(arrays)),
                 operations=have.operations + runs * one.count,
             )
     return total
+
+
+def _arrays(one: CompiledCollective) -> Sequence[float]:
+    """Bytes of each array that a collective moves, in the type that the program sends it in."""
+    pieces = one.group_size
+    if one.kind == "all_to_all" and one.operands % pieces == 0:
+        # The CPU backend gives an all-to-all one operand for each device of its group.
+        return [sum(one.sent_bytes) / (one.operands // pieces)] * (one.operands // pieces)
+    return one.sent_bytes
 
 
 def _predicted_traffic(plan: Plan, number: int) -> dict[str, Traffic]:
@@ -157,14 +164,18 @@ def _stages(step: PipelinedStep, plan: Plan) -> tuple[StageFacts, ...]:
         [(one, read_compiled(one.lower().compile())) for one in programs_of(step, number)]
         for number in range(len(plan.stages))
     ]
-    peaks = step.local.plan_with_memory(memory_of(step, [{one.name: facts for one, facts in p} for p in programs]))
-    held = [_held(plan), _held(peaks)]
+    compiled = memory_of(step, [{one.name: facts for one, facts in found} for found in programs])
+    local, elsewhere = step.local, step.local.elsewhere()
+    peaks = _held(local.plan_with_memory(compiled))
+    # What moving values between processes takes is in every plan; here it depends on where they go.
+    moving = [a - b for a, b in zip(_held(elsewhere.plan_with_memory()), _held(local.plan_with_memory()), strict=True)]
+    predicted = [held - taken for held, taken in zip(_held(plan), moving, strict=True)]
     return tuple(
         StageFacts(
             predicted=_predicted_traffic(plan, number),
             compiled=compiled_traffic((facts, one.runs) for one, facts in found),
             flops=(stage.flops, sum(one.runs * facts.flops for one, facts in found)),
-            peak_bytes=(held[0][number], held[1][number]),
+            peak_bytes=(predicted[number], peaks[number]),
             limit_bytes=stage.memory_limit_bytes,
             unknown_loops=sum(facts.unknown_loops for _, facts in found),
         )

@@ -3,7 +3,7 @@
 A leaf may deviate by three things together, in the Euclidean norm over its elements:
 
 * `TOLERANCE` of its change over the steps compared (of the leaf itself, where it is no state);
-* a few units in the last place of its own type, since a small change of a large number is rounded to them;
+* a unit in the last place of its own type, since a small change of a large number is rounded to it;
 * where it deviates by more than these two, `NOISE_FACTOR` times its noise, the largest distance between runs of the
   reference with sums in other orders (`_jax.reordered`).
 
@@ -24,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 TOLERANCE = 1e-4
-NOISE_FACTOR = 10.0
-_LAST_PLACES = 4.0
+NOISE_FACTOR = 4.0
+
+# Rounded once, an array is off by about a quarter of the last place of its norm; here it is rounded in every step.
+_LAST_PLACES = 1.0
 
 # A leaf that may deviate by this part of its change would hide the loss of one microbatch of ten.
 _JUDGED_BELOW = 0.1

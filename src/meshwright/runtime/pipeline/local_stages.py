@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -130,6 +131,12 @@ class LocalStages:
 
         todo = sorted(left.values(), key=lambda number: (len(self.stages[number].cut.graph.operators), -number))
         return todo, work, learn
+
+    def elsewhere(self) -> LocalStages:
+        """The same where nobody says which process has which device, as where plans are made."""
+        other = copy(self)
+        other._meshes = None
+        return other
 
     def timing(self, memory: Sequence[StageMemory] | None = None) -> Timing:
         """The plan's seconds, with the bytes of the traced programs.
