@@ -137,7 +137,7 @@ def test_other_kinds_of_keys_are_noted() -> None:
     step = step_of(lambda p, x, k: (jnp.mean((dropped(k, x) @ p["in"]) ** 2), k))
     keys = {kind: jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg")}
     notes = {kind: mw.parallelize(step, microbatches=2).plan(PARAMETERS, X, key).notes for kind, key in keys.items()}
-    assert notes["threefry2x32"] == ()
+    assert not any("others than on one device" in note for note in notes["threefry2x32"])
     assert any("test_microbatch_draws.py" in note and "others than on one device" in note for note in notes["rbg"])
     # Reproducible all the same, and the key is the one that went in.
     runs = [mw.parallelize(step, microbatches=2)(copy(PARAMETERS), X, keys["rbg"]) for _ in range(2)]
