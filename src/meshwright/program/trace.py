@@ -218,12 +218,11 @@ def trace_program(
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
             core, boundaries = without_dead_code(found.small, boundaries)
         results = results_of(full_core, core, microbatches, split_dims, whole.rules, degrees)
-        combined = aux_reductions(results, each=in_loss.count, accepted=given)
         if reduction is None:
-            piece = results.piece
-            reduction = loss_reduction(results)
+            piece, reduction = results.piece, loss_reduction(results)
         else:
             notes += (*_accepted(results, reduction), *_groups(results, full_call, split_dims, reduction))
+        combined = aux_reductions(results, each=in_loss.count, accepted=given)
         core = placed(full_core, core, microbatches, whole.rules)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
