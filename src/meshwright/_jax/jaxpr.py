@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import source_info_util  # the line of user code an equation came from; no public form up to 0.12
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
@@ -300,7 +301,8 @@ def is_remat(equation: Equation) -> bool:
 
 def bind(equation: Equation, *operands: Any) -> Sequence[Any]:
     """Run one equation on `operands`; always a sequence of results."""
-    with source_info_util.user_context(equation.source_info.traceback):
+    # JAX converts constants by NumPy, which warns of what becomes an infinity: under `jax.jit` nobody does.
+    with source_info_util.user_context(equation.source_info.traceback), np.errstate(over="ignore"):
         out = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return out if equation.primitive.multiple_results else (out,)
 

@@ -165,23 +165,32 @@ def split_program(
 
     fetched = _fetches(jaxpr, {var for var, i in inputs.items() if not input_bytes[i] and i not in set(late)})
 
+    def again_when_run(position: int) -> bool:
+        return position in fetched or is_cheap(jaxpr.eqns[position])
+
     def again(position: int) -> bool:
-        return position not in mine or position in fetched or is_cheap(jaxpr.eqns[position])
+        return position not in mine or again_when_run(position)
 
     def cost(var: Any) -> int:
         return input_bytes[inputs[var]] if var in inputs else max(1, size_bytes(var.aval))
 
-    kept = _least_kept(jaxpr, demanded, maker, again, cost, constants)
-    # In the order they are made: every process must compile the same program.
-    residuals = [v for equation in jaxpr.eqns for v in equation.outvars if v in kept]
-    computed = set(backward)
-    stack = [v for v in demanded if v not in kept]
-    while stack:
-        position = maker.get(stack.pop())
-        if position is not None and position not in computed:
-            computed.add(position)
-            stack += [a for a in jaxpr.eqns[position].invars if not is_literal(a) and a not in kept]
-    before = _needed(jaxpr, maker, [*early_outputs, *residuals])
+    while True:
+        kept = _least_kept(jaxpr, demanded, maker, again, cost, constants)
+        # In the order they are made: every process must compile the same program.
+        residuals = [v for equation in jaxpr.eqns for v in equation.outvars if v in kept]
+        computed = set(backward)
+        stack = [v for v in demanded if v not in kept]
+        while stack:
+            position = maker.get(stack.pop())
+            if position is not None and position not in computed:
+                computed.add(position)
+                stack += [a for a in jaxpr.eqns[position].invars if not is_literal(a) and a not in kept]
+        before = _needed(jaxpr, maker, [*early_outputs, *residuals])
+        # What the first part runs for residuals alone the second was free to run; it is not, once the first does.
+        twice = {i for i in before & computed if not again_when_run(i)} - mine
+        if not twice:
+            break
+        mine |= twice
     first_equations = [jaxpr.eqns[i] for i in sorted(before)]
     second_equations = [jaxpr.eqns[i] for i in sorted(computed)]
     first_inputs = _read(jaxpr, first_equations, [*early_outputs, *residuals])
