@@ -88,7 +88,7 @@ def loss_reduction(results: Results) -> str:
         )  # fmt: skip
     raise PlanError(
         refused=f"microbatches={microbatches}",
-        got="a loss that is not linear in its sums over the batch (a product or quotient of two of them, the root of a mean)"
+        got="a loss that is not linear in its sums over the batch (a quotient of two of them, the root of a mean)"
         if bent
         else "a loss that is neither plainly a mean nor plainly a sum over the batch",
         needed="to know how the losses of microbatches combine",
