@@ -250,9 +250,10 @@ def _roles(asked: PlanRequest, program: Program) -> Roles | None:
 def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
     """Why stages that wait for each other have no more microbatches, if it is the step that allows no other number."""
     counts = [count for count in microbatch_counts(asked) if count > 1]
+    if not counts or any(asked.is_traced(count) for count in counts):
+        return ()
     try:
-        if counts:
-            asked.program(counts[0])
+        asked.program(counts[0])
     except PlanError as error:
         return (f"1 microbatch, since no others are possible: {error}",)
     return ()
