@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from meshwright import cli
 from meshwright._jax.grad import value_and_grad
 from meshwright.errors import PlanError
 from meshwright.planning import plan_for
-from meshwright.targets import LoadedTarget, step_target, zoo_target
+from meshwright.targets import step_target, zoo_target
 from meshwright.verify import LeafError, Verification, local_cluster, verify
 from meshwright.zoo import mlp
 

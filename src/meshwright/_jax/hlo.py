@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import jax
 
 from meshwright._jax.hlo_flops import instruction_flops
-from meshwright._jax.hlo_parse import Computation, Instruction, Module, parse_groups, parse_module
 from meshwright._jax.hlo_origins import Origins
+from meshwright._jax.hlo_parse import Computation, Instruction, Module, parse_groups, parse_module
 
 _KINDS = {
     "all-reduce": "all_reduce",

@@ -1,12 +1,12 @@
-"""A program that computes the same with its sums taken in another order, to see what rounding alone does to its results.
+"""A program that computes the same with its sums in another order, to see what rounding alone does to its results.
 
 Every sum of floating-point numbers over a dim (matrix products, convolutions, reductions, scattered additions) is taken
 in two parts, each rounded to the program's own type, that end where an argument says. That is how the devices of a mesh
-add up their parts, and in exact arithmetic it changes nothing. So the spread of the results over a few cuts is the noise
-that a difference is judged against: stochastic arithmetic (Vignes 1993; Parker 1997) with the operations' own rounding
-in the place of random numbers. It needs no property of the program, as a permuted batch would (a loss that is a mean
-over examples, no draws by position), and no other types, as float64 would (a program that asks for float32 keeps it;
-draws have other bits).
+add up their parts, and in exact arithmetic it changes nothing. So the spread of the results over a few cuts is the
+noise that a difference is judged against: stochastic arithmetic (Vignes 1993; Parker 1997) with the operations' own
+rounding in the place of random numbers. It needs no property of the program, as a permuted batch would (a loss that is
+a mean over examples, no draws by position), and no other types, as float64 would (a program that asks for float32 keeps
+it; draws have other bits).
 
 Known limit: programs inside of kernels (Pallas, foreign calls) and running sums (`cumsum`) stay as they are.
 """
@@ -22,6 +22,10 @@ from jax import lax
 
 from .grad import inline_value_and_grad
 from .jaxpr import ClosedJaxpr, Equation, bind, consts_of, evaluate, inline, open_jaxpr, scan_parts
+
+_CALLS = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call"]
+)
 
 
 def reordered(function: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
@@ -75,19 +79,6 @@ def _equation(equation: Equation, operands: Sequence[Any], cut: Any) -> Sequence
         case "scatter-add" | "scatter_add":
             return _scattered(equation, operands, cut)
     return None
-
-
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat2",
-    "checkpoint",
-    "remat",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
 
 
 def _in_two(

@@ -151,9 +151,9 @@ def _one_stage(step: PlannedStep, plan: Plan) -> StageFacts:
     facts = read_compiled(step.lower().compile())
     (stage,) = plan.stages
     return StageFacts(
-        predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)]), flops=(stage.flops, facts.flops),
-        peak_bytes=(stage.memory.total, float(facts.peak_bytes)), limit_bytes=stage.memory_limit_bytes,
-        unknown_loops=facts.unknown_loops,
+        predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)]),
+        flops=(stage.flops, facts.flops), peak_bytes=(stage.memory.total, float(facts.peak_bytes)),
+        limit_bytes=stage.memory_limit_bytes, unknown_loops=facts.unknown_loops,
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _stages(step: PipelinedStep, plan: Plan) -> tuple[StageFacts, ...]:
             peak_bytes=(predicted[number], peaks[number]),
             limit_bytes=stage.memory_limit_bytes,
             unknown_loops=sum(facts.unknown_loops for _, facts in found),
-        )  # fmt: skip
+        )
         for number, (stage, found) in enumerate(zip(plan.stages, programs, strict=True))
     )
 

@@ -1,9 +1,9 @@
 """A plan compiled, run for a few steps on the local devices, and compared with one device.
 
-Known limits: a step with kinks (ReLU, max pooling, the choice of an expert) can turn a difference in the last digit into
-a visible one: what is zero but for rounding is passed on one side and not on the other. That happens by chance, a wrong
-plan is wrong from every start: where results differ, two more starts are tried, further along the run, and for each leaf
-the median decides.
+Known limits: a step with kinks (ReLU, max pooling, the choice of an expert) can turn a difference in the last digit
+into a visible one: what is zero but for rounding is passed on one side and not on the other. That happens by chance, a
+wrong plan is wrong from every start: where results differ, two more starts are tried, further along the run, and for
+each leaf the median decides.
 
 Microbatches whose losses are combined as the caller says (`reduction=`) may compute something else than the whole batch
 does: where results differ, the truth is then the same microbatches on one device, run by Meshwright itself. Where it
@@ -179,7 +179,7 @@ def _errors(
             truth.start[n] if n < len(truth.start) else None,
             [one[n] for one in reordered],
             last_place=last_place,
-        )  # fmt: skip
+        )
         for n, (name, last_place) in enumerate(zip(names, last_places, strict=True))
     )
 

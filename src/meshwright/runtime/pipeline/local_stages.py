@@ -146,9 +146,9 @@ class LocalStages:
         Raises:
           PlanError: nobody has priced the plan.
         """
-        planned, memory = plan_timing(self.plan), memory or self.memory
-        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, memory, strict=True))
-        edges = tuple(self._edge(one, memory) for one in planned.edges)
+        planned, holds = plan_timing(self.plan), memory or self.memory
+        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, holds, strict=True))
+        edges = tuple(self._edge(one, holds) for one in planned.edges)
         stages = tuple(
             replace(stage, constant_bytes=stage.constant_bytes + kept)
             for stage, kept in zip(stages, self._kept_by_transfers(edges), strict=True)
@@ -190,26 +190,26 @@ class LocalStages:
         """
         return simulate(self.schedule, self.timing())
 
-    def plan_with_memory(self, memory: Sequence[StageMemory] | None = None) -> Plan:
+    def plan_with_memory(self, known: Sequence[StageMemory] | None = None) -> Plan:
         """The plan with its stages' memory as traced: the totals are the peaks of the predicted step.
 
         Args:
-          memory: what stages hold, where that is known otherwise.
+          known: what stages hold, where that is known otherwise.
 
         Raises:
           PlanError: nobody has priced the plan.
         """
-        memory = memory or self.memory
-        peaks = simulate(self.schedule, self.timing(memory)).peak_bytes
+        holds = known or self.memory
+        peaks = simulate(self.schedule, self.timing(holds)).peak_bytes
         ranks = self.schedule.stage_ranks
-        activations = [m.in_flight_bytes * n for m, n in zip(memory, self.schedule.in_flight, strict=True)]
-        parameters = [m.parameter_bytes * n for m, n in zip(memory, self.schedule.weight_versions, strict=True)]
+        activations = [m.in_flight_bytes * n for m, n in zip(holds, self.schedule.in_flight, strict=True)]
+        parameters = [m.parameter_bytes * n for m, n in zip(holds, self.schedule.weight_versions, strict=True)]
         named = [
             weights + m.gradient_bytes + m.state_bytes + kept
-            for weights, m, kept in zip(parameters, memory, activations, strict=True)
+            for weights, m, kept in zip(parameters, holds, activations, strict=True)
         ]
         stages = []
-        for number, (stage, found) in enumerate(zip(self.plan.stages, memory, strict=True)):
+        for number, (stage, found) in enumerate(zip(self.plan.stages, holds, strict=True)):
             others = [n for n, rank in enumerate(ranks) if rank == ranks[number]]
             # What stages of one rank need besides, they need for all of them together.
             rest = (peaks[ranks[number]] - sum(named[n] for n in others)) / len(others)

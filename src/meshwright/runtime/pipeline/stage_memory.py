@@ -61,11 +61,19 @@ class Temporaries(Protocol):
     """What a program takes beside its arguments, predicted or compiled."""
 
     @property
-    def output_bytes(self) -> int: ...
+    def output_bytes(self) -> int:
+        """Of its results."""
+        ...
+
     @property
-    def alias_bytes(self) -> int: ...
+    def alias_bytes(self) -> int:
+        """Of results that take the place of arguments."""
+        ...
+
     @property
-    def temp_bytes(self) -> int: ...
+    def temp_bytes(self) -> int:
+        """Of what it needs while it runs."""
+        ...
 
 
 def round_name(number: int) -> str:
