@@ -22,6 +22,7 @@ _HOME = {
     "parallelize": "api",
     "reshard": "runtime.resharding",
     "reshard_plan": "runtime.resharding",
+    "spread_shardings": "runtime.spread",
     "plan_for": "api",
     "value_and_grad": "api",
 }

@@ -21,7 +21,7 @@ from typing import Any
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .plan import Plan
-from .planning import Planning, plan_for
+from .planning import Planning, plan_without_advice
 from .presets import Preset
 from .presets.candidates import candidates_for
 from .program.traces import Traces, traces_of
@@ -101,7 +101,7 @@ def compare(
     traces = traces_of(step)
     tell("the best plan")
     try:
-        planning = plan_for(
+        planning = plan_without_advice(
             traces, args, cluster=where, stages=None, tell=tell, time_limit_seconds=_AUTO_SHARE * time_limit_seconds,
             **options,
         )  # fmt: skip
@@ -134,7 +134,9 @@ def _tried(
 ) -> Compared:
     try:
         preset = preset.on(cluster.num_devices)
-        planning = plan_for(traces, args, cluster=cluster, preset=preset, time_limit_seconds=seconds, **options)
+        planning = plan_without_advice(
+            traces, args, cluster=cluster, preset=preset, time_limit_seconds=seconds, **options
+        )
     except PlanError as error:
         return Compared(name=str(preset), planning=None, reason=str(error))
     return Compared(name=str(preset), planning=planning)

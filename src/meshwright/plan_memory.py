@@ -88,7 +88,7 @@ class PlanMemory:
             refused=f"a plan of several stages for {cluster.num_devices} x {device.kind}",
             got=f"{size_words(device.usable_memory_bytes)} usable on a device",
             needed=f"about {size_words(self.leanest)} on a device, the predicted peak of the leanest plan found",
-            where="the stage search", try_="more devices, a smaller batch, more microbatches",
+            where="the stage search", try_="more devices, a smaller batch",
         )  # fmt: skip
 
     def _fits(self, plan: Plan, peaks: Sequence[float], counted: Sequence[float]) -> bool:

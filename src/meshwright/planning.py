@@ -10,10 +10,15 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .cluster import Cluster, load_cluster, one_kind_alone
+from ._jax.context import no_mesh
+from .advice import with_advice
+from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
+from .microbatch_counts import microbatch_counts
 from .one_stage_planning import plan_one_stage
+from .padded_dims import padding_note
+from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
     PlanRequest,
@@ -23,13 +28,20 @@ from .plan_request import (
     checked_submeshes,
 )
 from .presets import Preset, check_free, parse_preset
+from .program.batch import batch_inputs
+from .program.effects import effect_notes
+from .program.trace import Program
 from .program.traces import traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
+from .replicated_work import replicated_work
+from .runtime.devices import named_devices
 from .search.alternative import TOO_LITTLE, Alternative, merged
 from .search.hierarchical import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
+from .search.roles import Roles
 from .stage_planning import check_stages, is_large, plan_stages
+from .storage_notes import storage_notes
 
 # Several stages have to be faster by this much: one is simpler to run.
 _WORTH_STAGES = 0.02
@@ -40,6 +52,7 @@ _STAGES_SHARE, _ALONE_SHARE = 0.75, 0.1
 
 
 @seldom_collected()
+@no_mesh()
 def plan_for(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -57,6 +70,8 @@ def plan_for(
     schedule: str | None = None,
     submeshes: Sequence[int] | None = None,
     preset: Preset | str | None = None,
+    donate: int | Sequence[int] | None = None,
+    devices: Any = None,
     time_limit_seconds: float = 60.0,
     refine: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -74,7 +89,7 @@ def plan_for(
       zero: ZeRO stage for every parameter that is not pinned, None to choose for each.
       remat: "none", "layer", or None to choose.
       memory_per_device: bytes a device may use; None for what it has.
-      batch_axis: which axis of every array outside the state is the batch.
+      batch_axis: which axis of every array after the first argument is the batch.
       reduction: "mean" or "sum": how losses of microbatches combine; None to read it from the program.
       stages: into how many parts, each on its own devices, the program is cut; None to choose.
       schedule: of the microbatches over several stages (docs/schedules.md); None to choose. Where the number of stages
@@ -82,6 +97,11 @@ def plan_for(
       submeshes: how many devices each stage has, in order, as many stages as there are numbers; None to choose.
       preset: one of `meshwright.presets`, or its text: the search is held to plans of this kind. It decides mesh, zero,
         stages, submeshes and schedule, some also remat, which then cannot be given.
+      donate: the arguments whose buffers the step may take over, as jax.jit's `donate_argnums`: a number or several, ()
+        for none. None for what the step says itself: `donate_argnums` of a step that is a jax.jit function, or else the
+        first argument, if it comes back as the first result and `value_and_grad` differentiates by what is in it.
+      devices: a sequence of `jax.Device` or a mesh: what `cluster="local"` stands for, and what a step is run on. None
+        for all; a step that is run takes those that its arguments lie on (`parallelize`).
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
         Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
@@ -91,10 +111,60 @@ def plan_for(
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
+    options: dict[str, Any] = {
+        "cluster": cluster, "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
+        "memory_per_device": memory_per_device, "batch_axis": batch_axis, "reduction": reduction, "stages": stages,
+        "schedule": schedule, "submeshes": submeshes, "preset": preset, "devices": devices, "refine": refine,
+    }  # fmt: skip
+    traces, started = traces_of(step, donate), time.perf_counter()
+    try:
+        return plan_without_advice(traces, args, **options, time_limit_seconds=time_limit_seconds, tell=tell)
+    except MemoryExceeded as refused:
+        tell("looking for what fits")
+        where = _cluster(cluster, devices)
+        given = parse_preset(preset) if isinstance(preset, str) else preset
+        raise with_advice(
+            refused, lambda **those: plan_without_advice(traces, args, **those), options,
+            given.on(where.num_devices) if given is not None else None, where.num_devices,
+            time_limit_seconds - (time.perf_counter() - started),
+        ) from refused  # fmt: skip
+
+
+@seldom_collected()
+def plan_without_advice(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    cluster: Cluster | str = "local",
+    microbatches: int | None = None,
+    mesh: Any = None,
+    pins: Mapping[str, Sequence[Any]] | None = None,
+    zero: int | None = None,
+    remat: str | None = None,
+    memory_per_device: float | None = None,
+    batch_axis: int = 0,
+    reduction: str | None = None,
+    stages: int | None = 1,
+    schedule: str | None = None,
+    submeshes: Sequence[int] | None = None,
+    preset: Preset | str | None = None,
+    devices: Any = None,
+    time_limit_seconds: float = 60.0,
+    refine: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Planning:
+    """As `plan_for`, whose refusals for memory do not say what would fit instead.
+
+    Args:
+      step: as there, like all that follows.
+
+    Raises:
+      PlanError: as there.
+    """
     start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step)
     traced = traces.seconds
     check_refine(refine)
-    where = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    where = _cluster(cluster, devices)
     _check_types(where, pins, preset)
     check_time_limit(time_limit_seconds)
     check_batch_axis(args, batch_axis)
@@ -106,14 +176,14 @@ def plan_for(
         from .calibrate.refine import measured_best
 
         check_origin(where)
-        options: dict[str, Any] = {
+        options = {
             "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
             "batch_axis": batch_axis, "reduction": reduction, "stages": stages, "schedule": schedule,
             "submeshes": submeshes, "preset": preset, "time_limit_seconds": time_limit_seconds,
         }  # fmt: skip
         found = measured_best(
-            lambda **those: plan_for(traces, args, cluster=where, tell=tell, **those), options, traces=traces,
-            args=args, cluster=where, tell=tell,
+            lambda **those: plan_without_advice(traces, args, cluster=where, tell=tell, **those), options,
+            traces=traces, args=args, cluster=where, tell=tell, devices=devices,
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     if preset is not None:
@@ -140,11 +210,52 @@ def plan_for(
     found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     if preset is None and submeshes is None and not meshes:
         found = _beside_one_kind(asked, stages, found)
-    notes = (*found.plan.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes += storage_notes(found.plan, zero, preset)
+    notes += replicated_work(found.program, found.plan, where, _roles(asked, found.program)) or padding_note(
+        asked, found
+    )
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    notes += effect_notes(found.program, found.plan.schedule)
+    notes += row_notes(found.plan)
+    if microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
+        notes += _why_one_microbatch(asked)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+
+
+def _cluster(cluster: Any, devices: Any) -> Any:
+    """The cluster, as it is called and on these devices."""
+    if devices is None:
+        return load_cluster(cluster) if isinstance(cluster, str) else cluster
+    named = named_devices(devices)
+    found = cluster_of(named) if cluster == "local" else load_cluster(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(found, Cluster) and found.num_devices != len(named):
+        raise PlanError(
+            refused="the devices", got=str(len(named)), needed=f"the {found.num_devices} of cluster {found.name}",
+            where="devices=", try_='cluster="local", or as many devices',
+        )  # fmt: skip
+    return found
+
+
+def _roles(asked: PlanRequest, program: Program) -> Roles | None:
+    """What a preset's axes are for in a program; None without a preset."""
+    if asked.preset is None:
+        return None
+    batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
+    return asked.preset.roles_in(program, batch, where=asked.traces.name)
+
+
+def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
+    """Why stages that wait for each other have no more microbatches, if it is the step that allows no other number."""
+    counts = [count for count in microbatch_counts(asked) if count > 1]
+    try:
+        if counts:
+            asked.program(counts[0])
+    except PlanError as error:
+        return (f"1 microbatch, since no others are possible: {error}",)
+    return ()
 
 
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:
@@ -260,7 +371,8 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
         return plan_stages(asked, None)
     count = asked.microbatches if asked.microbatches is not None else 1
-    if asked.cluster.num_devices == 1 or not asked.program(count).marked:
+    program = asked.program(count)
+    if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked)
     if is_large(asked.program(count)):
         return plan_stages(asked, None)

@@ -29,6 +29,7 @@ from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
 from .search.scout import Scout
 from .search.stage_request import INTERLEAVED
+from .search.submeshes import Submeshes
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 from .step_programs import StepPrograms
@@ -202,6 +203,8 @@ def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> 
     source = first.source
     asked.pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
     _check_mesh(asked, stages)
+    if stages is not None and asked.submeshes is None:
+        Submeshes(asked.cluster).check_stages(stages)
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
     return StageRequest(
         programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, pins=asked.pins,

@@ -95,6 +95,13 @@ def inference(step: Callable[..., Any], args: Sequence[Any], pipeline: Pipeline)
     return PipelinedStep(program, staged_plan(program, staged, pipeline), jax.devices())
 
 
+def holders(step: PipelinedStep, index: int) -> list[int]:
+    """The stages on whose devices an argument is kept."""
+    sharding = step.in_shardings[index]
+    assert sharding is not None
+    return [n for n, stage in enumerate(step.stages) if sharding.device_set.intersection(stage.mesh.devices.flat)]
+
+
 def whole(tree: Any) -> Any:
     """Every leaf as an array of NumPy; keys as their words."""
 
@@ -106,11 +113,10 @@ def whole(tree: Any) -> Any:
 
 
 def assert_as_on_one_device(
-    step: Callable[..., Any], state: Any, *batch: Any, pipeline: Pipeline, reference: Callable[..., Any] | None = None,
-    steps: int = 3,
-) -> PipelinedStep:  # fmt: skip
-    """Run `step` as a pipeline and `reference` (by default `step`) on one device, and compare all that comes back."""
-    alone = jax.jit(reference or step)
+    step: Callable[..., Any], state: Any, *batch: Any, pipeline: Pipeline, steps: int = 3
+) -> PipelinedStep:
+    """Run `step` as a pipeline and on one device, and compare all that comes back."""
+    alone = jax.jit(step)
     parallel = pipelined(step, (state, *batch), pipeline)
     expected, found = state, copy(state)
     metrics = expected_metrics = None

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from one_device import TENSOR, assert_as_on_one_device
 
 import meshwright as mw
@@ -108,23 +109,131 @@ def _trained(loss):
     return step
 
 
+def _gradient_by_its_norm() -> Any:
+    function = jax.custom_vjp(lambda y: y)
+    function.defvjp(lambda y: (y, None), lambda _, g: (g / jnp.linalg.norm(g),))
+    return function
+
+
+def _own_block(y: jax.Array) -> jax.Array:
+    """A region by hand in which blocks of the batch are told apart."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(lambda y: y * jax.lax.axis_index("rows"), mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))(
+        y
+    )
+
+
+_MEETINGS = {
+    "pairs": lambda y, t: jax.nn.softplus(y @ t.T),
+    "contrastive": lambda y, t: -jnp.diag(jax.nn.log_softmax(y @ t.T)),
+    "distances": lambda y, t: jnp.sum((y[:, None] - y[None]) ** 2, -1),
+    "in a checkpoint": lambda y, t: jax.checkpoint(lambda y: jnp.tanh(y @ y.T))(y),
+    "the next example's": lambda y, t: y * jnp.roll(t, 1, axis=0),
+    "shifted": lambda y, t: y[1:] - y[:-1],
+    "padded": lambda y, t: y - jax.lax.pad(y, 0.0, ((-1, 1, 0), (0, 0, 0))),
+    "the next one's index": lambda y, t: y * y[(jnp.arange(len(y)) + 1) % len(y)],
+    "the other end": lambda y, t: y * y[len(y) - 1 - jnp.arange(len(y))],
+    "halves": lambda y, t: y[: len(y) // 2] - y[len(y) // 2 :],
+    "split in two": lambda y, t: jnp.prod(jnp.stack(jnp.split(y, 2)), 0),
+    "two by half": lambda y, t: jnp.prod(y.reshape(2, -1, 16), 0),
+    "the worse half": lambda y, t: jax.lax.top_k(jnp.mean(y, 1), len(y) // 2)[0],
+    "sorted": lambda y, t: jnp.sort(y, 0) * t,
+    "ranked": lambda y, t: jnp.argsort(jnp.argsort(y[:, 0])) * t[:, 0],
+    "running": lambda y, t: jnp.cumsum(y, 0),
+    "spectrum": lambda y, t: jnp.abs(jnp.fft.fft(y, axis=0)),
+    "convolved": lambda y, t: jax.lax.conv_general_dilated(y.T[:, None], jnp.ones((1, 1, 3)), (1,), "SAME"),
+    "one row": lambda y, t: jax.lax.dynamic_update_slice(y, jnp.zeros((1, 16)), (3, 0)),
+    "batch normalised": lambda y, t: ((y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-3)) ** 4,
+    "time and batch": lambda y, t: jnp.stack([y, t]).reshape(-1, 16) * jnp.stack([y, t], 1).reshape(-1, 16),
+    "gradient by its norm": lambda y, t: _gradient_by_its_norm()(y),
+    "own block": lambda y, t: _own_block(y),
+    "chosen by the mean": lambda y, t: jax.lax.cond(jnp.mean(y) > 0, jnp.sin, jnp.cos, y),
+}
+
+
+@pytest.mark.parametrize("name", _MEETINGS)
+def test_losses_in_which_examples_meet_are_not_cut(name: str) -> None:
+    loss = _trained(lambda y, t: jnp.mean(_MEETINGS[name](y, t)))
+    with pytest.raises(PlanError, match=r"examples meet each other.*test_microbatch_results.py"):
+        mw.parallelize(loss, microbatches=4).plan(PARAMETERS, (X, Y))
+
+
+def test_examples_may_meet_within_a_microbatch_where_the_user_says_so() -> None:
+    step = _trained(lambda y, t: jnp.mean(_MEETINGS["batch normalised"](y, t)))
+    assert mw.plan_for(step, (PARAMETERS, (X, Y)), cluster="p3.16xlarge:1").plan.microbatches == 1
+    found = mw.plan_for(step, (PARAMETERS, (X, Y)), cluster="p3.16xlarge:1", stages=2).plan
+    assert found.microbatches == 1
+    assert any("test_microbatch_results.py" in note and "no others are possible" in note for note in found.notes)
+    told = mw.parallelize(step, microbatches=4, reduction="mean").plan(PARAMETERS, (X, Y))
+    assert any("every microbatch computes it of its own examples" in note for note in told.notes)
+
+
+MASK = jnp.asarray(_RANDOM.random(32) < 0.7, jnp.float32)
+LABELS = jnp.asarray(_RANDOM.integers(0, 16, 32))
+
+
+@jax.custom_vjp
+def _clipped(y: jax.Array) -> jax.Array:
+    return y
+
+
+_clipped.defvjp(lambda y: (y, None), lambda _, g: (jnp.clip(g, -1e-4, 1e-4),))
+
+
+def _kept_apart(p: Any, b: Any) -> Any:
+    """What microbatches may seem not to allow and do: a mean over what is no padding, statistics of the batch without
+    parameters, one entry of each example, a loop over examples, views of an example, regions by hand."""
+    x, mask, labels = b["x"], b["mask"], b["labels"]
+    count, rows = mask.sum(), jnp.arange(len(x))
+    y = x @ p["out"]
+    each = jnp.mean(y**2, -1)
+    padded = jnp.where(count > 0, (each * mask).sum() / jnp.where(count > 0, count, 1.0), 0.0)
+    advantage = (x[:, 0] - x[:, 0].mean()) / (x[:, 0].std() + 1e-8)
+    balanced = each / jnp.bincount(labels, length=16)[labels]
+    picked = jax.nn.log_softmax(y)[rows, labels] + y.at[rows, labels].set(0.0).sum(-1)
+    looped = jax.lax.map(lambda row: jnp.sum(jnp.tanh(row)), y)
+    one, other = jnp.split(jnp.concatenate([x, 2 * x]) @ p["out"], 2)
+    turned = jnp.diff(jnp.stack([x, 2 * x]).reshape(-1, 16).reshape(2, -1, 16) @ p["out"], axis=0)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_hand = jax.shard_map(
+        lambda y: jax.nn.softmax(y + y[..., :1]), mesh=mesh, in_specs=P("rows"), out_specs=P("rows")
+    )
+    valid = jnp.where(jnp.arange(len(x)) < 29, each, 0.0)
+    value = padded - jnp.mean(each * advantage) + jnp.mean(balanced) - jnp.mean(picked) + jnp.mean(looped)
+    value += jnp.mean((one - other) ** 2) + jnp.mean(turned**2) + jnp.mean(by_hand(y) ** 2) + jnp.mean(valid)
+    value += (
+        jnp.mean(_clipped(y) ** 2) + jnp.mean(y[::2] * y[1::2]) + jax.lax.cond(x.mean() > 0, jnp.sum, jnp.max, p["out"])
+    )
+    return value, {"count": count, "rows": jnp.arange(len(x)), "each": each}
+
+
 @pytest.mark.parametrize(
-    "loss",
+    "options",
     [
-        lambda y, t: jnp.mean(jax.nn.softplus(y @ t.T)),
-        lambda y, t: -jnp.mean(jnp.diag(jax.nn.log_softmax(y @ t.T))),
-        lambda y, t: jnp.mean(jnp.sum((y[:, None] - y[None]) ** 2, -1)),
-        lambda y, t: jnp.mean(jax.checkpoint(lambda y: jnp.tanh(y @ y.T))(y)),
-        lambda y, t: jnp.mean(y * jnp.roll(t, 1, axis=0)),
-        lambda y, t: jnp.mean(y[1:] - y[:-1]),
+        {"microbatches": 2, "mesh": (8,), "pins": {"args[1]['x']": ("x", None)}},
+        {"microbatches": 2, "stages": 2},
+        pytest.param({"microbatches": 2, "preset": "data_parallel()"}, marks=pytest.mark.slow),
+        pytest.param({"microbatches": 2, "preset": "zero(stage=3)"}, marks=pytest.mark.slow),
     ],
-    ids=["pairs", "contrastive", "distances", "in a checkpoint", "the next example's", "shifted"],
+    ids=str,
 )
-def test_losses_that_compare_examples_are_not_cut(loss) -> None:
-    with pytest.raises(PlanError, match=r"compares examples of the batch with each other.*test_microbatch_results.py"):
-        mw.parallelize(_trained(loss), microbatches=4).plan(PARAMETERS, (X, Y))
-    assert mw.plan_for(_trained(loss), (PARAMETERS, (X, Y)), cluster="p3.16xlarge:1").plan.microbatches == 1
-    mw.parallelize(_trained(loss), microbatches=4, reduction="mean").plan(PARAMETERS, (X, Y))
+def test_losses_in_which_examples_are_kept_apart(options: dict[str, Any]) -> None:
+    def step(p, b):
+        (value, aux), gradients = mw.value_and_grad(_kept_apart, has_aux=True)(p, b)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), {"loss": value, **aux}
+
+    assert_as_on_one_device(step, PARAMETERS, {"x": X, "mask": MASK, "labels": LABELS}, steps=2, **options)
+
+
+def test_groups_of_examples_are_not_taken_apart() -> None:
+    """Pairs of neighbours, where a device's part of a microbatch is one example."""
+    step = _trained(lambda y, t: jnp.mean((y[::2] - y[1::2]) ** 2))
+    options = {"mesh": (8,), "pins": {"args[1][0]": ("x", None)}}
+    with pytest.raises(PlanError, match=r"16 groups of neighbouring examples.*try microbatches=2"):
+        mw.parallelize(step, cluster="local", microbatches=4, **options).plan(PARAMETERS, (X, Y))
+    assert_as_on_one_device(step, PARAMETERS, (X, Y), microbatches=2, **options)
+    told = mw.parallelize(step, cluster="local", microbatches=4, reduction="mean", **options).plan(PARAMETERS, (X, Y))
+    assert any("groups of 2 neighbouring examples" in note for note in told.notes)
 
 
 def test_halves_of_a_batch_side_by_side_are_cut() -> None:
@@ -145,7 +254,7 @@ def test_a_result_that_compares_examples_is_refused() -> None:
         (value, aux), gradients = mw.value_and_grad(loss, has_aux=True)(p)
         return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), (value, aux)
 
-    with pytest.raises(PlanError, match=r"a result of shape \(32, 32\) that compares examples.*results.py:\d+"):
+    with pytest.raises(PlanError, match=r"a result of shape \(32, 32\) in which examples.*meet.*results.py:\d+"):
         mw.parallelize(step, microbatches=2).plan(PARAMETERS, (X, Y))
 
 

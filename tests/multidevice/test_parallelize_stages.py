@@ -17,7 +17,6 @@ from meshwright import zoo
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.runtime.executable import executable
 from meshwright.runtime.local_step import LocalStep
-from meshwright.runtime.pipeline.staged_array import StagedArray
 from meshwright.runtime.pipeline.step import PipelinedStep
 
 
@@ -166,39 +165,6 @@ def test_numbers_of_microbatches_that_a_step_cannot_be_cut_into_are_left_out() -
     assert free.step_seconds <= planning.step_seconds
     assert planning.plan.predicted is not None
     assert planning.plan.predicted.optimality_gap <= 0.01
-
-
-def test_a_leaf_of_several_stages_is_read_as_a_number() -> None:
-    target = zoo.mlp(width=32, layers=4, batch=32)
-    batch = jax.jit(target.make_batch)(jax.random.key(1))
-    step = mw.parallelize(target.step, stages=2, microbatches=2)
-    state, _ = step(step.init(target.init, jax.random.key(0), batch=batch), batch)
-    shared = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, StagedArray)]
-    assert shared
-    for leaf in shared:
-        assert leaf.nbytes == np.asarray(leaf).nbytes
-        assert jnp.copy(leaf).shape == leaf.shape
-    assert any(int(leaf) == 1 for leaf in shared if leaf.size == 1)
-
-
-def test_a_leaf_of_several_stages_is_calculated_with() -> None:
-    parts = {stage: jax.device_put(jnp.arange(1.0, 4.0), jax.devices()[stage]) for stage in (0, 3)}
-    leaf, one = StagedArray(parts), StagedArray({0: jnp.float32(2)})
-    for found in (
-        leaf + 1,
-        1 + leaf,
-        leaf + leaf - np.arange(3.0),
-        -leaf + 2 * leaf + leaf[::-1] ** 0,
-        leaf + jnp.ones(3),
-    ):
-        np.testing.assert_array_equal(np.sort(np.asarray(found)), [2, 3, 4])
-    np.testing.assert_array_equal(np.asarray(jnp.ones(3) * leaf), [1, 2, 3])
-    np.testing.assert_array_equal(np.exp(leaf), np.exp(np.arange(1, 4, dtype=np.float32)))
-    np.testing.assert_array_equal(leaf > 1, [False, True, True])
-    assert len(leaf) == 3
-    assert float(leaf[1]) == 2
-    assert one > 1
-    assert f"{one / 4:.2f}" == "0.50"
 
 
 def test_a_schedule_that_is_not_used_is_said() -> None:

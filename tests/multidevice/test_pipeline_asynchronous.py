@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from one_device import assert_equal_trees, copy
-from pipelines import Pipeline, pipelined, whole
+from pipelines import Pipeline, holders, pipelined, whole
 from test_pipeline import data, perceptron, predict
 
 import meshwright as mw
@@ -60,8 +60,8 @@ def test_it_computes_what_delayed_updates_give(submeshes: tuple[int, ...], micro
     state, (x, y) = (params, OPTIMIZER.init(params)), data()
     pipeline = Pipeline(submeshes=submeshes, microbatches=microbatches, schedule="pipedream")
     parallel = pipelined(step, (state, x, y), pipeline)
-    holders = [list(where) for where in parallel.in_shardings[: len(jax.tree.leaves(params))]]
-    stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in holders])
+    held = [holders(parallel, i) for i in range(len(jax.tree.leaves(params)))]
+    stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in held])
     batches = list(zip(jnp.split(x, microbatches), jnp.split(y, microbatches), strict=True))
     expected, found = state, copy(state)
     for _ in range(2):  # drained in between

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from one_device import assert_equal_trees
-from pipelines import Pipeline, inference, pipelined, whole
+from pipelines import Pipeline, holders, inference, pipelined, whole
 from test_pipeline import data, perceptron, predict, scanned
 
 import meshwright as mw
@@ -40,8 +40,7 @@ def test_nothing_is_kept_for_a_backward() -> None:
     for stage, memory in zip(parallel.stages, parallel.local.memory, strict=True):
         assert all(slot.role is not Role.RESIDUAL for slot in stage.stage.forward.outputs)
         assert memory.in_flight_bytes == memory.gradient_bytes == 0
-    weights = parallel.in_shardings[: len(jax.tree.leaves(params))]
-    assert [list(where) for where in weights] == [[0]] * 4 + [[1]] * 4
+    assert [holders(parallel, i) for i in range(len(jax.tree.leaves(params)))] == [[0]] * 4 + [[1]] * 4
 
 
 def test_a_training_step_is_refused() -> None:

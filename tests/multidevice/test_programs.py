@@ -147,7 +147,10 @@ def of_jitted_layers(p, b):
         (branching, {"zero": 1}),
         (behind_a_barrier, SPLIT_OUT),
         (branching_on_parameters, {"zero": 1}),
-        (branching_on_parameters, {"mesh": (8,)}),
+        # No dim of the cond passes through both branches and their derivatives: it is whole, and said to be.
+        pytest.param(
+            branching_on_parameters, {"mesh": (8,)}, marks=pytest.mark.filterwarnings("ignore:cond at .* runs whole")
+        ),
         (with_derivatives_of_its_own, {"zero": 3, "microbatches": 2}),
         (of_jitted_layers, {"mesh": (2, 2, 2), "zero": 2}),
     ],
@@ -205,15 +208,12 @@ def per_example(p, b):
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda p, b: jnp.sum(b[2] * per_example(p, b)) / jnp.sum(b[2]),
-        lambda p, b: jnp.mean(per_example(p, b), where=b[2] > 0),
-        lambda p, b: jnp.sum(b[2] / jnp.sum(b[2]) * per_example(p, b)),
         lambda p, b: jnp.sqrt(jnp.mean(per_example(p, b))),
         lambda p, b: jnp.max(per_example(p, b)),
         lambda p, b: per_example(p, b)[0],
         lambda p, b: jnp.sum(per_example(p, b)) + jnp.sum(p["out"] ** 2),
     ],
-    ids=["masked", "where", "weights", "root", "maximum", "first", "sum and penalty"],
+    ids=["root", "maximum", "first", "sum and penalty"],
 )
 def test_losses_whose_microbatches_do_not_add_up_are_refused(loss: Loss) -> None:
     batch = (X, Y, MASK)
@@ -221,6 +221,19 @@ def test_losses_whose_microbatches_do_not_add_up_are_refused(loss: Loss) -> None
         mw.parallelize(sgd(loss), microbatches=2).plan(PARAMETERS, batch)
     assert "test_programs.py" in refused.value.where
     mw.plan_for(sgd(loss), (PARAMETERS, batch), microbatches=2, reduction="mean")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, b: jnp.sum(b[2] * per_example(p, b)) / jnp.sum(b[2]),
+        lambda p, b: jnp.mean(per_example(p, b), where=b[2] > 0),
+        lambda p, b: jnp.sum(b[2] / jnp.sum(b[2]) * per_example(p, b)),
+    ],
+    ids=["masked", "where", "weights"],
+)
+def test_counts_of_a_mask_are_those_of_the_whole_batch(loss: Loss) -> None:
+    assert_as_on_one_device(sgd(loss), PARAMETERS, (X, Y, MASK), microbatches=4)
 
 
 def test_batch_statistics_and_auxiliary_results() -> None:
@@ -240,7 +253,11 @@ def test_batch_statistics_and_auxiliary_results() -> None:
     state = (PARAMETERS, {"mean": jnp.zeros(16)})
     assert_as_on_one_device(step, state, (X, Y), mesh=(8,), zero=1)
     assert_as_on_one_device(step, state, (X, Y), zero=3)
-    mw.plan_for(step, (state, (X, Y)), microbatches=2)  # each with statistics of its own
+    with pytest.raises(PlanError, match="examples meet each other"):
+        mw.plan_for(step, (state, (X, Y)), microbatches=2)
+    # Each microbatch with statistics of its own.
+    planned = mw.plan_for(step, (state, (X, Y)), microbatches=2, reduction="mean")
+    assert any("every microbatch computes it of its own examples" in note for note in planned.plan.notes)
 
 
 # Random numbers
@@ -454,7 +471,7 @@ def _told(x, w):
             jax.shard_map(
                 _collectives, mesh=MESH, in_specs=(P("rows", "columns"), P(None, "columns")), out_specs=P("rows")
             ),
-            {"zero": 3, "microbatches": 2},
+            {"zero": 3, "microbatches": 2, "reduction": "mean"},  # blocks may meet in collectives
         ),
         (
             jax.shard_map(

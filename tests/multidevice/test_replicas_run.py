@@ -63,6 +63,12 @@ def test_losses_and_results_beside_them(reduction: str) -> None:
     assert_as_on_one_device(step_with_results(reduction, rows=False), perceptron(), *data())
 
 
+def of_replicas(parallel: PipelinedStep, state: Any) -> list[list[np.ndarray]]:
+    """For each leaf of a state what each replica has of it."""
+    kept = zip(jax.tree.leaves(state), parallel.kept_leaves, strict=False)
+    return [[np.asarray(part) for part in how.parts(leaf, donated=False).values()] for leaf, how in kept if how]
+
+
 def test_replicas_agree_on_what_no_reduction_is() -> None:
     """The position of the largest is that of the last microbatch, for all replicas, as for one stage."""
 
@@ -87,8 +93,7 @@ def test_replicas_agree_on_what_no_reduction_is() -> None:
     expected, wanted = alone(expected, *batch)
     again, metrics = parallel(again, *batch)
     assert_equal_trees(whole((again, metrics)), whole((expected, wanted)))
-    for leaf in jax.tree.leaves(again):
-        first, second = (np.asarray(part) for part in leaf.parts.values())
+    for first, second in of_replicas(parallel, again):
         np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
@@ -132,8 +137,7 @@ def test_states_are_made_and_kept_by_each_replica() -> None:
         state, metrics = parallel(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[2] < losses[0]
-    for leaf in jax.tree.leaves(state["params"]):
-        first, *others = [np.asarray(part) for part in leaf.parts.values()]
+    for first, *others in of_replicas(parallel, state):
         for other in others:  # bit for bit: both sum in the same order
             np.testing.assert_array_equal(first, other)
 

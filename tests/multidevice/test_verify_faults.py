@@ -18,7 +18,7 @@ from meshwright.runtime import collectives, local_step
 from meshwright.runtime.pipeline import stage_program, stage_runtime
 from meshwright.runtime.step import PlannedStep
 from meshwright.targets import LoadedTarget, step_target
-from meshwright.verify import run, verify
+from meshwright.verify import Check, run, verify
 
 pytestmark = pytest.mark.compiled
 
@@ -46,6 +46,11 @@ def target() -> LoadedTarget:
         return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, value
 
     return step_target(step, ({"params": params, "moments": ADAM.init(params)}, batch), name="faulty")
+
+
+def is_off(check: Check) -> bool:
+    """Whether a check finds that a result is wrong."""
+    return check.name.startswith("error") and not check.passed
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
@@ -123,7 +128,7 @@ def loss_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faults_in_one_stage(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     found = verify(target(), devices=4, steps=1, timed_steps=0, **ONE_STAGE)
-    assert any(check.name.startswith("error") and not check.passed for check in found.checks), found.checks
+    assert any(map(is_off, found.checks)), found.checks
     assert found.reference == "one device"
 
 
@@ -132,6 +137,42 @@ def test_no_faults() -> None:
         found = verify(target(), devices=4, steps=1, timed_steps=0, **options)
         assert found.passed, found.checks
         assert found.not_judged == ()
+
+
+# Random numbers
+
+
+def noisy() -> LoadedTarget:
+    """With dropout, whose numbers depend on where examples stand."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            h = jnp.tanh(x @ w)
+            kept = jax.random.bernoulli(state["key"], 0.5, h.shape)
+            return jnp.mean((jnp.where(kept, h, 0) @ w.T - x) ** 2)
+
+        value, gradient = mw.value_and_grad(loss)(state["w"])
+        return {"w": state["w"] - 0.1 * gradient, "key": state["key"]}, value
+
+    state = {"w": 0.1 * jnp.ones((64, 64)), "key": jax.random.key(0)}
+    return step_target(step, (state, jnp.sin(jnp.arange(4096.0).reshape(64, 64))), name="noisy")
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [(local_step, {"microbatches": 4}), (stage_program, {"stages": 2, "microbatches": 4})],
+    ids=["one stage", "two stages"],
+)
+def test_microbatches_that_draw_the_same_numbers(
+    where: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [check for check in verify(noisy(), devices=4, timed_steps=0, **options).checks if is_off(check)]
+    rows = where.MicrobatchRows
+    monkeypatch.setattr(where, "MicrobatchRows", lambda **given: rows(**{**given, "number": 0}))
+    assert [check for check in verify(noisy(), devices=4, timed_steps=0, **options).checks if is_off(check)]
+
+
+# Stages
 
 
 def gradients_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,4 +203,4 @@ def microbatches_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_faults_in_stages(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     found = verify(target(), devices=4, steps=1, timed_steps=0, **TWO_STAGES)
-    assert any(check.name.startswith("error") and not check.passed for check in found.checks), found.checks
+    assert any(map(is_off, found.checks)), found.checks

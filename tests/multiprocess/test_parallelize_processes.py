@@ -75,3 +75,57 @@ except mw.PlanError as error:
     assert "from process 0" in found[1]
     assert all("differing: refused to run the plan" in output for output in found), found
     assert "in processes 3" in found[0]
+
+
+@pytest.mark.slow
+def test_what_the_user_placed_in_four_processes(tmp_path: Path) -> None:
+    """A state in which arrays stand twice, devices of the arguments, a mesh around the call, the host's memory."""
+    found = outputs(
+        tmp_path,
+        """
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+def start():
+    numbers = np.random.default_rng(0)
+    return {"a": numbers.normal(size=(16, 16)).astype("f"), "b": numbers.normal(size=(16, 16)).astype("f")}
+
+def averaged(state, x):
+    loss = lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+    value, grads = mw.value_and_grad(loss)(state["w"])
+    w = jax.tree.map(lambda w, g: w - 0.1 * g, state["w"], grads)
+    return {"w": w, "e": jax.tree.map(lambda e, w: 0.9 * e + 0.1 * w, state["e"], w)}, value
+
+def offloaded(state, x):
+    put = lambda tree, where: jax.tree.map(lambda leaf: jax.device_put(leaf, where), tree)
+    state, value = averaged({**state, "e": put(state["e"], jax.memory.Space.Device)}, x)
+    return {**state, "e": put(state["e"], jax.memory.Space.Host)}, value
+
+def check(step, state, steps=2):
+    expected = {"w": start(), "e": start()}
+    for _ in range(steps):
+        expected, wanted = jax.jit(averaged)(expected, x)
+        state, value = step(state, x)
+        np.testing.assert_allclose(float(value), float(wanted), rtol=1e-4)
+    return state
+
+x = np.random.default_rng(1).normal(size=(16, 16)).astype("f")
+for options in ({}, {"stages": 2, "microbatches": 4}):
+    same = jax.tree.map(jnp.asarray, start())
+    check(mw.parallelize(averaged, **options), {"w": same, "e": same})
+some = [next(d for d in jax.devices() if d.process_index == i) for i in range(4)]
+there = NamedSharding(Mesh(np.array(some), ("d",)), P())
+lying = jax.tree.map(lambda v: jax.make_array_from_callback(v.shape, there, lambda i: v[i]), start())
+state = check(mw.parallelize(averaged), {"w": lying, "e": lying})
+assert state["w"]["a"].sharding.device_set == set(some)
+with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+    check(mw.parallelize(averaged), {"w": start(), "e": start()})
+state = check(mw.parallelize(offloaded), {"w": start(), "e": start()})
+assert state["e"]["a"].sharding.memory_kind == "pinned_host"
+try:
+    mw.parallelize(averaged, devices=jax.devices()[:: 1 if place else -1])({"w": start(), "e": start()}, x)
+except mw.PlanError as error:
+    print("differing:", error)
+""",
+    )
+    assert all("differing: refused to run the plan" in output for output in found), found

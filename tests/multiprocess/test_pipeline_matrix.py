@@ -58,6 +58,34 @@ check(step, state, batch, Pipeline(submeshes=(1, 2, 1, 4), microbatches=4))
     )
 
 
+_UPDATES = """
+from meshwright.runtime.pipeline import placement
+from test_pipeline_updates import stack, tied
+from updates import UPDATES, state_of, step_of
+placement.SMALL_BYTES = 1024
+
+def check_updates(names, forward, params, pipeline):
+    for name in names:
+        update, optimizer = UPDATES[name]
+        check(step_of(update, forward), numpy(state_of(params, optimizer)), batch, pipeline)
+"""
+
+
+@pytest.mark.slow
+def test_updates_that_mix_stages(tmp_path: Path) -> None:
+    """Conditions around updates, decisions that all processes take alike, large values sent to one stage, gradients of
+    parameters that stages share, and of a stack cut by trips."""
+    assert_runs(
+        tmp_path,
+        f"""{_STEPS}{_UPDATES}
+names = ("multisteps", "scaled", "spikes", "together", "statistics")
+check_updates(names, tied, perceptron(), Pipeline(submeshes=(2, 2, 4), microbatches=2))
+pipeline = Pipeline(submeshes=(2, 2, 4), layers=(2, 1, 2), microbatches=2, scan_splits={{1: (1, 3, 1)}})
+check_updates(("scaled", "statistics"), scanned, stack(), pipeline)
+""",
+    )
+
+
 @pytest.mark.slow
 def test_a_stack_cut_by_trips(tmp_path: Path) -> None:
     """Each stage holds its rows of a scanned layer's parameters; clipping adds up over all rows."""
@@ -112,19 +140,16 @@ check(target.step, state, batch, pipeline)
 
 
 @pytest.mark.slow
-def test_dropout_with_a_key_for_each_microbatch(tmp_path: Path) -> None:
+def test_dropout_draws_what_the_whole_batch_draws(tmp_path: Path) -> None:
     assert_runs(
         tmp_path,
         f"""{_STEPS}
-from test_pipeline import by_microbatch
 from test_pipeline_models import CASES, options_of
 counts = dict(gpipe=1, one_f_one_b=4, eager_one_f_one_b=2, adaptive=8, zero_bubble=4, interleaved_one_f_one_b=8)
 for schedule, (submeshes, _) in CASES.items():
-    alone = by_microbatch(dropout_step, counts[schedule])
     check(
         lambda state, batch: dropout_step(state, *batch), numpy(perceptron()), (*batch, jax.random.key(7)),
         Pipeline(submeshes=submeshes, microbatches=counts[schedule], schedule=schedule, options=options_of(schedule)),
-        reference=lambda state, batch: alone(state, *batch),
     )
 """,
     )
@@ -156,12 +181,13 @@ def test_asynchronous_updates(tmp_path: Path) -> None:
     assert_runs(
         tmp_path,
         f"""{_STEPS}
+from pipelines import holders
 from test_pipeline_asynchronous import OPTIMIZER, delayed, step
 params, count = perceptron(layers=6), 8
 state, (x, y) = numpy((params, OPTIMIZER.init(params))), batch
 parallel = pipelined(step, (state, x, y), Pipeline(submeshes=(2, 2, 4), microbatches=count, schedule="pipedream"))
-holders = [list(where) for where in parallel.in_shardings[: len(jax.tree.leaves(params))]]
-stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in holders])
+held = [holders(parallel, i) for i in range(len(jax.tree.leaves(params)))]
+stage_of = jax.tree.unflatten(jax.tree.structure(params), [stage for (stage,) in held])
 expected, found = state, state
 for _ in range(2):
     expected, losses = delayed(expected, list(zip(np.split(x, count), np.split(y, count))), stage_of, 3)

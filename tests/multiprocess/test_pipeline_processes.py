@@ -20,22 +20,18 @@ mw.initialize(timeout_seconds=120)
 import jax, jax.numpy as jnp, numpy as np, optax
 from meshwright import zoo
 from pipelines import Pipeline, pipelined
-from meshwright.runtime.pipeline.staged_array import StagedArray
 
 def compare(found, expected):
     count = 0
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        parts = a.parts.items() if isinstance(a, StagedArray) else [(0, a)]
-        rows = a.rows if isinstance(a, StagedArray) else None
-        assert a.shape == b.shape, path
-        for stage, part in parts:
-            whole = np.asarray(b if rows is None else rows.take(np.asarray(b), stage))
-            for shard in part.addressable_shards:
-                count += 1
-                largest = np.max(np.abs(whole), initial=0)
-                np.testing.assert_allclose(
-                    np.asarray(shard.data), whole[shard.index], rtol=0, atol=1e-4 * largest + 1e-6, err_msg=str(path)
-                )
+        assert isinstance(a, jax.Array) and a.shape == b.shape, path
+        whole = np.asarray(b)
+        for shard in a.addressable_shards:
+            count += 1
+            largest = np.max(np.abs(whole), initial=0)
+            np.testing.assert_allclose(
+                np.asarray(shard.data), whole[shard.index], rtol=0, atol=1e-4 * largest + 1e-6, err_msg=str(path)
+            )
     return count
 
 def check(step, state, batch, pipeline, steps=3, reference=None, **options):
@@ -48,9 +44,7 @@ def follow(parallel, step, state, batch, steps=3):
         expected, metrics = alone(expected, batch)
         found, again = parallel(found, batch)
     print("compared", compare((found, again), (expected, metrics)), "loss", float(again["loss"]))
-    return [np.asarray(shard.data) for leaf in jax.tree.leaves(found)
-            for part in (leaf.parts.values() if isinstance(leaf, StagedArray) else [leaf])
-            for shard in part.addressable_shards]
+    return [np.asarray(shard.data) for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards]
 """
 
 
@@ -208,6 +202,41 @@ print("compared", compare((found, again), (expected, metrics)), "loss", float(ag
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        "scan=(3, 3), layers=(2, 2)",
+        "scan=(2, 4), layers=(2, 2)",  # rows in excess move
+        "scan=(2, 2, 2), layers=(2, 1, 2), submeshes=(4, 2, 2), layouts=UNLIKE",  # copies, and all rows move
+    ],
+    ids=["joint", "unequal rows", "unlike"],
+)
+def test_leaves_of_several_stages_are_replaced(tmp_path: Path, options: str) -> None:
+    """Also by a process that has no part of them: all run the same script."""
+    assert_runs(
+        tmp_path,
+        f"""
+from test_state_arrays import BATCH, UNLIKE, make_state, planned, step
+
+def halved(state):
+    return {{**state, "params": jax.tree.map(lambda p: 0.5 * p, state["params"])}}
+
+def plain(state):
+    return {{**state, "key": jax.random.key_data(state["key"])}}
+
+parallel, alone = planned({options}), jax.jit(step)
+expected, found = make_state(), parallel.create(make_state)
+for number in range(4):
+    expected, metrics = alone(expected, BATCH)
+    found, again = parallel(found, BATCH)
+    print("compared", compare((plain(found), again), (plain(expected), metrics)))
+    if number == 1:
+        expected, found = halved(expected), halved(found)
+""",
+    )
+
+
 _ANOTHER_PLAN = """
 from test_pipeline import data, perceptron, predict
 
@@ -230,8 +259,8 @@ def test_the_state_of_another_plan_is_moved_by_reshard(tmp_path: Path) -> None:
 alone = jax.jit(step)
 for _ in range(2):
     expected, metrics = alone(expected, batch)
-there = [next(iter(found.values())) for found in other.in_shardings[:8]]
-state = mw.reshard(state, jax.tree.unflatten(jax.tree.structure(state), there), donate=True)
+there = jax.tree.unflatten(jax.tree.structure(state), other.in_shardings[:8])
+state = mw.reshard(state, there, donate=True)
 state, again = other(state, batch)
 print("compared", compare((state, again), (expected, metrics)))
 """,

@@ -21,7 +21,7 @@ def contradicting() -> StagedProgram:
             h = jax.lax.cond(h.sum() > 0, lambda h, m: jnp.cumsum(h @ m, 0), lambda h, m: h, h, w["b"])
             return jnp.mean(jnp.tanh(h @ w["c"]))
 
-        value, grads = value_and_grad(loss)(state)
+        value, grads = value_and_grad(loss, reduction="mean")(state)
         return jax.tree.map(lambda p, g: p - g, state, grads), value
 
     state = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "abc"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import __version__, cli
+from meshwright import __version__, cli, cli_values
 from meshwright.errors import PlanError
 from meshwright.plan.io import load_plan
 from meshwright.targets import TargetError, load_target
@@ -56,13 +56,13 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     [("16e9", 16e9), ("16GB", 16e9), ("15GiB", 15 * 2.0**30), ("512 mib", 2.0**29), ("1.5Gi", 1.5 * 2**30), ("7", 7.0)],
 )
 def test_sizes(text: str, size: float) -> None:
-    assert cli.parse_bytes(text) == size
+    assert cli_values.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "16 giga", "GB", "", "1e999", "16iB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(PlanError, match="memory of a device"):
-        cli.parse_bytes(text)
+        cli_values.parse_bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_sizes_that_are_none(text: str) -> None:
     [("8", (8,)), ("2,4", (2, 4)), ("2, 2, 2", (2, 2, 2)), ("data=2,model=4", {"data": 2, "model": 4})],
 )
 def test_meshes(text: str, mesh: object) -> None:
-    assert cli.parse_mesh(text) == mesh
+    assert cli_values.parse_mesh(text) == mesh
 
 
 @pytest.mark.parametrize("text", ["", "0,8", "2,-4", "2,model=4", "a=2,a=4", "2,2,2,1", "x", "=8"])
 def test_meshes_that_are_none(text: str) -> None:
     with pytest.raises(PlanError, match="logical mesh"):
-        cli.parse_mesh(text)
+        cli_values.parse_mesh(text)
 
 
 @pytest.mark.parametrize("text", ["", "2,", "2,0", "2;2", "2,-2", "two"])
 def test_submeshes_that_are_none(text: str) -> None:
     with pytest.raises(PlanError, match="the submeshes"):
-        cli.parse_submeshes(text)
+        cli_values.parse_submeshes(text)
 
 
 def test_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_local_is_the_cpu_preset_with_the_devices_jax_sees():
 
 def see(monkeypatch, kind, *devices_of_process):
     seen = VisibleDevices(kind=kind, devices_of_process=devices_of_process)
-    monkeypatch.setattr(jax_devices, "visible_devices", lambda: seen)
+    monkeypatch.setattr(jax_devices, "visible_devices", lambda devices: seen)
 
 
 def test_local_finds_the_preset_of_a_gpu(monkeypatch):

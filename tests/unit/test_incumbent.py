@@ -150,7 +150,7 @@ def test_a_preset_that_nothing_beats_is_the_plan_with_its_gap(target: Any, monke
     )
     assert planning.plan.predicted is not None
     assert planning.plan.predicted.optimality_gap == inf, "no bound is known"
-    assert "the search found nothing faster" in planning.plan.notes[-1]
+    assert any("the search found nothing faster" in note for note in planning.plan.notes)
     assert planning.plan.microbatches == 4
     assert planning.considered[-1] == "4 microbatches, gpipe: slower"
 
@@ -194,7 +194,7 @@ def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, mo
     assert missed[0] is missed[1]
     assert asked[0] < planning.step_seconds == pytest.approx(asked[1])
     assert planning.step_seconds < 1.3 * asked[0]
-    assert "the search found nothing faster" in planning.plan.notes[-1]
+    assert any("the search found nothing faster" in note for note in planning.plan.notes)
 
 
 def test_where_no_preset_fits_the_plan_is_what_is_searched_for(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

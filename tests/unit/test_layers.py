@@ -21,6 +21,7 @@ from meshwright.program.layers import cluster_layers, crossing_bytes, equation_f
 from meshwright.program.rules import Rules
 from meshwright.program.scan_split import split_scans, stacked_rows, trips_for_layers
 from meshwright.program.segments import layer_segments
+from meshwright.program.stacked import StackedRows
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.zoo import registry
@@ -180,15 +181,34 @@ def test_pieces_do_not_remember_the_mesh_of_whoever_cut_the_same_before() -> Non
     assert {e.ctx.cur_abstract_mesh.empty for e in open_jaxpr(pieces).eqns} == {True}
 
 
+def of_parameter(first: int, last: int, dim: int = 0) -> StackedRows:
+    return StackedRows(input=1, dim=dim, first=first, last=last)
+
+
 def test_each_piece_reads_its_rows_of_the_parameter_though_it_is_converted() -> None:
     args = (jnp.ones((2, 4)), jnp.ones((7, 4, 4)), jnp.float32(1))
     closed = eliminate_dead_code(inline(jax.make_jaxpr(scanned(False))(*args)))
     (position,) = [i for i, e in enumerate(open_jaxpr(closed).eqns) if e.primitive.name == "scan"]
     rows = stacked_rows(split_scans(closed, {position: (3, 4)}))
-    assert sorted(rows.values()) == [(1, 0, 3), (1, 3, 7)]
+    assert [rows[at] for at in sorted(rows)] == [of_parameter(0, 3), of_parameter(3, 7)]
     backwards = inline(jax.make_jaxpr(scanned(True))(*args))
     in_order = [r for _, r in sorted(stacked_rows(split_scans(backwards, {position: (3, 4)})).items())]
-    assert in_order == [(1, 4, 7), (1, 0, 4)]
+    assert in_order == [of_parameter(4, 7), of_parameter(0, 4)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_each_piece_reads_its_rows_of_a_parameter_that_is_stacked_on_any_dim(order: tuple[int, ...]) -> None:
+    """Layers stacked on dim 1, as `nn.scan` with `in_axes=1` has them: moved to the front before the scan."""
+    args = (jnp.ones((2, 4)), jnp.arange(112.0).reshape(7, 4, 4).transpose(order), jnp.float32(1))
+    back = tuple(int(d) for d in np.argsort(order))
+    run = scanned(False)
+    closed = eliminate_dead_code(inline(jax.make_jaxpr(lambda x, w, s: run(x, w.transpose(back), s))(*args)))
+    (position,) = [i for i, e in enumerate(open_jaxpr(closed).eqns) if e.primitive.name == "scan"]
+    pieces = split_scans(closed, {position: (3, 4)})
+    rows = stacked_rows(pieces)
+    dim = order.index(0)
+    assert [rows[at] for at in sorted(rows)] == [of_parameter(0, 3, dim), of_parameter(3, 7, dim)]
+    np.testing.assert_allclose(evaluate(pieces, *args)[0], evaluate(closed, *args)[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +286,8 @@ def test_rows_are_the_stage_s_own_parameter() -> None:
     layers = cluster_layers(graph, len(open_jaxpr(core).eqns))
     first, second = (cutter.cut(*layer) for layer in layers[:2])
     stacked = [h for h in second.parameters if h.rows is not None]
-    assert {h.rows for h in stacked} == {(1, 2)}
-    assert {h.rows for h in first.parameters if h.rows is not None} == {(0, 1)}
+    assert {(h.rows.first, h.rows.last) for h in stacked if h.rows is not None} == {(1, 2)}
+    assert {(h.rows.first, h.rows.last) for h in first.parameters if h.rows is not None} == {(0, 1)}
     assert {h.parameter for h in stacked} == {h.parameter for h in first.parameters if h.rows is not None}
     assert not any(op.name == "slice" and len(op.path) == 1 for op in second.graph.operators)
 

@@ -168,6 +168,7 @@ STAGE_CHANGES = {
     "rematerialised": (((), ((0, 3),)),),
     "memory": Memory(parameters=101.0, gradients=99.0, optimizer=200.0, activations=50.0, workspace=0.0),
     "memory_limit_bytes": 1001.0,
+    "flops": 5.0,
     "communication": (
         Collective(kind="all_reduce", count=4, bytes=400.0),
         Collective(kind="permute", count=0, bytes=0.0),

@@ -143,6 +143,14 @@ def test_many_microbatches_are_as_if_all_were_simulated() -> None:
     assert price_stated(few, PROFILE).step_seconds == pytest.approx(price_stated(every, PROFILE).step_seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_rank_computes_no_longer_than_the_step_takes(chunks: int) -> None:
+    """Its chunks are of several kinds: only the last has the head, which is large here."""
+    config = small(vocabulary=65536)
+    found = price_stated(solved(StatedPlan(pipeline=2, chunks=chunks, microbatches=16), config), PROFILE)
+    assert 0.5 * found.step_seconds < found.compute_seconds + found.exposed_seconds <= found.step_seconds
+
+
 def test_what_is_left_over_goes_to_inner_stages() -> None:
     found = solved(StatedPlan(pipeline=3, microbatches=3), small())
     assert found.order == ("first", "inner", "last")  # 2 + 4 layers would be unequal: 3 = 8 // 3 rounded, 2 left over

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
 from jax._src import core
+from jax._src.mesh import get_concrete_mesh, use_abstract_mesh  # 0.10 to 0.12
 from jax.sharding import Mesh
+
+# The mesh that the user has set around a call of ours: abstract, and with devices where it has some.
+_users: ContextVar[tuple[Any, Any] | None] = ContextVar("users", default=None)
 
 
 @contextmanager
@@ -26,6 +32,46 @@ def own_context(*, x64: bool | None = None) -> Iterator[None]:
         jax.debug_nans(False), jax.debug_infs(False),
     ):  # fmt: skip
         yield
+
+
+@contextmanager
+def no_mesh() -> Iterator[None]:
+    """No mesh set (`jax.set_mesh`), since a plan has meshes of its own. What the user writes is traced under the user's
+    all the same: `as_user` enters it again.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> with jax.set_mesh(mesh), no_mesh():
+    ...     assert jax.sharding.get_abstract_mesh().empty
+    ...     with as_user()():
+    ...         jax.sharding.get_abstract_mesh().axis_names
+    ('data',)
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        yield
+        return
+    token = _users.set((abstract, get_concrete_mesh()))
+    try:
+        with use_abstract_mesh(_no_mesh().abstract_mesh) if is_tracing() else jax.set_mesh(_no_mesh()):
+            yield
+    finally:
+        _users.reset(token)
+
+
+def as_user() -> Callable[[], AbstractContextManager[None]]:
+    """Enters, now and later, the mesh that the user has set around the call that `no_mesh` serves, if any."""
+    users = _users.get()
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        if users is None:
+            yield
+            return
+        abstract, concrete = users
+        with use_abstract_mesh(abstract) if concrete.empty or is_tracing() else jax.set_mesh(concrete):
+            yield
+
+    return entered
 
 
 def is_tracing() -> bool:

@@ -6,6 +6,7 @@ Uses only what is public and the same in JAX 0.10 to 0.12: `jax.devices()` and e
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,12 +20,12 @@ class VisibleDevices:
     devices_of_process: tuple[int, ...]
 
 
-def visible_devices() -> VisibleDevices:
-    """All devices of JAX's default backend, over all processes, in the order of the processes.
+def visible_devices(devices: Sequence[jax.Device] | None = None) -> VisibleDevices:
+    """Devices of JAX, by default all of its default backend, over all processes, in the order of the processes.
 
     Raises ValueError when their kinds differ.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise ValueError(

@@ -73,9 +73,39 @@ def connect(
     )
 
 
-def publish(key: str, text: str) -> None:
-    """Put a text where every connected process can read it, once."""
-    distributed.global_state.client.key_value_set(key, text)
+def place() -> tuple[int, int]:
+    """The number of this process, and how many are connected; asks no device."""
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def publish(key: str, text: str, *, again: bool = False) -> None:
+    """Put a text where every connected process can read it.
+
+    Args:
+      key: where.
+      text: what.
+      again: whether it may take the place of an earlier one.
+
+    Raises:
+      FileExistsError: there is one already.
+    """
+    try:
+        distributed.global_state.client.key_value_set(key, text, allow_overwrite=again)
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" in str(error):
+            raise FileExistsError(key) from error
+        raise
+
+
+def published(folder: str) -> dict[str, str]:
+    """The texts there are under `folder/` by now, by the rest of their keys."""
+    found = distributed.global_state.client.key_value_dir_get(folder)
+    return {key.removeprefix(f"{folder}/"): text for key, text in found}
+
+
+def count(key: str, more: int = 1) -> int:
+    """Add to the number that all processes share under `key`, and return the sum."""
+    return distributed.global_state.client.key_value_increment(key, more)
 
 
 def read(key: str, timeout_seconds: float) -> str:
@@ -83,10 +113,19 @@ def read(key: str, timeout_seconds: float) -> str:
 
     Raises:
       TimeoutError: it did not come in time.
+      ConnectionAbortedError: this process has left the coordinator meanwhile.
+      ConnectionError: the coordinator is gone.
     """
+    client = distributed.global_state.client
+    if client is None:
+        raise ConnectionAbortedError(key)
     try:
-        return distributed.global_state.client.blocking_key_value_get(key, int(timeout_seconds * 1000))
+        return client.blocking_key_value_get(key, int(timeout_seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" in str(error):
             raise TimeoutError(key) from error
+        if "CANCELLED" in str(error):
+            raise ConnectionAbortedError(key) from error
+        if "UNAVAILABLE" in str(error):
+            raise ConnectionError(str(error)) from error
         raise

@@ -11,16 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
+from jax._src import (
+    checkify,  # the table of its rules; no public form up to 0.12
+    source_info_util,  # the line of user code an equation came from; no public form up to 0.12
+)
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from ..errors import StepError
+from .context import as_user
 from .jaxpr import consts_of, evaluate, hoist_consts, inline, open_jaxpr
+from .placement import placed
+from .plain import Region, programs_in, unmeshed
+
+# A marked call is at the user's line, not at ours.
+source_info_util.register_exclusion(__file__)
 
 value_and_grad_p = jex_core.Primitive("meshwright_value_and_grad")
 value_and_grad_p.multiple_results = True
@@ -70,39 +80,54 @@ def traced_to_call(fun: Callable[..., Any], shapes: Sequence[Any]) -> MarkedCall
       fun: of arrays.
       shapes: its arguments.
     """
+    region = as_user()
     try:
-        with _set_stopping(True):
-            jax.make_jaxpr(fun)(*shapes)
+        with _set_stopping(True), region():
+            jax.make_jaxpr(placed(fun, shapes))(*shapes)
     except _Reached as reached:
-        return reached.call
+        return replace(reached.call, jaxpr=unmeshed(reached.call.jaxpr, Region(enter=region)))
     return None
 
 
 def marked_calls(program: jex_core.ClosedJaxpr | jex_core.Jaxpr) -> int:
     """How many marked calls a program has, those in loops, branches and loss functions included."""
-    count = 0
-    for equation in open_jaxpr(program).eqns:
-        count += equation.primitive is value_and_grad_p
-        for value in equation.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(part, (jex_core.ClosedJaxpr, jex_core.Jaxpr)):
-                    count += marked_calls(part)
-    return count
+    return sum((e.primitive is value_and_grad_p) + marked_calls_inside(e) for e in open_jaxpr(program).eqns)
+
+
+def marked_calls_inside(equation: jex_core.JaxprEqn) -> int:
+    """How many marked calls the programs inside an equation have."""
+    return sum(map(marked_calls, programs_in(equation)))
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    reduction: Literal["mean", "sum"] | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the same arguments and results, recognised by `meshwright.parallelize`.
 
     The differentiated arguments must be pytrees of floating-point arrays. Higher derivatives through it are not
     supported; use `jax.value_and_grad` for the inner ones.
 
+    Args:
+      fun: the loss function, of arrays.
+      argnums: which of its arguments to differentiate.
+      has_aux: whether it returns a pair, of the loss and other results.
+      reduction: how the losses of microbatches combine, where that cannot be read from the loss function: "mean" or
+        "sum". What needs the whole batch (the statistics of batch normalisation) is then that of each microbatch.
+
     >>> import jax.numpy as jnp
     >>> value, grad = value_and_grad(lambda w: jnp.sum(w**2))(jnp.array([1.0, 2.0]))
     >>> float(value), grad.tolist()
     (5.0, [2.0, 4.0])
     """
+    if reduction not in (None, "mean", "sum"):
+        raise StepError(
+            refused="the reduction", got=repr(reduction), needed='"mean", "sum" or None',
+            where="meshwright.value_and_grad(reduction=)", try_='reduction="mean"',
+        )  # fmt: skip
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +173,7 @@ def value_and_grad(
         if _stopping.get():
             shapes = tuple(np.shape(one) for one in (*consts, *wrt_leaves))
             raise _Reached(MarkedCall(jaxpr=jaxpr, num_consts=len(consts), shapes=shapes))
-        outs = value_and_grad_p.bind(*consts, *wrt_leaves, jaxpr=jaxpr, num_consts=len(consts))
+        outs = value_and_grad_p.bind(*consts, *wrt_leaves, jaxpr=jaxpr, num_consts=len(consts), reduction=reduction)
         num_aux = len(closed.out_avals) - 1
         value, aux, grads = outs[0], outs[1 : 1 + num_aux], outs[1 + num_aux :]
         grads = jax.tree.unflatten(wrt_tree, grads)
@@ -160,8 +185,9 @@ def value_and_grad(
     return value_and_grad_fun
 
 
-def _reference(*args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list[Any]:
+def _reference(*args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int, reduction: str | None) -> list[Any]:
     """What the primitive means: the loss, the auxiliary results, then the gradients of the non-constant inputs."""
+    del reduction
     consts, wrt = args[:num_consts], args[num_consts:]
 
     def loss_and_aux(*leaves: Any) -> tuple[Any, list[Any]]:
@@ -172,13 +198,29 @@ def _reference(*args: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list
     return [loss, *aux, *grads]
 
 
-@value_and_grad_p.def_abstract_eval
-def _abstract_eval(*avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int) -> list[Any]:
-    return [*jaxpr.out_avals, *avals[num_consts:]]
+@value_and_grad_p.def_effectful_abstract_eval
+def _abstract_eval(
+    *avals: Any, jaxpr: jex_core.ClosedJaxpr, num_consts: int, reduction: str | None
+) -> tuple[list[Any], Any]:  # fmt: skip
+    del reduction
+    return [*jaxpr.out_avals, *avals[num_consts:]], jaxpr.effects
 
 
-value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_consts")))
+value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_consts", "reduction")))
 mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_reference, multiple_results=True))
+
+
+def _checked(error: Any, enabled: Any, *args: Any, **params: Any) -> tuple[Any, Any]:
+    """The primitive under `checkify.checkify`: where checks are wanted of the loss function, it is written out, with
+    them, and is no marked call any more."""
+    has_checks = any(hasattr(effect, "error_type") for effect in params["jaxpr"].effects)
+    if not has_checks and not set(enabled) - {checkify.FailedCheckError}:
+        return error, value_and_grad_p.bind(*args, **params)
+    written_out = jax.make_jaxpr(lambda *xs: _reference(*xs, **params))(*args)
+    return checkify.checkify_jaxpr(written_out, enabled, error, *args)
+
+
+checkify.error_checks[value_and_grad_p] = _checked
 
 
 def inline_value_and_grad(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:

@@ -17,8 +17,9 @@ from jax._src import source_info_util  # the line of user code an equation came 
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
 
+from ..errors import PlanError
 from .boundary import Boundaries, layer_boundary_p
-from .manual import is_shard_map, on_whole_arrays, plain_body
+from .manual import axes_of_one, is_shard_map, mentions, on_whole_arrays, over_one, plain_body
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 ShapedArray = jax.core.ShapedArray
@@ -34,9 +35,15 @@ _INLINED = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
 _REMAT = ("remat2", "checkpoint", "remat")
 _STRUCTURED = (*_REMAT, "scan", "cond", "while", "custom_jvp_call", "custom_vjp_call")
 
-# Wishes about the layout of a value on a mesh of the user's. The plan decides layouts; the values stay the same.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_WISHES = ("sharding_constraint", "layout_constraint", "mesh_cast", "reshard", "pvary", "pcast")
+
+# Wishes about the layout of a value, on a mesh of the user's: what users call them, by primitive. The plan decides
+# layouts; the values stay the same.
+LAYOUT_WISHES: Mapping[str, str] = {
+    "sharding_constraint": "with_sharding_constraint", "layout_constraint": "with_layout_constraint",
+    "mesh_cast": "reshard", "reshard": "reshard",
+}  # fmt: skip
+_STATEMENTS = (*LAYOUT_WISHES, "device_put", "pvary", "pcast")
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
@@ -73,11 +80,12 @@ def _line_of(traceback: Any) -> str:
     return source_info_util.summarize(source_info_util.new_source_info().replace(traceback=traceback))
 
 
-def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> ClosedJaxpr:
+def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller: Equation | None = None) -> ClosedJaxpr:
     """The same program with every `jit` call and `shard_map`, at any depth, replaced by its equations.
 
     A matrix product or convolution written twice is kept once, as the compiler would. Layer boundaries are gone;
-    where they were is added to `boundaries`.
+    where they were is added to `boundaries`. Equations of a library's function (`jnp.linalg.inv`), traced without the
+    user's lines, have that of its caller: the innermost call that has one, or else `caller`.
     """
     boundaries = Boundaries() if boundaries is None else boundaries
     top = open_jaxpr(closed)
@@ -88,19 +96,20 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     def read(env: dict[Any, Any], atom: Any) -> Any:
         return atom if is_literal(atom) else env.get(atom, atom)
 
-    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool) -> None:
+    def walk(jaxpr: Jaxpr, env: dict[Any, Any], fresh: bool, caller: Equation | None) -> None:
         for equation in jaxpr.eqns:
+            equation = _located(equation, caller)
             invars = [read(env, atom) for atom in equation.invars]
-            if equation.primitive.name in _WISHES:
+            if equation.primitive.name in _STATEMENTS:
                 env.update(zip(equation.outvars, invars, strict=True))
                 continue
             if equation.primitive is layer_boundary_p:
                 boundaries.before.append(len(equations))
                 continue
-            if equation.primitive.name in _INLINED or is_shard_map(equation):
+            if is_inlined(equation) or is_shard_map(equation):
                 body = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
                 if is_shard_map(equation):
-                    body = _whole_arrays(equation)
+                    body = whole_arrays(equation)
                 inner = open_jaxpr(body)
                 inner_env: dict[Any, Any] = dict(zip(inner.invars, invars, strict=True))
                 for var, const in zip(inner.constvars, consts_of(body), strict=True):
@@ -108,7 +117,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
                     constvars.append(hoisted)
                     consts.append(const)
                     inner_env[var] = hoisted
-                walk(inner, inner_env, True)
+                walk(inner, inner_env, True, equation)
                 for outvar, result in zip(equation.outvars, inner.outvars, strict=True):
                     env[outvar] = read(inner_env, result)
                 continue
@@ -150,7 +159,7 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
 
     products: dict[Any, Any] = {}
     env: dict[Any, Any] = {}
-    walk(top, env, False)
+    walk(top, env, False, caller)
     outvars = [read(env, atom) for atom in top.outvars]
     jaxpr = top.replace(
         constvars=constvars, eqns=equations, outvars=outvars, debug_info=top.debug_info.with_unknown_names()
@@ -158,30 +167,61 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None) -> Clos
     return ClosedJaxpr(jaxpr, consts)
 
 
-def _whole_arrays(equation: Equation) -> ClosedJaxpr:
+def jit_donations(closed: ClosedJaxpr) -> frozenset[int]:
+    """The inputs that a program which is one `jit` call donates (`donate_argnums`)."""
+    jaxpr = open_jaxpr(closed)
+    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in ("jit", "pjit"):
+        return frozenset()
+    (call,) = jaxpr.eqns
+    donated = {a for a, flag in zip(call.invars, call.params["donated_invars"], strict=True) if flag}
+    return frozenset(i for i, var in enumerate(jaxpr.invars) if var in donated)
+
+
+def _located(equation: Equation, caller: Equation | None) -> Equation:
+    """The equation, with the line of its caller where it has none of the user's."""
+    if caller is None or source_line(equation):
+        return equation
+    return equation.replace(source_info=equation.source_info.replace(traceback=caller.source_info.traceback))
+
+
+def whole_arrays(equation: Equation) -> ClosedJaxpr:
     """A `shard_map` as a program on whole arrays."""
-    body = plain_body(equation)
+    body, alone = plain_body(equation), axes_of_one(equation)
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in equation.invars]
-    with user_context(equation):
-        return jax.make_jaxpr(on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks)))(*avals)
+
+    def on_equation(inner: Equation, operands: Sequence[Any]) -> Any:
+        names = [name for name in alone if mentions(inner, name)]
+        return over_one(lambda *given: bind(inner, *given), names, operands) if names else None
+
+    run = on_whole_arrays(equation, lambda *blocks: evaluate(body, *blocks, on_equation=on_equation))
+    try:
+        with user_context(equation):
+            return jax.make_jaxpr(run)(*avals)
+    except NotImplementedError as error:
+        raise PlanError(
+            refused="a shard_map", got=f"an operator in it that JAX cannot map over blocks ({error})",
+            needed="operators that have a batching rule: its blocks become a dim of whole arrays",
+            where=source_line(equation),
+            try_="the same without jax.shard_map (the plan decides what is split), or over mesh axes of one device",
+        ) from error  # fmt: skip
 
 
 def _inline_params(equation: Equation, inside: Boundaries) -> dict[str, Any]:
     """Parameters of a structured equation with the jaxprs inside it inlined too; adds the boundaries inside it."""
     name, params = equation.primitive.name, dict(equation.params)
     if name == "scan":
-        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside)
+        params["jaxpr"] = inline(params["jaxpr"], boundaries=inside, caller=equation)
     elif name in _REMAT:
         body = ClosedJaxpr(open_jaxpr(params["jaxpr"]), consts_of(params["jaxpr"]))
-        params["jaxpr"] = inline(body, boundaries=inside)
+        params["jaxpr"] = inline(body, boundaries=inside, caller=equation)
     elif name == "cond":
-        params["branches"] = tuple(inline(branch, boundaries=inside) for branch in params["branches"])
+        params["branches"] = tuple(inline(branch, boundaries=inside, caller=equation) for branch in params["branches"])
     elif name == "while":
-        params["cond_jaxpr"] = inline(params["cond_jaxpr"])
-        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside)
+        params["cond_jaxpr"] = inline(params["cond_jaxpr"], caller=equation)
+        params["body_jaxpr"] = inline(params["body_jaxpr"], boundaries=inside, caller=equation)
     elif name in ("custom_jvp_call", "custom_vjp_call"):
         # Stays a call, and keeps its marks: its derivative is made by calling the user's function again.
-        inline(params["call_jaxpr"], boundaries=inside)
+        inline(params["call_jaxpr"], boundaries=inside, caller=equation)
     return params
 
 
@@ -192,6 +232,27 @@ def hoist_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
         constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
     )
     return ClosedJaxpr(opened, ())
+
+
+def with_result_shapes(closed: ClosedJaxpr, position: int, shapes: Mapping[int, tuple[int, ...]]) -> ClosedJaxpr:
+    """The same program with results of one equation, which become results of the program alone, of other shapes.
+
+    Args:
+      closed: a program.
+      position: of the equation.
+      shapes: by number of the result.
+    """
+    jaxpr = open_jaxpr(closed)
+    equation = jaxpr.eqns[position]
+    outvars = list(equation.outvars)
+    for number, shape in shapes.items():
+        outvars[number] = Var(outvars[number].aval.update(shape=shape))
+    renamed: dict[Any, Any] = dict(zip(equation.outvars, outvars, strict=True))
+    equations = list(jaxpr.eqns)
+    equations[position] = equation.replace(outvars=outvars)
+    results = [atom if is_literal(atom) else renamed.get(atom, atom) for atom in jaxpr.outvars]
+    # Other equations read none of these; the variables that keep their shapes stay the ones they were.
+    return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=results), consts_of(closed))
 
 
 def eliminate_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -227,6 +288,11 @@ def scan_parts(equation: Equation) -> Scan:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
+
+
+def is_inlined(equation: Equation) -> bool:
+    """Whether an equation is a call that means the same when written in line."""
+    return equation.primitive.name in _INLINED
 
 
 def is_remat(equation: Equation) -> bool:
@@ -368,8 +434,8 @@ def vjp_parts(equation: Equation) -> Vjp:
     ]
     backward_jaxpr = jax.make_jaxpr(lambda pull, cts: list(pull(cts)))(pullback, cotangent_avals)
     return Vjp(
-        forward=inline(forward_jaxpr),
-        backward=eliminate_dead_code(inline(backward_jaxpr)),
+        forward=inline(forward_jaxpr, caller=equation),
+        backward=eliminate_dead_code(inline(backward_jaxpr, caller=equation)),
         operands=operands,
         results=results,
     )

@@ -7,7 +7,7 @@ has its own kernel and result; new primitives appear with each release of JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,12 +42,13 @@ OWN_KERNEL = frozenset(
 
 
 def dataflow_of(
-    function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = (), platform: str = "cpu"
-) -> Program:
+    function: Callable[..., Any], *arguments: Any, donate_argnums: Sequence[int] = (), platform: str = "cpu",
+    host_inputs: Collection[int] = (), host_outputs: Collection[int] = (),
+) -> Program:  # fmt: skip
     """The memory model's program of ``jax.jit(function, donate_argnums=...)`` on these (abstract) arguments.
 
     `meshwright.cost.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all
-    bytes are those of one device. `platform`: as of `program_of`.
+    bytes are those of one device. `platform`, `host_inputs`, `host_outputs`: as of `program_of`, leaves counted.
 
     Raises:
       ValueError: if a `jax.shard_map` stands beside other operations, which then have no size per device.
@@ -56,12 +57,15 @@ def dataflow_of(
     donated: list[bool] = []
     for position, argument in enumerate(arguments):
         donated += [position in donate_argnums] * len(jax.tree.leaves(argument))
-    return program_of(closed, donated, platform=platform)
+    return program_of(
+        closed, donated, platform=platform, host_inputs=host_inputs, host_outputs=host_outputs
+    )  # fmt: skip
 
 
 def program_of(
-    closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False, platform: str = "cpu"
-) -> Program:
+    closed: Any, donated: Sequence[bool] = (), *, partitioned: bool = False, platform: str = "cpu",
+    host_inputs: Collection[int] = (), host_outputs: Collection[int] = (),
+) -> Program:  # fmt: skip
     """The memory model's program of a closed jaxpr.
 
     Args:
@@ -69,33 +73,47 @@ def program_of(
       donated: for each of its inputs, whether its buffer may be taken over; none by default.
       partitioned: whether it is the body of a `shard_map` already.
       platform: whose compiler orders and fuses it: "cpu", "gpu" or "tpu".
+      host_inputs: positions of inputs in the host's memory: on the device from where they are first read.
+      host_outputs: positions of results that go there: on the device until they have been computed.
 
     Raises:
       ValueError: see `dataflow_of`.
     """
-    jaxpr, flags, partitioned = _unwrapped(open_jaxpr(closed), list(donated), partitioned)
+    hosted = [i in host_inputs for i in range(len(open_jaxpr(closed).invars))]
+    given = list(zip([*donated, *(False for _ in hosted[len(donated) :])], hosted, strict=True))
+    jaxpr, given, partitioned = _unwrapped(open_jaxpr(closed), given, partitioned)
     reader = _Reader(partitioned=partitioned, platform=platform)
-    inputs = (*jaxpr.constvars, *jaxpr.invars)
+    there = {var for var, (_, is_hosted) in zip(jaxpr.invars, given, strict=True) if is_hosted}
+    inputs = [var for var in (*jaxpr.constvars, *jaxpr.invars) if var not in there]
     arguments = [reader.value(var.aval) for var in inputs]
     env = dict(zip(inputs, arguments, strict=True))
+    reader.fetched.update(there)
     reader.equations(jaxpr, env)
-    outputs = [reader.read(env, atom) for atom in jaxpr.outvars]
-    flags = [False] * (len(inputs) - len(flags)) + flags
+    outputs = [
+        reader.sent(value) if i in host_outputs else value
+        for i, value in enumerate(reader.read(env, atom) for atom in jaxpr.outvars)
+    ]
+    taken = {var for var, (is_donated, _) in zip(jaxpr.invars, given, strict=True) if is_donated}
+    flags = [var in taken for var in inputs]
     return reader.program(arguments, outputs, _matched(reader, arguments, outputs, flags))
 
 
-def _unwrapped(jaxpr: Any, donated: list[bool], partitioned: bool) -> tuple[Any, list[bool], bool]:
-    """The body of a jaxpr that is nothing but one call, with the donated flags of the body's inputs."""
-    given: dict[Any, bool]
+_Flags = tuple[bool, bool]
+"""Of an input: whether it is donated, and whether it is in the host's memory."""
+
+
+def _unwrapped(jaxpr: Any, flags: list[_Flags], partitioned: bool) -> tuple[Any, list[_Flags], bool]:
+    """The body of a jaxpr that is nothing but one call, with the flags of the body's inputs."""
+    given: dict[Any, _Flags]
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("shard_map", "jit", "pjit"):
         (call,) = jaxpr.eqns
         if list(jaxpr.outvars) != list(call.outvars):
             break
-        given = dict(zip(jaxpr.invars, donated, strict=False))
-        donated = [not is_literal(atom) and given.get(atom, False) for atom in call.invars]
+        given = dict(zip(jaxpr.invars, flags, strict=True))
+        flags = [(False, False) if is_literal(a) else given.get(a, (False, False)) for a in call.invars]
         partitioned = partitioned or call.primitive.name == "shard_map"
         jaxpr = open_jaxpr(call.params["jaxpr"])
-    return jaxpr, donated, partitioned
+    return jaxpr, flags, partitioned
 
 
 def _matched(

@@ -62,6 +62,7 @@ class Builder:
         self.unrounded: dict[int, int] = {}  # the float32 value a narrow result was rounded from
         self.zeros: set[int] = set()  # arrays of nothing but zeros
         self.transposed: set[int] = set()  # results of transpositions the program itself asks for
+        self.fetched: set[Any] = set()  # variables that come from the host's memory when they are first read
         self._order: dict[int, tuple[int, tuple[int, ...]]] = {}  # what a transposed value is a transposition of
 
     def program(self, arguments: list[int], outputs: list[int], kept: tuple[tuple[int, int], ...]) -> Program:
@@ -125,7 +126,13 @@ class Builder:
             return self.emit(
                 Kind.BROADCAST, "constant", (), [atom.aval], key=("literal", str(atom.val), str(atom.aval))
             )[0]
+        if atom not in env and atom in self.fetched:
+            env[atom] = self.emit(Kind.OPAQUE, "device_put", (), [atom.aval])[0]
         return env[atom]
+
+    def sent(self, value: int) -> int:
+        """What is left on the device of a value that has been moved to the host's memory: nothing, once it is there."""
+        return self.emit(Kind.OPAQUE, "device_put", [value], [jax.ShapeDtypeStruct((0,), np.float32)])[0]
 
     def emit(
         self, kind: Kind, name: str, reads: Sequence[int], avals: Sequence[Any], *, key: Any = None, **rest: Any

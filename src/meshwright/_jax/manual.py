@@ -16,17 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src import config  # whether a region types its values; no public form up to 0.12
-from jax._src.core import JaxprEqnContext, extend_axis_env_nd  # 0.10 to 0.12
-from jax._src.lax.parallel import psum_p  # 0.10 to 0.12
-from jax._src.linear_util import wrap_init  # 0.10 to 0.12
+from jax._src.core import extend_axis_env_nd  # 0.10 to 0.12
 from jax._src.mesh import use_abstract_mesh  # 0.10 to 0.12
-from jax.extend import core as jex_core
 from jax.sharding import AxisType
 
-# Statements about which devices hold equal values: none of them changes a value.
-_STATEMENTS = ("pvary", "pcast")
+from .plain import Region, plain, programs_in
 
 
 def is_shard_map(equation: Any) -> bool:
@@ -42,9 +37,8 @@ def on_whole_arrays(equation: Any, body: Callable[..., Sequence[Any]]) -> Callab
       body: its body, as a function of one device's blocks.
     """
     params = equation.params
-    manual = params.get("newly_manual_axes", params.get("manual_axes"))
-    axes = tuple(name for name in params["mesh"].axis_names if manual is None or name in manual)
-    sizes = {name: params["mesh"].shape[name] for name in axes}
+    sizes = params["mesh"].shape
+    axes = tuple(name for name in _manual_axes(params) if sizes[name] > 1)
     in_splits = [
         _split(spec, atom.aval.ndim, axes) for spec, atom in zip(params["in_specs"], equation.invars, strict=True)
     ]
@@ -64,6 +58,38 @@ def on_whole_arrays(equation: Any, body: Callable[..., Sequence[Any]]) -> Callab
     return run
 
 
+def _manual_axes(params: Any) -> list[str]:
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    return [name for name in params["mesh"].axis_names if manual is None or name in manual]
+
+
+def axes_of_one(equation: Any) -> list[str]:
+    """The mesh axes of one device of a `shard_map`. Along these there is one block: the body is evaluated as it is, and
+    only equations that talk over them are mapped (`over_one`), so that other operators need not know how to be."""
+    return [name for name in _manual_axes(equation.params) if equation.params["mesh"].shape[name] == 1]
+
+
+def over_one(function: Callable[..., Sequence[Any]], axes: Sequence[str], operands: Sequence[Any]) -> list[Any]:
+    """The results of a function that talks over mesh axes of one device."""
+    for name in axes:
+        function = jax.vmap(function, axis_name=name, axis_size=1)
+    made = function(*(jnp.reshape(x, (*(1,) * len(axes), *jnp.shape(x))) for x in operands))
+    return [y.reshape(y.shape[len(axes) :]) for y in made]
+
+
+def mentions(equation: Any, axis: str) -> bool:
+    """Whether an equation, or one in a program inside it, names a mesh axis."""
+    return any(_holds(value, axis) for value in equation.params.values()) or any(
+        mentions(inner, axis) for program in programs_in(equation) for inner in getattr(program, "jaxpr", program).eqns
+    )
+
+
+def _holds(value: Any, axis: str) -> bool:
+    if isinstance(value, str):
+        return value == axis
+    return isinstance(value, (tuple, list, frozenset, set)) and any(_holds(one, axis) for one in value)
+
+
 def plain_body(equation: Any) -> Any:
     """The body of a `shard_map`, a closed jaxpr, without the types a manual region gives its values: those name axes
     that are gone once its blocks are dims of one array."""
@@ -77,83 +103,7 @@ def plain_body(equation: Any) -> Any:
         with extend_axis_env_nd(mesh.shape.items()), use_abstract_mesh(manual), config._check_vma(params["check_vma"]):
             yield
 
-    return jex_core.ClosedJaxpr(
-        _plain(getattr(body, "jaxpr", body), region), _plain_consts(getattr(body, "consts", ()))
-    )
-
-
-def _plain(jaxpr: Any, region: Callable[[], Any]) -> Any:
-    env: dict[Any, Any] = {}
-
-    def fresh(var: Any) -> Any:
-        if type(var).__name__ != "DropVar":
-            env[var] = jex_core.Var(_plain_aval(var.aval))
-        return env.get(var, var)
-
-    def read(atom: Any) -> Any:
-        return _plain_literal(atom) if isinstance(atom, jex_core.Literal) else env[atom]
-
-    constvars, invars = [fresh(v) for v in jaxpr.constvars], [fresh(v) for v in jaxpr.invars]
-    equations = []
-    for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        if equation.primitive.name in _STATEMENTS:
-            env.update(zip(equation.outvars, operands, strict=True))
-            continue
-        primitive, params = equation.primitive, {k: _inside(k, v, region) for k, v in equation.params.items()}
-        if primitive.name == "psum_invariant":  # a sum that also states that its result is equal everywhere
-            primitive, params = psum_p, {"axis_index_groups": None, **params}
-        outvars = [fresh(v) for v in equation.outvars]
-        equations.append(
-            equation.replace(
-                primitive=primitive, invars=operands, outvars=outvars, params=params, ctx=JaxprEqnContext()
-            )
-        )
-    return jaxpr.replace(
-        constvars=constvars, invars=invars, eqns=equations, outvars=[read(atom) for atom in jaxpr.outvars],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
-
-
-def _inside(key: str, value: Any, region: Callable[[], Any]) -> Any:
-    """A parameter of an equation, the programs in it made plain too."""
-    if hasattr(value, "jaxpr") and hasattr(value, "consts") and value.jaxpr is not value:
-        return jex_core.ClosedJaxpr(_plain(value.jaxpr, region), _plain_consts(value.consts))
-    if hasattr(value, "eqns") and hasattr(value, "outvars"):
-        return _plain(value, region)
-    if isinstance(value, jax.sharding.Sharding):
-        return None
-    if key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
-        return _later(value, region)
-    return type(value)(_inside("", v, region) for v in value) if type(value) in (tuple, list) else value
-
-
-def _later(derivative: Any, region: Callable[[], Any]) -> Any:
-    """A derivative rule, traced when it is asked for: by then its region is left, so it is entered again."""
-
-    def traced(*zeros: Any) -> Any:
-        with region():
-            jaxpr, consts, *rest = (derivative.call_wrapped if hasattr(derivative, "call_wrapped") else derivative)(
-                *zeros
-            )
-        return (_plain(jaxpr, region), _plain_consts(consts), *rest)
-
-    return wrap_init(traced, debug_info=derivative.debug_info) if hasattr(derivative, "call_wrapped") else traced
-
-
-def _plain_consts(consts: Sequence[Any]) -> list[Any]:
-    """Constants that carry no type of their own; traced ones stay."""
-    return [np.asarray(c) if hasattr(c, "aval") and not isinstance(c, jax.core.Tracer) else c for c in consts]
-
-
-def _plain_literal(literal: Any) -> Any:
-    (value,) = _plain_consts([literal.val])
-    return jex_core.Literal(value, _plain_aval(literal.aval))
-
-
-def _plain_aval(aval: Any) -> Any:
-    is_array = isinstance(aval, jax.core.ShapedArray)
-    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type) if is_array else aval
+    return plain(body, Region(enter=region, is_manual=True))
 
 
 def _split(spec: Any, rank: int, axes: Sequence[str]) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""A program that computes the same with its sums in another order, to see what rounding alone does to its results.
+"""A program that computes the same with its sums taken in another order, to see what rounding alone does to results.
 
 Every sum of floating-point numbers over a dim (matrix products, convolutions, reductions, scattered additions) is taken
 in two parts, each rounded to the program's own type, that end where an argument says. That is how the devices of a mesh

@@ -15,6 +15,9 @@ import jax
 
 from .jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, is_dropped, is_literal, open_jaxpr, scan_parts
 
+# What may stand between a stacked array and the scan that reads it: each row is converted by itself.
+_PER_ROW = frozenset(["convert_element_type", "copy", "transpose"])
+
 
 def split_scan(equation: Equation, trips: Sequence[int], makers: Mapping[Any, Equation]) -> Iterator[Equation]:
     """The equations that a scan becomes: for each piece the slices of its stacked operands and the shorter scan, after
@@ -23,8 +26,8 @@ def split_scan(equation: Equation, trips: Sequence[int], makers: Mapping[Any, Eq
     Args:
       equation: a scan.
       trips: of each piece, in the order they run; they add up to the scan's.
-      makers: by variable, the equation that makes it. A stacked operand that is another array in another dtype is
-        sliced before it is converted: each piece reads its rows of that array only.
+      makers: by variable, the equation that makes it. A stacked operand that is another array in another dtype or
+        order of dims is sliced before it is converted: each piece reads its rows of that array only.
     """
     parts = scan_parts(equation)
     first_xs = parts.num_consts + parts.num_carry
@@ -40,15 +43,18 @@ def split_scan(equation: Equation, trips: Sequence[int], makers: Mapping[Any, Eq
         rows = (parts.length - stop, parts.length - start) if parts.reverse else (start, stop)
         xs = []
         for atom in stacked:
-            casts = []
-            while (maker := makers.get(atom)) is not None and maker.primitive.name == "convert_element_type":
-                casts.append(maker)
+            dim, conversions = 0, []
+            while (maker := makers.get(atom)) is not None and maker.primitive.name in _PER_ROW:
+                conversions.append((maker, dim))
+                dim = _dim_before(maker, dim)
                 (atom,) = maker.invars
-            slicing, part = _one_equation(equation, _first_rows(stop - start), [atom])
-            yield _moved(slicing, rows[0])
-            for cast in reversed(casts):
-                converted = Var(cast.outvars[0].aval.update(shape=part.aval.shape))
-                yield cast.replace(invars=[part], outvars=[converted])
+            slicing, part = _one_equation(equation, _first_rows(stop - start, dim), [atom])
+            yield _moved(slicing, rows[0], dim)
+            for maker, at in reversed(conversions):
+                made_aval = maker.outvars[0].aval
+                shape = [stop - start if d == at else n for d, n in enumerate(made_aval.shape)]
+                converted = Var(made_aval.update(shape=tuple(shape)))
+                yield maker.replace(invars=[part], outvars=[converted])
                 part = converted
             xs.append(part)
         last = number == len(bounds) - 1
@@ -93,7 +99,7 @@ def split_scans_at(
     read = {id(atom) for atom in top.outvars}
     kept: list[Equation] = []
     for equation in reversed(equations):
-        if equation.primitive.name == "convert_element_type" and id(equation.outvars[0]) not in read:
+        if equation.primitive.name in _PER_ROW and id(equation.outvars[0]) not in read:
             continue
         read.update(id(atom) for atom in equation.invars)
         kept.append(equation)
@@ -104,9 +110,9 @@ def split_scans_at(
     return program, {piece: places[id(first)] for piece, first in starts.items()}
 
 
-def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
-    """For each top-level equation that cuts whole rows of dim 0 out of an input for scans alone: that input's position,
-    the first row and the one past the last."""
+def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int, int]]:
+    """For each top-level equation that cuts rows of one dim out of an input for scans alone, which loop over that dim:
+    that input's position, the dim, the first row and the one past the last."""
     top = open_jaxpr(closed)
     inputs: dict[Any, int] = {var: i for i, var in enumerate(top.invars)}
     readers: dict[Any, list[Equation]] = {}
@@ -116,11 +122,11 @@ def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
                 readers.setdefault(atom, []).append(equation)
     outputs = {atom for atom in top.outvars if not is_literal(atom)}
 
-    def for_scans(var: Any) -> bool:
+    def for_scans(var: Any, dim: int) -> bool:
         found = readers.get(var, [])
         return var not in outputs and all(
-            equation.primitive.name == "scan"
-            or (equation.primitive.name == "convert_element_type" and for_scans(equation.outvars[0]))
+            (equation.primitive.name == "scan" and dim == 0)
+            or (equation.primitive.name in _PER_ROW and for_scans(equation.outvars[0], _dim_after(equation, dim)))
             for equation in found
         )  # fmt: skip
 
@@ -131,22 +137,33 @@ def input_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
         source = inputs.get(equation.invars[0])
         starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
         shape = equation.invars[0].aval.shape
-        whole = all(a == 0 and b == n for a, b, n in zip(starts[1:], stops[1:], shape[1:], strict=True))
+        cut = [d for d, (a, b, n) in enumerate(zip(starts, stops, shape, strict=True)) if (a, b) != (0, n)]
         even = set(equation.params["strides"] or ()) <= {1}
-        if source is not None and shape and whole and even and for_scans(equation.outvars[0]):
-            found[position] = (source, int(starts[0]), int(stops[0]))
+        if source is not None and len(cut) == 1 and even and for_scans(equation.outvars[0], cut[0]):
+            found[position] = (source, cut[0], int(starts[cut[0]]), int(stops[cut[0]]))
     return found
 
 
+def _dim_before(equation: Equation, dim: int) -> int:
+    """Of a dim of the result of an equation that treats each row by itself, the operand's dim that it is."""
+    return equation.params["permutation"][dim] if equation.primitive.name == "transpose" else dim
+
+
+def _dim_after(equation: Equation, dim: int) -> int:
+    """Of a dim of its operand, the result's dim that it becomes."""
+    return equation.params["permutation"].index(dim) if equation.primitive.name == "transpose" else dim
+
+
 @lru_cache(maxsize=1 << 12)
-def _first_rows(count: int) -> Callable[[Any], Any]:
-    return lambda x: jax.lax.slice_in_dim(x, 0, count, axis=0)
+def _first_rows(count: int, dim: int) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.slice_in_dim(x, 0, count, axis=dim)
 
 
-def _moved(slicing: Equation, by: int) -> Equation:
+def _moved(slicing: Equation, by: int, dim: int) -> Equation:
     """The slice of as many rows so much further on: to trace one for every piece of a long scan takes a second."""
     ends = {name: slicing.params[name] for name in ("start_indices", "limit_indices")}
-    return slicing.replace(params=slicing.params | {name: (end[0] + by, *end[1:]) for name, end in ends.items()})
+    moved = {name: tuple(n + by if d == dim else n for d, n in enumerate(end)) for name, end in ends.items()}
+    return slicing.replace(params=slicing.params | moved)
 
 
 def _join(*pieces: Any) -> Any:

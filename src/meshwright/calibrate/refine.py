@@ -30,6 +30,7 @@ from ..program.trace import abstract
 from ..program.traces import Traces
 from ..report.table import format_seconds
 from ..runtime.agree import agree
+from ..runtime.devices import named_devices
 from ..runtime.executable import Executable, executable
 from .candidates import Candidate, candidates
 from .sample import Sample, sample_of
@@ -46,13 +47,17 @@ _TRACE_SECONDS = 600.0
 Timer = Callable[[Executable, Sequence[Any], int], list[float]]
 
 
-def local_devices(cluster: Cluster) -> list[jax.Device]:
+def local_devices(cluster: Cluster, named: Any = None) -> Sequence[jax.Device]:
     """The devices that stand for a cluster here.
+
+    Args:
+      cluster: to be stood for.
+      named: which they are (`devices=`); None for the first.
 
     Raises:
       PlanError: if there are too few of them, or they are of another platform.
     """
-    devices = jax.devices()
+    devices = jax.devices() if named is None else named_devices(named)
     if len(devices) < cluster.num_devices or devices[0].platform != cluster.device.platform:
         raise PlanError(
             refused="to measure plans", got=f"{len(devices)} {devices[0].platform} devices",
@@ -70,6 +75,7 @@ def measured_best(
     args: Sequence[Any],
     cluster: Cluster,
     tell: Callable[[str], None],
+    devices: Any = None,
     timer: Timer | None = None,
 ) -> Planning:
     """The fastest of the best few plans, as measured here. To be called by every process of a run.
@@ -81,12 +87,13 @@ def measured_best(
       args: its arguments.
       cluster: the local devices, as they are described.
       tell: called with a few words at each part of the work.
+      devices: as of `planning.plan_for`.
       timer: times steps; by running them if not given.
 
     Raises:
       PlanError: if nothing fits, the cluster is not here, or none of the plans runs.
     """
-    devices = local_devices(cluster)
+    devices = local_devices(cluster, devices)
     chosen = _agreed(plan, options, traces, args, cluster, tell)
     timer = timer or step_seconds
     runs: dict[int, Executable] = {}
@@ -95,7 +102,7 @@ def measured_best(
     for position, one in enumerate(chosen):
         tell(f"compiling plan {position + 1} of {len(chosen)}")
         with _Skipping(failed, position):
-            runs[position] = executable(one.planning.program, one.planning.plan, devices)
+            runs[position] = executable(one.planning.program, one.planning.plan, devices, effects=False)
             seconds[position] = timer(runs[position], args, 1)
     if not seconds:
         raise PlanError(

@@ -8,6 +8,7 @@ a table `[slice]` more, which says what torus a number of chips makes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -45,7 +46,7 @@ def load_cluster(text: str) -> Cluster:
     (16, 16)
     """
     if text == "local":
-        return _local()
+        return cluster_of()
     if text.endswith(".toml"):
         return _from_file(Path(text))
     terms = [_term(term, text) for term in text.split("+")]
@@ -144,13 +145,19 @@ def _from_file(path: Path) -> Cluster:
         ) from None
 
 
-def _local() -> Cluster:
-    """The devices JAX sees: one host for each process (TPUs: one slice of all), described by the preset with the same
-    kind of device."""
+def cluster_of(devices: Sequence[Any] | None = None) -> Cluster:
+    """Devices that JAX sees, by default all of them, which is `load_cluster("local")`: one host for each process (TPUs:
+    one slice of all), described by the preset with the same kind of device.
+
+    Args:
+      devices: of `jax.devices()`, those of a process together.
+
+    Raises ClusterError for devices that no preset describes, or several do.
+    """
     # The only use of JAX in this package, and only when it is asked for.
     from .._jax.devices import visible_devices
 
-    seen = visible_devices()
+    seen = visible_devices(devices)
     presets = {name: _preset(name) for name in preset_names()}
     matching = [name for name, preset in presets.items() if preset.device.kind == seen.kind]
     if not matching:

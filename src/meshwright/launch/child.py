@@ -16,7 +16,8 @@ import sys
 import time
 from types import TracebackType
 
-from .ending import end_at_once, tell_failed
+from ..runtime.peers import peers
+from .ending import end_at_once, place_of, tell_failed
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -27,6 +28,7 @@ def main() -> None:
     die_with(int(launcher))
     os.set_inheritable(int(pipe), False)  # what the script starts has no part in it
     me = os.getpid()
+    peers.before_end = lambda: tell_failed(int(pipe), time.monotonic_ns())
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
@@ -35,8 +37,9 @@ def main() -> None:
         if error.code is not None and error.code != 0 and os.getpid() == me:  # what was forked has no part in it
             tell_failed(int(pipe), time.monotonic_ns())
         status = _status_of(error)
-        if status:
-            end_at_once(status)
+        peers.leaving = f"sys.exit({error.code!r:.1000}){place_of(error.__traceback__)}"
+        if status and os.getpid() == me:
+            peers.fail(peers.leaving, status, lambda: None)
         raise
     except BaseException as error:
         if os.getpid() == me:

@@ -3,11 +3,8 @@
 Where the process stands is taken from the arguments, else from our launcher's environment, else from JAX's own
 detection (SLURM, Kubernetes, Open MPI, Cloud TPU). JAX answers a coordinator that never comes by aborting the process
 from C++, out of Python's reach; so JAX waits in a thread of its own, longer than we do, and this module gives up first,
-with an error. Afterwards JAX's heartbeats watch over the processes: one that is killed ends all others within
-`heartbeat_timeout_seconds`, with or without a launcher.
-
-Known limit: without our launcher, a process that leaves by `sys.exit(1)` waits in JAX's exit handler until the others
-end or five minutes have passed. An error that is raised does not wait.
+with an error. Afterwards the processes tell each other of their ends (`runtime.peers`), and JAX's heartbeats watch over
+them: one that tells nothing ends all others within `heartbeat_timeout_seconds`, with or without a launcher.
 """
 
 from __future__ import annotations
@@ -42,18 +39,18 @@ def initialize(
 
     Under `meshwright launch`, and where JAX detects a cluster (SLURM, Kubernetes, Open MPI, Cloud TPU), no argument is
     needed; under other MPI launchers the coordinator alone. Alone, with one process, and when called again, it does
-    nothing. An error that nobody catches ends a joined process at once, without exit handlers, so that the others do
-    not wait for it.
+    nothing. From then on a process that fails, ends before the others, or makes other calls than they ends all of them
+    with an error that names it (docs/launch.md); an error that nobody catches ends a process without exit handlers.
 
     Args:
       timeout_seconds: how long to wait until all processes are there.
       coordinator: host:port of process 0, on which it starts the coordinator.
       processes: how many processes there are.
       process_id: which of them this is, from 0.
-      heartbeat_timeout_seconds: a process that is silent for so long counts as dead, and the others end; rounded up to
-        whole seconds.
-      step_timeout_seconds: when a step of a pipeline has waited for others for so long, without anything happening,
-        this process ends with an error that says for what and for whom. Others may be compiling meanwhile.
+      heartbeat_timeout_seconds: a process whose machine is silent for so long counts as dead, and the others end;
+        rounded up to whole seconds.
+      step_timeout_seconds: when a step has waited for others for so long, without anything happening, all processes end
+        with an error that says for what and for whom. Others may be compiling meanwhile.
 
     Raises:
       LaunchError: if the others do not come in time, if JAX's devices are in use already, if the coordinator's port is
@@ -63,6 +60,7 @@ def initialize(
     """
     global _failure
     from .._jax import distributed
+    from ..runtime.peers import peers
     from ..runtime.watch import watch
 
     if _failure is not None:
@@ -79,7 +77,12 @@ def initialize(
     place = None if asked else place_in(os.environ)
     if place is not None:
         coordinator, processes, process_id = place.coordinator, place.processes, place.process_id
-    if processes == 1 or distributed.is_connected():
+    if processes == 1:
+        return
+    if distributed.is_connected():
+        if not peers.are_joined:  # a script that has called jax.distributed.initialize itself
+            end_on_uncaught_errors()
+            peers.join()
         return
     cluster = None if place is not None else distributed.detected_cluster()
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -121,6 +124,7 @@ def initialize(
         timeout_seconds,
     )
     if problem is None:
+        peers.join()
         return
     address = distributed.coordinator_address() or coordinator
     who = Place(coordinator=address or "unknown", processes=processes or 0, process_id=process_id or 0)

@@ -86,9 +86,12 @@ def _check_axes(stage: Stage, source: str, place: str) -> None:
 
 def _check_shapes(stage: Stage, source: str, place: str) -> None:
     for i, parameter in enumerate(stage.parameters):
-        rows = parameter.rows
-        if rows is not None and (not parameter.shape or rows[1] - rows[0] != parameter.shape[0]):
-            needed = f"as many as dim 0 of the shape {parameter.shape}"
+        rows, dim = parameter.rows, parameter.rows_dim
+        if not 0 <= dim < max(len(parameter.shape), 1):
+            needed = f"a dim of the shape {parameter.shape}"
+            raise refusal(source, f"{place}.parameters[{i}].rows_dim", f"the dim {dim}", needed)
+        if rows is not None and (not parameter.shape or rows[1] - rows[0] != parameter.shape[dim]):
+            needed = f"as many as dim {dim} of the shape {parameter.shape}"
             raise refusal(source, f"{place}.parameters[{i}].rows", f"the rows {rows[0]}:{rows[1]}", needed)
     for where, shape, spec in _placed(stage):
         if len(spec.dims) != len(shape):

@@ -101,6 +101,10 @@ def _stage_lines(a: Stage, b: Stage) -> Iterator[str]:
     yield from _memory(a.memory, b.memory)
     yield from _quantity("memory limit", "bytes", a.memory_limit_bytes, b.memory_limit_bytes)
     yield from _communication(a.communication, b.communication)
+    if a.flops is None or b.flops is None:
+        yield from _scalar("predicted FLOPs", *("none" if x is None else f"{x:.6g}" for x in (a.flops, b.flops)))
+    else:
+        yield from _quantity("predicted FLOPs", "on a device", a.flops, b.flops)
     yield from _quantity("predicted compute", "s", a.compute_seconds, b.compute_seconds)
     yield from _quantity("predicted communication", "s", a.communication_seconds, b.communication_seconds)
     yield from _quantity("predicted forward", "s", a.forward_seconds, b.forward_seconds)

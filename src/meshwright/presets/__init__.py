@@ -23,4 +23,5 @@ from .families import (
     pipedream as pipedream,
     zero as zero,
 )
+from .leaner import leaner as leaner
 from .preset import Preset as Preset, PresetAxis as PresetAxis, check_free as check_free

@@ -99,7 +99,8 @@ def planned_preset(
         refused=f"the preset {preset} on {prices.cluster.num_devices} x {prices.cluster.device.kind}",
         got=f"{size_words(usable)} usable on a device",
         needed=f"about {size_words(leanest)} on a device, the predicted peak of the leanest plan found",
-        where="the stages of the preset", try_="more microbatches, more devices",
+        where="the stages of the preset",
+        try_="a preset that splits the model or its optimizer state further, a smaller batch",
     )  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ..errors import PlanError
+from ..program.graph import Value
+from ..program.marking import HOW_TO_MARK, UNMARKED
 from ..program.trace import Program
 from ..search.roles import Role, Roles
 
@@ -133,9 +135,9 @@ class Preset:
         """
         if not program.marked:
             raise PlanError(
-                refused=f"the preset {self}", got="a step without meshwright.value_and_grad",
+                refused=f"the preset {self}", got=UNMARKED,
                 needed="a step whose loss function is marked, so that its parameters are known", where=where,
-                try_="meshwright.value_and_grad in place of jax.value_and_grad",
+                try_=f"{HOW_TO_MARK}; or, for a step without gradients, mesh= or pins= in place of preset=",
             )  # fmt: skip
         roles = Roles(
             axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
@@ -145,8 +147,18 @@ class Preset:
                 raise PlanError(
                     refused=f"the preset {self}",
                     got=f"a program without {_SPLIT[axis.role]} that {axis.size} divides",
-                    needed="one, for its axis to split", where=where, try_=_OTHERWISE[axis.role],
+                    needed="one, for its axis to split", where=where,
+                    try_=_batch_words(program, batch, axis) if axis.role == "batch" else _OTHERWISE[axis.role],
                 )  # fmt: skip
+        tensor = self.size("tensor")
+        if self.sequence_parallel and tensor > 1 and not roles.can_split_sequence(program.graph, tensor):
+            raise PlanError(
+                refused=f"the preset {self}", got=f"a program without a sequence that {tensor} divides",
+                needed="one beside a residual stream, for sequence_parallel=True to split", where=where,
+                try_="leaving out sequence_parallel=, or a sequence that is padded to a multiple of "
+                f"{tensor}",
+            )  # fmt: skip
+        check_storage(self, [program.graph.values[program.graph.inputs[p]] for p in program.graph.parameters])
         return roles
 
 
@@ -158,13 +170,67 @@ _SPLIT: Mapping[Role, str] = {
 }
 
 _OTHERWISE: Mapping[Role, str] = {
-    "batch": "a larger batch, fewer microbatches, or a smaller dp=",
     "tensor": "another tp=, or data_parallel()",
     "expert": "another ep=, or data_parallel()",
 }
 
+
+def _batch_words(program: Program, batch: frozenset[tuple[str, int]], axis: PresetAxis) -> str:
+    """What to do about a batch that an axis does not divide."""
+    shapes = {program.graph.values[v].name: program.graph.values[v].shape for v in program.graph.inputs}
+    extents = {shapes[name][dim] * program.microbatches for name, dim in batch}
+    size, tries = axis.size or 1, [] if axis.argument != "dp" else ["a smaller dp="]
+    if len(extents) == 1:
+        (extent,) = extents
+        fewer = [n for n in range(1, program.microbatches) if extent % (n * size) == 0]
+        block = size * program.microbatches
+        tries = [
+            *([f"microbatches={max(fewer)}"] if fewer else []),
+            f"a batch of {-(-extent // block) * block}",
+            *tries,
+        ]
+    return ", or ".join(tries) or f"a batch that {size} divides"
+
+
 # The order of arguments in a preset's name.
 _ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence_parallel")
+
+
+def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
+    """Refuse a ZeRO stage that would split nothing.
+
+    Args:
+      preset: with all sizes.
+      parameters: of the program.
+
+    Raises:
+      PlanError: if its axes divide no dim of any parameter.
+    """
+    sizes = [axis.size for axis in preset.axes if axis.role != "tensor" and axis.size is not None and axis.size > 1]
+    if not preset.zero or not sizes or not parameters:
+        return
+    extents = {extent for value in parameters for extent in value.shape}
+    if any(extent % size == 0 for extent in extents for size in sizes):
+        return
+    largest = max(parameters, key=lambda value: value.bytes)
+    size = max(sizes)
+    other = "data_parallel()"
+    if preset.family != "zero":
+        pipeline = f", pp={preset.stages}" if preset.stages > 1 else ""
+        other = f"megatron(tp={preset.size('tensor')}{pipeline}, dp={size})"
+    parts = [n for n in range(2, size) if size % n == 0 and any(extent % n == 0 for extent in extents)]
+    tries = []
+    if parts and size == prod(axis.size or 1 for axis in preset.axes) and preset.stages == 1:
+        mesh = {"x": max(parts), "y": size // max(parts)}
+        tries = [
+            f"zero={preset.zero}, mesh={mesh} in place of preset=, which splits over {max(parts)} of {size} devices"
+        ]
+    raise PlanError(
+        refused=f"the preset {preset}",
+        got=f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
+        needed=f"one, for ZeRO stage {preset.zero} to split", where="preset=",
+        try_=", or ".join([*tries, f"{other}, the same without ZeRO"]),
+    )  # fmt: skip
 
 
 def check_free(preset: Preset, **options: Any) -> None:

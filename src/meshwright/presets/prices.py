@@ -319,7 +319,7 @@ class PresetPrices:
                 refused=f"the preset {preset} on {self.cluster.num_devices} x {self.cluster.device.kind}",
                 got=f"{size_words(usable)} usable on a device",
                 needed=f"at least {size_words(least)} on a device for parameters, gradients and optimizer state alone",
-                where="the stages of the preset", try_="more devices, or a preset that splits them further",
+                where="the stages of the preset", try_="a preset that splits them further",
             )  # fmt: skip
 
     def allows(self, preset: Preset, microbatches: int) -> bool:
@@ -402,7 +402,8 @@ class PresetPrices:
             refused=f"the preset {stages.preset} on {self.cluster.num_devices} x {self.cluster.device.kind}",
             got=f"{size_words(limit)} usable on a device",
             needed=f"at least {size_words(held)} on a device, in {stages.microbatches} microbatches",
-            where="the stages of the preset", try_="more microbatches, more devices",
+            where="the stages of the preset",
+            try_="a preset that splits the model or its optimizer state further, a smaller batch",
         )  # fmt: skip
 
     def _stages(self, preset: Preset, microbatches: int, *, unlike: bool = False) -> PresetStages:

@@ -24,8 +24,7 @@ from typing import Any
 from .fold import fold_pieces
 from .graph import Graph, Operator
 from .origins import Origin, operator_origins
-
-Rows = tuple[int, int]
+from .stacked import StackedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +33,11 @@ class HeldParameter:
 
     Args:
       parameter: its position in the whole program's `Graph.parameters`.
-      rows: the rows of dim 0 that the range reads, first and one past the last; None for the whole parameter.
+      rows: those that the range reads of a stacked parameter; None for the whole parameter.
     """
 
     parameter: int
-    rows: Rows | None = None
+    rows: StackedRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +146,7 @@ class Cutter:
 
     Args:
       graph: the whole program.
-      rows: equations that take rows out of an input: position of the input, first row, one past the last
-        (`scan_split.stacked_rows`).
+      rows: equations that take rows out of an input (`scan_split.stacked_rows`).
       pieces: for each scan that was cut, the equations of its pieces: in a range they are one scan again (`fold`), and
         the graph is that of the program in which they are. None where ranges have to be those of the program at hand.
     """
@@ -156,7 +154,7 @@ class Cutter:
     def __init__(
         self,
         graph: Graph,
-        rows: Mapping[int, tuple[int, int, int]] | None = None,
+        rows: Mapping[int, StackedRows] | None = None,
         pieces: Sequence[Sequence[int]] = (),
     ) -> None:
         self.graph = graph
@@ -240,16 +238,16 @@ class Cutter:
         found = {}
         for op in inside:
             rows = self._rows.get(op.path[0])
-            if rows is None or rows[0] not in self._parameters:
+            if rows is None or rows.input not in self._parameters:
                 continue
-            value = self.graph.inputs[rows[0]]
+            value = self.graph.inputs[rows.input]
             whole = [r for r in inside if value in r.operands and r.path[0] not in self._rows]
             if not whole:
                 found[op.path[0]] = op
         return found
 
     def _inputs_of(
-        self, read: Sequence[int], sliced: Mapping[int, Operator], rows: Mapping[int, tuple[int, int, int]]
+        self, read: Sequence[int], sliced: Mapping[int, Operator], rows: Mapping[int, StackedRows]
     ) -> tuple[list[tuple[int, HeldParameter]], list[int], list[int]]:
         """Parameters (value and what it is), other inputs of the program, and values from earlier equations."""
         parts = {op.results[0]: rows[e] for e, op in sliced.items()}
@@ -259,13 +257,12 @@ class Cutter:
         for value in read:
             position = self._inputs.get(value)
             if value in parts:
-                source, start, stop = parts[value]
-                held.append((value, HeldParameter(parameter=self._parameters[source], rows=(start, stop))))
+                held.append((value, HeldParameter(parameter=self._parameters[parts[value].input], rows=parts[value])))
             elif position is not None and position in self._parameters:
                 held.append((value, HeldParameter(parameter=self._parameters[position])))
             elif position is not None:
                 others.append(position)
             elif value in self.made_at:
                 received.append(value)
-        held.sort(key=lambda one: (one[1].parameter, one[1].rows or (0, 0)))
+        held.sort(key=lambda one: (one[1].parameter, one[1].rows.first if one[1].rows is not None else 0))
         return held, sorted(others), sorted(received)

@@ -82,6 +82,10 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
             return max(_body(branch) for branch in equation.params["branches"])
         case "custom_jvp_call" | "custom_vjp_call":
             return _body(equation.params["call_jaxpr"])
+        case "custom_linear_solve":
+            return _body(equation.params["jaxprs"].solve)
+        case "custom_partitioning":
+            return _body(equation.params["call"])
     if is_remat(equation) or "jaxpr" in equation.params:
         return _body(equation.params["jaxpr"])
     if name in _MOVES:

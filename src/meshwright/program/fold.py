@@ -15,9 +15,10 @@ from itertools import pairwise
 
 from .factors import Rule
 from .graph import Graph, Operator
+from .stacked import StackedRows
 
 # What may stand between the rows of a stacked input and the scan that reads them.
-_CASTS = frozenset(["convert_element_type", "copy"])
+_PER_ROW = frozenset(["convert_element_type", "copy", "transpose"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Folded:
 
     operators: tuple[Operator, ...]
     same: Mapping[int, int]
-    rows: Mapping[int, tuple[int, int, int]]
+    rows: Mapping[int, StackedRows]
     shapes: Mapping[int, tuple[int, ...]]
 
 
@@ -41,7 +42,7 @@ def fold_pieces(
     graph: Graph,
     inside: Sequence[Operator],
     pieces: Sequence[Sequence[int]],
-    rows: Mapping[int, tuple[int, int, int]],
+    rows: Mapping[int, StackedRows],
     read_later: Mapping[int, bool],
 ) -> Folded | None:
     """Fold the pieces of each scan that a range holds several of; None if there are none, or some cannot be folded.
@@ -50,7 +51,7 @@ def fold_pieces(
       graph: the whole program.
       inside: operators of the range.
       pieces: for each scan that was cut, the equations of its pieces.
-      rows: equations that take rows out of an input: position of the input, first row, one past the last.
+      rows: equations that take rows out of an input.
       read_later: values that somebody outside the range reads.
     """
     at: dict[int, list[Operator]] = {}
@@ -63,7 +64,7 @@ def fold_pieces(
     gone: set[int] = set()
     same: dict[int, int] = {}
     changed: dict[int, Operator] = {}
-    new_rows: dict[int, tuple[int, int, int]] = {}
+    new_rows: dict[int, StackedRows] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     for group in groups:
         bodies = [at[equation] for equation in group]
@@ -95,50 +96,53 @@ def fold_pieces(
 def _stack(
     graph: Graph,
     slices: Sequence[Operator],
-    rows: Mapping[int, tuple[int, int, int]],
+    rows: Mapping[int, StackedRows],
     at: Mapping[int, Sequence[Operator]],
     trips: int,
     changed: dict[int, Operator],
-    new_rows: dict[int, tuple[int, int, int]],
+    new_rows: dict[int, StackedRows],
     shapes: dict[int, tuple[int, ...]],
 ) -> bool:
     """Make the first piece's operand the rows of all pieces; whether that can be done."""
-    found: list[tuple[int, int, int]] = []
+    found: list[StackedRows] = []
     first = -1
     for number, link in enumerate(slices):
-        value, equation = link.operands[0], None
+        value, equation, dim = link.operands[0], None, 0
         while value is not None:
             maker = graph.producer.get(value)
             operator = graph.operators[maker[0]] if maker is not None else None
             if operator is None or operator.path[0] not in at or len(operator.path) > 1:
                 return False
             if number == 0:
-                shapes[value] = (trips, *graph.values[value].shape[1:])
+                shape = graph.values[value].shape
+                shapes[value] = tuple(trips if d == dim else n for d, n in enumerate(shape))
             if operator.path[0] in rows:
                 equation = operator.path[0]
                 break
-            if operator.name not in _CASTS:
+            if operator.name not in _PER_ROW:
                 return False
+            (factor,) = operator.rule.results[0][dim]  # a dim is one factor where each row is converted by itself
+            dim = next(d for d, factors in enumerate(operator.rule.operands[0]) if factor in factors)
             if number == 0:
-                changed[operator.index] = replace(operator, rule=_with_rows(operator.rule, trips))
+                changed[operator.index] = replace(operator, rule=_with_rows(operator.rule, trips, dim))
             value = operator.operands[0]
         if equation is None:
             return False
         found.append(rows[equation])
         if number == 0:
             first = equation
-    ascending = all(a[0] == b[0] and a[2] == b[1] for a, b in pairwise(found))
-    if not ascending:
+    in_a_row = all((a.input, a.dim, a.last) == (b.input, b.dim, b.first) for a, b in pairwise(found))
+    if not in_a_row:
         return False
-    new_rows[first] = (found[0][0], found[0][1], found[-1][2])
+    new_rows[first] = replace(found[0], last=found[-1].last)
     changed[slices[0].index] = replace(slices[0], rule=_with_rows(slices[0].rule, trips))
     return True
 
 
-def _with_rows(rule: Rule, rows: int) -> Rule:
-    """The rule of an operator whose operand has so many rows."""
-    leading = set(rule.operands[0][0])
-    factors = tuple(replace(f, size=rows) if number in leading else f for number, f in enumerate(rule.factors))
+def _with_rows(rule: Rule, rows: int, dim: int = 0) -> Rule:
+    """The rule of an operator whose operand has so many rows on a dim."""
+    stacked = set(rule.operands[0][dim])
+    factors = tuple(replace(f, size=rows) if number in stacked else f for number, f in enumerate(rule.factors))
     return replace(rule, factors=factors)
 
 

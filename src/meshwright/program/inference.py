@@ -58,7 +58,7 @@ def _marked(step: Callable[..., Any]) -> Callable[..., Any]:
 
         closed = jax.make_jaxpr(core)(*leaves)
         inputs = [*closed.consts, *leaves]
-        made = value_and_grad_p.bind(*inputs, jaxpr=hoist_consts(closed), num_consts=len(inputs))
+        made = value_and_grad_p.bind(*inputs, jaxpr=hoist_consts(closed), num_consts=len(inputs), reduction=None)
         return jax.tree.unflatten(trees["out"], made[1:])
 
     marked.__name__ = getattr(step, "__name__", "the step")

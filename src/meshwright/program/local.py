@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
-from .._jax.random import is_key, random_bits_block
+from .._jax.random import is_key, random_bits_at, split_at
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
+from .kernels import evaluate_kernel
+from .places import rows_in_batch
 from .split import Split
 
 # Reductions whose partial results combine by one collective.
@@ -28,6 +30,7 @@ COMBINE: Mapping[str, str] = {
     "reduce_sum": "sum",
     "dot_general": "sum",
     "conv_general_dilated": "sum",
+    "custom_partitioning": "sum",
     "gather": "sum",
     "scatter-add": "sum",
     "reduce_max": "max",
@@ -55,11 +58,11 @@ def _reshape(equation: Equation, split: Split, operands: Sequence[Any]) -> Seque
 def _iota(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
     del operands
     aval, along = equation.outvars[0].aval, equation.params["dimension"]
-    block = lax.broadcasted_iota(aval.dtype, _result_shape(equation, split), along)
-    dim = split.rule.results[0][along]
-    if split.dim_axes(dim):
-        block = block + split.offset(aval.shape[along], dim).astype(aval.dtype)
-    return (block,)
+    shape = _result_shape(equation, split)
+    whole = equation.params.get("whole", aval.shape)[along]
+    at = slice(along, along + 1)
+    (indices,) = _positions(split, aval.shape[at], (whole,), split.rule.results[0][at])
+    return (lax.broadcast_in_dim(indices.astype(aval.dtype), shape, (along,)),)
 
 
 def _slice(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
@@ -75,22 +78,40 @@ def _dynamic_slice(equation: Equation, split: Split, operands: Sequence[Any]) ->
 
 
 def _random_bits(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
-    shape = equation.params["shape"]
-    dims = split.rule.results[0]
-    local = split.local_shape(shape, dims)
-    offsets = [split.offset(n, dim) if split.dim_axes(dim) else 0 for n, dim in zip(shape, dims, strict=True)]
-    return (random_bits_block(operands[0], equation.params["bit_width"], shape, local, offsets),)
+    shape, (keys,) = equation.params["shape"], operands
+    whole = equation.params.get("whole", shape)
+    positions = _positions(split, shape, whole, split.rule.results[0][keys.ndim :])
+    return (random_bits_at(keys, equation.params["bit_width"], whole, positions),)
+
+
+def _random_split(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:
+    shape, (keys,) = equation.params["shape"], operands
+    whole = equation.params.get("whole", shape)
+    return (split_at(keys, whole, _positions(split, shape, whole, split.rule.results[0][keys.ndim :])),)
+
+
+def _positions(split: Split, shape: Sequence[int], whole: Sequence[int], dims: Dims) -> list[Any]:
+    """For each dim of a draw the indices of this device's block, in the whole batch."""
+    found = []
+    for extent, of_all, dim in zip(shape, whole, dims, strict=True):
+        indices = jnp.arange(extent // split.blocks(dim), dtype=jnp.uint32)
+        if split.dim_axes(dim):
+            indices = indices + split.offset(extent, dim).astype(jnp.uint32)
+        found.append(indices if extent == of_all else rows_in_batch(indices, extent, of_all))
+    return found
 
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _WINDOWED = ("conv_general_dilated", *POOLS)
 _EVALUATORS: Mapping[str, Evaluator] = {
     "broadcast_in_dim": _broadcast_in_dim,
+    "custom_partitioning": evaluate_kernel,
     "reshape": _reshape,
     "iota": _iota,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "random_bits": _random_bits,
+    "random_split": _random_split,
     "gather": gather,
     "ragged_dot_general": ragged_dot,
     **dict.fromkeys(_SCATTERS, scatter),
@@ -104,7 +125,7 @@ def evaluate_local(equation: Equation, split: Split, operands: Sequence[Any]) ->
 
     Results of a sum are left partial; a maximum or minimum is combined at once, since no later collective could.
     """
-    if not any(split.axes):
+    if not any(split.axes) and "whole" not in equation.params:
         return bind(equation, *operands)
     name = equation.primitive.name
     combine = COMBINE.get(name)
@@ -162,11 +183,12 @@ _WHOLE: Mapping[str, Callable[[Equation, Rule], set[int]]] = {
 
 
 # Operators on elements: of blocks of any shape they give a block of that shape, and nobody has to try.
-_ON_ELEMENTS = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div
-    eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne
-    neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor""".split()  # noqa: SIM905 (a table, not a column)
+ON_ELEMENTS = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or polygamma pow
+    random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt select_n sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor zeta""".split()  # noqa: SIM905 (a table, not a column)
 )
 
 
@@ -204,7 +226,7 @@ def restrict(equation: Equation, rule: Rule, *, differentiated: bool) -> Rule:
     if name in _WINDOWED:
         unsure = [f for f in rule.splittable if rule.factors[f].kind != "spatial"]
     else:
-        unsure = rule.splittable if name not in _EVALUATORS and name not in _ON_ELEMENTS else ()
+        unsure = rule.splittable if name not in _EVALUATORS and name not in ON_ELEMENTS else ()
     return rule.with_whole([f for f in unsure if not _is_shape_free(equation, rule, f)])
 
 

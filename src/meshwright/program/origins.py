@@ -54,7 +54,7 @@ def operator_origins(graph: Graph) -> tuple[tuple[Origin, ...], ...]:
         whole, places = graph.part_of
         of_whole = operator_origins(whole)
         return tuple(of_whole[place] for place in places)
-    indices = _Indices(graph)
+    indices = Indices(graph)
     found = _origins(graph, indices)
     return tuple(tuple(found[indices.of(op.index, f)] for f in range(len(op.rule.factors))) for op in graph.operators)
 
@@ -80,7 +80,7 @@ def _leading(operator: Operator, factors: Sequence[int]) -> int | None:
     return next((f for f in factors if operator.rule.factors[f].size > 1), None)
 
 
-class _Indices:
+class Indices:
     """The union-find over factors of operators and dims of values."""
 
     def __init__(self, graph: Graph) -> None:
@@ -126,7 +126,7 @@ def _tensors(operator: Operator) -> Iterator[tuple[int, tuple[tuple[int, ...], .
         yield from ((v, t) for v, t in zip(values, tensors, strict=True) if v is not None)
 
 
-def _origins(graph: Graph, indices: _Indices) -> Mapping[int, Origin]:
+def _origins(graph: Graph, indices: Indices) -> Mapping[int, Origin]:
     """The origin of every index."""
     inputs: dict[int, set[tuple[str, int]]] = {}
     stored: set[int] = set()
@@ -168,7 +168,7 @@ def _origins(graph: Graph, indices: _Indices) -> Mapping[int, Origin]:
     return {index: Origin(frozenset(inputs.get(index, ())), kind(index)) for index in every}
 
 
-def _read_by_products(graph: Graph, indices: _Indices, of_data: set[int]) -> tuple[set[int], set[int]]:
+def _read_by_products(graph: Graph, indices: Indices, of_data: set[int]) -> tuple[set[int], set[int]]:
     """Indices of parameters that products read; and of them those that a product has everywhere."""
     read: set[int] = set()
     stacked: set[int] = set()

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Sequence, Set as AbstractSet
 from typing import Any
 
+from .._jax.effects import first_effect, in_custom_derivative
 from .._jax.jaxpr import (
     Equation,
     Jaxpr,
@@ -26,7 +27,8 @@ from .._jax.jaxpr import (
 )
 from .._jax.shardy import lower_with_rules
 from .factors import Composer, Rule, compose, whole_rule
-from .local import has_keys, restrict
+from .kernels import is_partitioned_kernel, kernel_rule
+from .local import ON_ELEMENTS, has_keys, restrict
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "cond", "while")
 # One element in, one out; a partial sum passes through unchanged.
@@ -51,7 +53,7 @@ def call_bodies(equation: Equation) -> list[Jaxpr]:
         case "while":
             return [open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])]
         case "custom_jvp_call" | "custom_vjp_call":
-            return [open_jaxpr(inline(params["call_jaxpr"]))]
+            return [open_jaxpr(inline(params["call_jaxpr"], caller=equation))]
     raise AssertionError(equation.primitive.name)
 
 
@@ -84,9 +86,13 @@ class Rules:
                     self._plain[key] = _SHARDY[key]
                 elif key not in self._plain:
                     wanted.setdefault(key, plain)
-        lowerable = {key: eqn for key, eqn in wanted.items() if not has_keys(eqn)}
+        lowerable = {k: eqn for k, eqn in wanted.items() if not has_keys(eqn) and not is_partitioned_kernel(eqn)}
         for key, eqn in wanted.items():
-            if key not in lowerable:
+            if is_partitioned_kernel(eqn):
+                self._plain[key], why = kernel_rule(eqn)
+                if _runs_whole(self._plain[key]):
+                    _warn_whole(eqn, why)
+            elif key not in lowerable:
                 self._plain[key] = _key_rule(eqn)
         for (key, eqn), lowered in zip(lowerable.items(), _lower(list(lowerable.values())), strict=True):
             operands = [atom.aval.shape for atom in eqn.invars]
@@ -95,7 +101,9 @@ class Rules:
             else:
                 rule = compose(lowered, operands, masks=eqn.primitive.name in ("gather", "scatter-add"))
                 unknown = [op.name for op in lowered.ops if op.rule is None and op.operands]
-                if unknown and eqn.primitive.name != "top_k" and rule.factors and not rule.splittable:
+                if unknown and eqn.primitive.name in ON_ELEMENTS:
+                    rule = _elements_rule(eqn) or rule  # lowered to a loop (the incomplete gamma function)
+                if unknown and eqn.primitive.name != "top_k" and _runs_whole(rule):
                     _warn_whole(eqn, f"no sharding rule is known for {unknown[0]}")
                 elif _is_lasting(key):
                     _SHARDY[key] = rule  # every program is warned of the others
@@ -126,7 +134,11 @@ class Rules:
         mesh JAX would remember a rule's program for that mesh alone."""
         key = self._signature(equation)
         if key not in self._derivatives:
-            self._derivatives[key] = vjp_parts(equation)
+            parts = vjp_parts(equation)
+            effect = first_effect(parts.forward) or first_effect(parts.backward)
+            if effect is not None:
+                raise in_custom_derivative(effect)
+            self._derivatives[key] = parts
         return self._derivatives[key]
 
     def rule(self, equation: Equation, *, differentiated: bool) -> Rule:
@@ -140,7 +152,9 @@ class Rules:
                 shared = (plain, *key)
                 rule = _RESTRICTED.get(shared)
                 if rule is None:
-                    rule = plain if has_keys(equation) else restrict(equation, plain, differentiated=differentiated)
+                    rule = plain
+                    if not has_keys(equation) and not is_partitioned_kernel(equation):
+                        rule = restrict(equation, plain, differentiated=differentiated)
                     if _is_lasting(key[0]):
                         _RESTRICTED[shared] = rule
                 if equation.primitive.name == "top_k":
@@ -284,6 +298,11 @@ def _lower(equations: Sequence[Equation]) -> list[Any]:
         return [*_lower(equations[:half]), *_lower(equations[half:])]
 
 
+def _runs_whole(rule: Rule) -> bool:
+    """Whether there are dims, and none that can be split."""
+    return any(factor.size > 1 for factor in rule.factors) and not rule.splittable
+
+
 def _warn_whole(equation: Equation, why: str) -> None:
     warnings.warn(
         f"{equation.primitive.name} at {source_line(equation)} runs whole on every device: {why}",
@@ -324,6 +343,16 @@ def _identity(param: Any) -> Hashable:
 def _is_lasting(signature: tuple[Any, ...]) -> bool:
     """Whether a signature says the same in another program: an address may be another object's there."""
     return isinstance(signature[1], str) and " at 0x" not in signature[1]
+
+
+def _elements_rule(equation: Equation) -> Rule | None:
+    """The rule of an operator on elements; None where its operands are not all of one shape."""
+    shapes = [tuple(atom.aval.shape) for atom in (*equation.invars, *equation.outvars)]
+    if len(set(shapes)) > 1:
+        return None
+    composer = Composer()
+    same = composer.tensor(shapes[0])
+    return composer.rule([same] * len(equation.invars), [same] * len(equation.outvars))
 
 
 def _key_rule(equation: Equation) -> Rule:

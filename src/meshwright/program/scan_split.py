@@ -3,8 +3,8 @@
 A scan of n trips over stacked rows is, for any n = a + b, a scan over the first a rows whose carry starts a scan over
 the other b. Nothing is unrolled: the body stays one jaxpr, called with fewer trips. Stacked operands are sliced,
 stacked results concatenated after the last piece. A scan that runs in reverse begins with its last rows, so its first
-piece takes those. A stacked operand that was converted to another dtype as a whole is sliced first and converted piece
-by piece.
+piece takes those. A stacked operand that was converted as a whole to another dtype or order of dims (layers stacked on
+dim 1) is sliced first and converted piece by piece.
 
 Each piece reads its rows of a stacked parameter and no other: `stacked_rows` says which, and `program.cut` makes them
 the stage's own parameter, so that no stage holds the rows of another.
@@ -18,6 +18,7 @@ from .._jax.jaxpr import ClosedJaxpr, open_jaxpr, scan_parts, source_line
 from .._jax.scan import input_rows, split_scans_at
 from ..errors import PlanError
 from .graph import Graph
+from .stacked import StackedRows
 
 
 def split_scans(closed: ClosedJaxpr, trips: Mapping[int, Sequence[int]]) -> ClosedJaxpr:
@@ -55,13 +56,10 @@ def split_with_starts(
     return split_scans_at(closed, trips)
 
 
-def stacked_rows(closed: ClosedJaxpr) -> dict[int, tuple[int, int, int]]:
-    """The equations that take rows of dim 0 out of an input for scans alone.
-
-    Returns:
-      By position of the top-level equation: the input's position, the first row and the one past the last.
-    """
-    return input_rows(closed)
+def stacked_rows(closed: ClosedJaxpr) -> dict[int, StackedRows]:
+    """The equations that take rows out of an input for scans alone, by position of the top-level equation."""
+    found = input_rows(closed).items()
+    return {at: StackedRows(input=i, dim=d, first=first, last=last) for at, (i, d, first, last) in found}
 
 
 def trips_for_layers(graph: Graph, layers: int) -> dict[int, tuple[int, ...]]:

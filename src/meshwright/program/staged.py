@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from .._jax.jaxpr import ClosedJaxpr, open_jaxpr, scan_parts
+from ..errors import PlanError
 from .build import build_graph
 from .cut import Cutter
 from .graph import Graph
 from .layers import DEFAULT_LAYERS, cluster_layers
 from .rules import Rules
 from .scan_split import split_with_starts, stacked_rows, trips_for_layers
+from .stacked import StackedRows
 from .trace import Program
 
 
@@ -36,7 +38,7 @@ class StagedProgram:
     """
 
     graph: Graph
-    rows: Mapping[int, tuple[int, int, int]]
+    rows: Mapping[int, StackedRows]
     scan_splits: Mapping[int, tuple[int, ...]]
     layers: tuple[tuple[int, int], ...]
     piece_starts: Mapping[tuple[int, int], int]
@@ -120,11 +122,23 @@ def staged_program(
         if _equations(core) == _equations(like.core):
             cuts = [first for first, _ in like.layers[1:]]
             return _staged(program, core, starts, splits, layers=1, cuts=cuts)
+    _check_memory(program)
     if scan_splits is None:
         scan_splits = _trips_of_scans(program, layers)
     core, starts, splits = _split(program, scan_splits)
     cuts = cuts or _boundaries(program, core, starts, splits)
     return _staged(program, core, starts, splits, layers=layers, cuts=cuts, exactly=exactly)
+
+
+def _check_memory(program: Program) -> None:
+    hosted = sorted(program.host_inputs)
+    if hosted or program.host_outputs:
+        name = program.input_names[hosted[0]] if hosted else "results"
+        raise PlanError(
+            refused="several stages", got=f"{name} kept in the host's memory",
+            needed="arguments and results in the memory of devices: stages keep theirs there", where=name,
+            try_="stages=1, or a step that moves nothing to jax.memory.Space.Host",
+        )  # fmt: skip
 
 
 def _equations(core: ClosedJaxpr) -> list[tuple[str, int]]:

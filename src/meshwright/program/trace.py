@@ -7,24 +7,33 @@ state. Any other step (plain `jax.grad`, inference) is planned whole, as one for
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
-from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr
+from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
+from .._jax.lifting import lift_from_loss
+from .._jax.placement import cut_placement, placement
 from ..errors import PlanError
+from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
 from .build import build_graph
+from .donation import named_inputs
 from .graph import Graph
-from .reduction import Reduction, aux_reductions, loss_reduction, results_of
+from .marking import HOW_TO_MARK, marks_words
+from .places import notes_on_draws, placed
+from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
 from .state import StateLeaf
-from .traced_step import TracedStep, core_of, fingerprint, trace_step, traced
+from .step_notes import step_notes
+from .traced_step import TracedStep, core_of, fingerprint, lifted, trace_step, traced, without_dead_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,9 @@ class Program:
       microbatches: into how many parts the batch is cut.
       input_names: path of each input of the step.
       state_inputs: how many of the step's leading inputs are state, that is, come back as its leading outputs.
+      donated: the inputs whose buffers the step may take over.
+      host_inputs: the inputs that are kept in the host's memory, state that is left there among them.
+      host_outputs: the results that are.
       state: for each state input, how its dims relate to the parameters'.
       parameter_inputs: for each differentiated core input, the input of the step it is, or None if it is computed.
       core_inputs: for each other core input, the input of the step it is, or None.
@@ -49,8 +61,12 @@ class Program:
       out_tree: structure of its results.
       fingerprint: equal for equal programs at equal shapes.
       reduction: how losses of microbatches combine, "mean" or "sum".
+      reduction_given: whether the user says so, so that each microbatch has statistics of its own.
       aux_reductions: with microbatches, how each of the core's other results combines.
       boundaries: where the user ended layers of the core (`meshwright.layer_boundary`).
+      notes: what a plan in these microbatches has to say of the step.
+      effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
+      piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if any.
     """
 
     outer: ClosedJaxpr
@@ -63,6 +79,9 @@ class Program:
     microbatches: int
     input_names: tuple[str, ...]
     state_inputs: int
+    donated: frozenset[int]
+    host_inputs: frozenset[int]
+    host_outputs: frozenset[int]
     state: tuple[StateLeaf | None, ...]
     parameter_inputs: tuple[int | None, ...]
     core_inputs: tuple[int | None, ...]
@@ -70,8 +89,12 @@ class Program:
     out_tree: Any
     fingerprint: str
     reduction: str
+    reduction_given: bool = False
     aux_reductions: tuple[Reduction, ...] = ()
     boundaries: Boundaries = field(default_factory=Boundaries)
+    notes: tuple[str, ...] = ()
+    effects: Effects = NO_EFFECTS
+    piece: int = 0
 
     @property
     def marked(self) -> bool:
@@ -80,7 +103,8 @@ class Program:
 
 
 def abstract(args: Any) -> Any:
-    """The arguments as shapes and dtypes; refuses leaves that are not arrays, naming them."""
+    """The arguments as shapes and dtypes, with what programs know of their places (`placement`); refuses leaves that
+    are not arrays, naming them."""
 
     def one(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, (bool, int, float, complex, np.generic)):
@@ -101,7 +125,8 @@ def abstract(args: Any) -> Any:
             )  # fmt: skip
         # NumPy's 64-bit numbers become JAX's 32-bit ones; a Python scalar takes the dtype of what it meets.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
+        weak_type = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak_type, sharding=placement(leaf))
 
     _refuse_modules(args)
     return jax.tree_util.tree_map_with_path(one, args)
@@ -133,6 +158,7 @@ def trace_program(
     microbatches: int = 1,
     batch_axis: int = 0,
     reduction: str | None = None,
+    donate: Any = None,
     trace: Callable[..., TracedStep] = trace_step,
 ) -> Program:
     """Trace `step` on arguments of the given shapes.
@@ -143,6 +169,7 @@ def trace_program(
       microbatches: into how many parts to cut the batch.
       batch_axis: which axis of every array outside the state is the batch.
       reduction: "mean" or "sum", how losses of microbatches combine; None to find out from the program.
+      donate: the arguments whose buffers the step may take over; None for those that the step says (`donation`).
       trace: of a step and shapes what programs in all numbers of microbatches share, for whoever remembers it.
 
     Raises:
@@ -152,39 +179,66 @@ def trace_program(
     _check_request(microbatches, batch_axis, reduction)
     _check_batch(shapes, microbatches, batch_axis)
     whole = trace(step, shapes)
+    donated = whole.donated if donate is None else named_inputs(donate, shapes)
+    notes = step_notes(whole, said=donate is not None)
     markers = whole.markers
     if len(markers) != 1:
         if microbatches > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=f"a step with {len(markers)} calls of meshwright.value_and_grad", needed="exactly one",
+                got=marks_words(whole.outer), needed="exactly one, outside of loops",
                 where=getattr(step, "__name__", "the step"),
-                try_="meshwright.value_and_grad in place of jax.value_and_grad, or microbatches=1",
+                try_=f"{HOW_TO_MARK}, or microbatches=1",
             )  # fmt: skip
-        return _uncut(whole)
-    marker = markers[0]
-    equation = open_jaxpr(whole.outer).eqns[marker]
+        return _uncut(whole, donated, notes)
+    outer, marker, sources = whole.outer, markers[0], whole.sources
+    equation = open_jaxpr(outer).eqns[marker]
     num_consts = equation.params["num_consts"]
     core, boundaries = whole.core
     split_dims: tuple[int | None, ...] = (None,) * num_consts
     combined: tuple[Reduction, ...] = ()
+    effects = whole.effects
+    piece = 0
+    reduction = reduction or equation.params["reduction"]
+    given = reduction is not None
     if microbatches > 1:
         small = _microbatch_shapes(shapes, microbatches, batch_axis)
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
+        small_call, in_loss = lift_from_loss(small_call, microbatches)
+        effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
-        results = results_of(full_core, core, microbatches, split_dims)
+        # Who says how microbatches combine lets each have statistics of its own.
+        found = None
         if reduction is None:
-            reduction = loss_reduction(results)
-        combined = aux_reductions(results)
-    sources = whole.sources
+            found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules)
+        degrees: tuple[int, ...] = ()
+        if found is not None:
+            full_core, degrees = eliminate_dead_code(found.full), found.degrees
+            core, boundaries = without_dead_code(found.small, boundaries)
+        results = results_of(full_core, core, microbatches, split_dims, whole.rules, degrees)
+        if reduction is None:
+            piece, reduction = results.piece, loss_reduction(results)
+        else:
+            notes += (*_accepted(results, reduction), *_groups(results, full_call, split_dims, reduction))
+        combined = aux_reductions(results, each=in_loss.count, accepted=given)
+        core = placed(full_core, core, microbatches, whole.rules)
+        if found is not None:
+            core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
+            outer, marker = marked_with(outer, marker, found, num_consts)
+            equation = open_jaxpr(outer).eqns[marker]
+            whole.rules.prepare([(one, False) for one in open_jaxpr(found.statistics).eqns])
+            sources = (*sources[:num_consts], *(None for _ in degrees), *sources[num_consts:])
+            split_dims += (None,) * len(degrees)
+            num_consts += len(degrees)
+        outer = _with_rows(outer, marker, core, in_loss.count, microbatches)
     input_names = [whole.names[s] if s is not None else f"core input {i}" for i, s in enumerate(sources)]
     parameters = range(num_consts, len(equation.invars))
     rules = whole.rules
     graph = build_graph(core, rules, parameters=parameters, losses=[0], input_names=input_names)
     return Program(
-        outer=whole.outer,
+        outer=outer,
         core=core,
         graph=graph,
         rules=rules,
@@ -194,6 +248,9 @@ def trace_program(
         microbatches=microbatches,
         input_names=whole.names,
         state_inputs=whole.state_inputs,
+        donated=donated,
+        host_inputs=whole.host_inputs,
+        host_outputs=whole.host_outputs,
         state=whole.state,
         parameter_inputs=sources[num_consts:],
         core_inputs=sources[:num_consts],
@@ -201,21 +258,70 @@ def trace_program(
         out_tree=whole.out_tree,
         fingerprint=whole.fingerprint(microbatches),
         reduction=reduction or "mean",
+        reduction_given=given,
         aux_reductions=combined,
         boundaries=boundaries,
+        notes=(*notes, *notes_on_draws(core)),
+        effects=effects,
+        piece=piece,
     )
 
 
-def _uncut(whole: TracedStep) -> Program:
+def _accepted(results: Results, reduction: str) -> tuple[str, ...]:
+    """What the user accepts who says how the losses of microbatches combine."""
+    try:
+        found = loss_reduction(results)
+    except PlanError as error:
+        return (
+            f'reduction="{reduction}" is taken for {error.got} ({error.where}): every microbatch computes it of its '
+            "own examples, which gives other numbers than the whole batch",
+        )
+    if found == reduction:
+        return ()
+    return (f'reduction="{reduction}" is taken for a loss that is a {found} over the batch',)
+
+
+def _with_rows(outer: ClosedJaxpr, marker: int, core: ClosedJaxpr, effects: int, microbatches: int) -> ClosedJaxpr:
+    """The step with a row for each microbatch in what effects of the loss function read, at a microbatch's size.
+
+    Args:
+      outer: the step at the full batch.
+      marker: position of its marked equation.
+      core: its loss function at the size of a microbatch, whose last results are read by effects.
+      effects: how many.
+      microbatches: into how many parts the batch is cut.
+    """
+    if not effects:
+        return outer
+    avals = [atom.aval for atom in open_jaxpr(core).outvars]
+    rows = {len(avals) - n: (microbatches, *avals[-n].shape[1:]) for n in range(1, effects + 1)}
+    return with_result_shapes(outer, marker, rows)
+
+
+def _groups(results: Results, call: MarkedCall, split_dims: Sequence[int | None], reduction: str) -> tuple[str, ...]:
+    """What is accepted of groups of neighbouring examples (pairs, tokens that are dealt together)."""
+    batch = math.gcd(*(shape[d] for shape, d in zip(call.shapes, split_dims, strict=False) if d is not None))
+    if results.piece == 0 or results.piece % batch == 0:
+        return ()
+    examples = batch // math.gcd(results.piece, batch)
+    return (
+        f'reduction="{reduction}" is taken for a loss of groups of {examples} neighbouring examples: where a '
+        "microbatch has fewer neighbours of a device's part of the batch, groups are of other examples",
+    )
+
+
+def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -> Program:
     """A step without a core, or with several, as one program."""
-    core = eliminate_dead_code(inline(inline_value_and_grad(whole.outer)))
+    pure, effects = lifted(inline(inline_value_and_grad(whole.outer)))
+    core = eliminate_dead_code(pure)
     names = whole.names
     return Program(
         outer=core, core=core, graph=build_graph(core, whole.rules, input_names=names), rules=whole.rules, marker=None,
         num_consts=len(names), split_dims=(None,) * len(names), microbatches=1, input_names=names,
-        state_inputs=whole.state_inputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
+        state_inputs=whole.state_inputs, donated=donated, host_inputs=whole.host_inputs,
+        host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
-        fingerprint=fingerprint(core), reduction="mean",
+        fingerprint=fingerprint(core), reduction="mean", notes=(*notes, *notes_on_draws(core)), effects=effects,
     )  # fmt: skip
 
 
@@ -232,8 +338,8 @@ def _trace_small(step: Callable[..., Any], shapes: tuple[Any, ...], microbatches
     try:
         found = traced_to_call(step, shapes) if alone else None
         if found is None:
-            outer, _ = traced(step, shapes)
-            found = _call(next(e for e in open_jaxpr(outer).eqns if e.primitive is value_and_grad_p))
+            outer = open_jaxpr(traced(step, shapes))
+            found = _call(next(e for e in outer.eqns if e.primitive is value_and_grad_p))
     except (TypeError, ValueError) as error:
         raise PlanError(
             refused=f"microbatches={microbatches}", got=f"a step that fails at the size of a microbatch ({error})",
@@ -325,7 +431,8 @@ def _microbatch_shapes(shapes: tuple[Any, ...], microbatches: int, batch_axis: i
         shape = list(leaf.shape)
         if batched:
             shape[batch_axis] //= microbatches
-        small.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type))
+        place = cut_placement(leaf.sharding, tuple(shape))
+        small.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, weak_type=leaf.weak_type, sharding=place))
     return jax.tree.unflatten(tree, small)
 
 

@@ -11,8 +11,13 @@ from typing import Any
 import jax
 
 from .._jax.boundary import Boundaries
+from .._jax.effects import NO_EFFECTS, Effects
 from .._jax.grad import marked_calls, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, is_literal, open_jaxpr
+from .._jax.lifting import lift_effects
+from .._jax.placement import in_host_memory
+from .._jax.trace import trace
+from .donation import donated_inputs
 from .rules import Rules
 from .state import StateLeaf, relate_state
 
@@ -22,25 +27,37 @@ class TracedStep:
     """A step, traced once.
 
     Args:
-      outer: the whole step, `jit` calls inlined.
+      outer: the whole step, `jit` calls inlined; where it has one marked equation, without effects.
       names: path of each input.
       state_inputs: how many of the leading inputs come back as the leading outputs.
+      donated: the inputs whose buffers the step takes over, as it says itself (`donation`).
+      wishes: what it says about layouts (`_jax.trace`), of which the plan decides.
+      offloads: where it moves what it computes on with to the host's memory (there).
+      host_inputs: the inputs that are kept in the host's memory.
+      host_outputs: the results that are.
       in_tree: structure of the arguments.
       out_tree: structure of the results.
+      effects: lifted out of a step with one marked equation: what they read are further results of `outer`.
       rules: factor rules of the step's equations and of its programs'.
     """
 
     outer: ClosedJaxpr
     names: tuple[str, ...]
     state_inputs: int
+    donated: frozenset[int]
+    wishes: tuple[str, ...]
+    offloads: tuple[str, ...]
+    host_inputs: frozenset[int]
+    host_outputs: frozenset[int]
     in_tree: Any
     out_tree: Any
+    effects: Effects = NO_EFFECTS
     rules: Rules = field(default_factory=Rules)
 
     @cached_property
     def markers(self) -> tuple[int, ...]:
         """Positions of its `value_and_grad` equations."""
-        return tuple(i for i, eqn in enumerate(open_jaxpr(self.outer).eqns) if eqn.primitive is value_and_grad_p)
+        return _markers(self.outer)
 
     @cached_property
     def has_one_call(self) -> bool:
@@ -80,7 +97,11 @@ class TracedStep:
 def core_of(loss: ClosedJaxpr) -> tuple[ClosedJaxpr, Boundaries]:
     """The program of a loss function without dead code, and the layer boundaries in it."""
     written = Boundaries()
-    whole = inline(loss, boundaries=written)
+    return without_dead_code(inline(loss, boundaries=written), written)
+
+
+def without_dead_code(whole: ClosedJaxpr, written: Boundaries) -> tuple[ClosedJaxpr, Boundaries]:
+    """An inlined program without dead code, and the layer boundaries that were in it."""
     core = eliminate_dead_code(whole)
     # What is left has the variables it had, some of them dropped.
     places = {id(var): place for place, eqn in enumerate(open_jaxpr(whole).eqns) for var in eqn.outvars}
@@ -100,18 +121,38 @@ def trace_step(step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
       step: a function of arrays; the first argument is the state if the first result has its structure and shapes.
       shapes: its arguments (`abstract`).
     """
-    outer, out_tree = traced(step, shapes)
+    found = trace(step, shapes)
+    outer, out_tree = inline(found.program), jax.tree.structure(found.results)
+    state_inputs = _state_inputs(outer, shapes, out_tree)
+    donated = donated_inputs(found.program, outer, state_inputs)
+    # State stays where the step leaves it: what comes from elsewhere is moved there before the first step.
+    hosted = [*found.hosted[:state_inputs], *map(in_host_memory, jax.tree.leaves(shapes)[state_inputs:])]
+    host_inputs = frozenset(i for i, is_one in enumerate(hosted) if is_one)
+    effects = NO_EFFECTS
+    if len(_markers(outer)) == 1:  # else it is planned whole, and lifted then, when its derivatives are in line
+        outer, effects = lifted(outer)
     return TracedStep(
-        outer=outer, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
+        outer=outer, effects=effects, out_tree=out_tree, in_tree=jax.tree.structure(shapes),
         names=tuple(f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(shapes)),
-        state_inputs=_state_inputs(outer, shapes, out_tree),
+        state_inputs=state_inputs, donated=donated, wishes=found.wishes,
+        offloads=found.offloads, host_inputs=host_inputs,
+        host_outputs=frozenset(i for i, is_one in enumerate(found.hosted) if is_one),
     )  # fmt: skip
 
 
-def traced(step: Callable[..., Any], shapes: tuple[Any, ...]) -> tuple[ClosedJaxpr, Any]:
-    """A step's program, `jit` calls inlined, and the structure of its results."""
-    closed, out_shape = jax.make_jaxpr(step, return_shape=True)(*shapes)
-    return inline(closed), jax.tree.structure(out_shape)
+def traced(step: Callable[..., Any], shapes: tuple[Any, ...]) -> ClosedJaxpr:
+    """A step's program, `jit` calls inlined."""
+    return inline(trace(step, shapes).program)
+
+
+def lifted(program: ClosedJaxpr) -> tuple[ClosedJaxpr, Effects]:
+    """As `lift_effects`, `jit` calls inlined."""
+    pure, effects = lift_effects(program)
+    return (inline(pure), effects) if effects.lifted else (program, effects)
+
+
+def _markers(outer: ClosedJaxpr) -> tuple[int, ...]:
+    return tuple(i for i, eqn in enumerate(open_jaxpr(outer).eqns) if eqn.primitive is value_and_grad_p)
 
 
 def _state_inputs(outer: ClosedJaxpr, shapes: tuple[Any, ...], out_tree: Any) -> int:

@@ -27,14 +27,17 @@ class Traces:
 
     Args:
       step: of the user.
+      donate: the arguments whose buffers it may take over, as of jax.jit's `donate_argnums`; None for those that the
+        step says itself (`donation`).
 
     Attributes:
       seconds: that tracing and cutting into layers have taken.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(self, step: Callable[..., Any], donate: Any = None) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step = step
+        self._donate = donate
         self.seconds = 0.0
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
@@ -58,7 +61,7 @@ class Traces:
             with self._timed():
                 self._programs[key] = trace_program(
                     self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction,
-                    trace=self._traced,
+                    donate=self._donate, trace=self._traced,
                 )  # fmt: skip
         return self._programs[key]
 
@@ -93,7 +96,7 @@ class Traces:
 
     def _key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         leaves, tree = jax.tree.flatten(abstract(tuple(args)))
-        return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in leaves)
+        return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves)
 
     def staged(self, program: Program, like: StagedProgram | None = None) -> StagedProgram:
         """As `staged_program`, of programs that `program` and `staged` gave."""
@@ -104,6 +107,6 @@ class Traces:
         return self._staged[key]
 
 
-def traces_of(step: Callable[..., Any]) -> Traces:
-    """The step with a memory, the one that it has already or a new one."""
-    return step if isinstance(step, Traces) else Traces(step)
+def traces_of(step: Callable[..., Any], donate: Any = None) -> Traces:
+    """The step with a memory, the one that it has already or a new one; `donate` as of `Traces`."""
+    return step if isinstance(step, Traces) else Traces(step, donate)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..errors import PlanError
+from .watch import watch
 
 # Every process asks for the same texts in the same order, so a count names them.
 _count = itertools.count()
@@ -84,21 +85,25 @@ def exchange_texts(text: str, *, among: Sequence[int], about: str, timeout_secon
         return {me: text}
     _exchanges[those] += 1
     key = f"meshwright/{'-'.join(map(str, those))}/{_exchanges[those]}"
-    distributed.publish(f"{key}/{me}", text)
-    said = {me: text}
-    for other in those:
-        if other != me:
-            try:
-                said[other] = distributed.read(f"{key}/{other}", timeout_seconds)
-            except TimeoutError as error:
-                silent = [p for p in those if p not in said and (p == other or not _has_said(f"{key}/{p}"))]
-                raise _silence(silent, me, those, about, timeout_seconds) from error
-            except Exception as error:  # the coordinator's connection, whose errors are many
-                raise PlanError(
-                    refused=f"to go on with {about}", got=f"no connection to the coordinator: {error}",
-                    needed="process 0, which holds it", where=f"process {me}", try_="looking at the log of process 0",
-                ) from error  # fmt: skip
-    return said
+    with watch.call("an agreement", those):
+        distributed.publish(f"{key}/{me}", text)
+        return {p: text if p == me else _said(key, p, me, those, about, timeout_seconds) for p in those}
+
+
+def _said(key: str, other: int, me: int, those: Sequence[int], about: str, timeout_seconds: float) -> str:
+    """What another process says."""
+    from .._jax import distributed
+
+    try:
+        return distributed.read(f"{key}/{other}", timeout_seconds)
+    except TimeoutError as error:
+        silent = [p for p in those if p == other or (p != me and not _has_said(f"{key}/{p}"))]
+        raise _silence(silent, me, those, about, timeout_seconds) from error
+    except Exception as error:  # the coordinator's connection, whose errors are many
+        raise PlanError(
+            refused=f"to go on with {about}", got=f"no connection to the coordinator: {error}",
+            needed="process 0, which holds it", where=f"process {me}", try_="looking at the log of process 0",
+        ) from error  # fmt: skip
 
 
 def _has_said(key: str) -> bool:

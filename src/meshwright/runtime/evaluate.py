@@ -178,7 +178,7 @@ class ShardedProgram:
             inner = dict(lazy)
             for (var, value), shard in zip(real.items(), shards, strict=True):
                 inner[var] = LocalValue(shard, value.spec, self._sizes, differentiated=value.differentiated)
-            made[:] = run(inner)
+            made[:] = [value.leave() for value in run(inner)]
             return [value.shard for value in made if not value.is_lazy]
 
         shards = iter(jax.checkpoint(on_shards, **options)([value.shard for value in real.values()]))
@@ -249,7 +249,9 @@ class ShardedProgram:
             results = evaluate_local(equation, Split(rule, algorithm.axes, self._sizes), shards)
             return LocalValue(results[position], algorithm.results[position], self._sizes).read(Spec(spec.dims))
 
-        return LocalValue(None, Spec.replicated(len(rule.results[position])), self._sizes, make=make)
+        whole = Spec.replicated(len(rule.results[position]))
+        traced = any(value.is_traced for value in operands)
+        return LocalValue(None, whole, self._sizes, make=make, of_traced=traced)
 
     def _remat(self, equation: Equation, env: Env, path: Path) -> list[LocalValue]:
         body = open_jaxpr(equation.params["jaxpr"])

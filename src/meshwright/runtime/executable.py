@@ -8,6 +8,7 @@ import jax
 
 from ..errors import PlanError
 from ..plan import Plan
+from ..program.effects import without_effects
 from ..program.trace import Program
 from .pipeline.step import PipelinedStep
 from .step import PlannedStep
@@ -16,21 +17,31 @@ from .step import PlannedStep
 Executable = PlannedStep | PipelinedStep
 
 
-def executable(program: Program, plan: Plan, devices: Sequence[jax.Device]) -> Executable:
+def executable(
+    program: Program, plan: Plan, devices: Sequence[jax.Device], *, effects: bool = True
+) -> Executable:  # fmt: skip
     """The step that a plan describes.
 
     Args:
       program: the traced step.
       plan: for this program.
       devices: those of the plan's cluster, in its order.
+      effects: whether what the step prints and calls is run; not where it runs to be timed.
 
     Raises:
       PlanError: if the plan is for another program or for more devices.
     """
     check_devices(plan, devices)
+    if not effects:
+        program = without_effects(program)
     if len(plan.stages) > 1:
         return PipelinedStep(program, plan, devices)
     return PlannedStep(program, plan, [devices[device] for device in plan.stages[0].devices])
+
+
+def needed_devices(plan: Plan) -> int:
+    """How many devices there have to be for a plan."""
+    return 1 + max(device for stage in plan.stages for device in stage.devices)
 
 
 def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
@@ -39,7 +50,7 @@ def check_devices(plan: Plan, devices: Sequence[jax.Device]) -> None:
     Raises:
       PlanError: if so.
     """
-    needed = 1 + max(device for stage in plan.stages for device in stage.devices)
+    needed = needed_devices(plan)
     if len(devices) < needed:
         raise PlanError(
             refused="to run the plan", got=f"{len(devices)} devices in {jax.process_count()} processes",

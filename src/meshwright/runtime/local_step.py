@@ -7,6 +7,7 @@ ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -24,14 +25,16 @@ from .._jax.random import is_key
 from ..cost.liveness import PredictedMemory, predict
 from ..errors import PlanError
 from ..plan import Plan, Stage
+from ..program.places import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
-from ..sharding import Algorithm, Spec, algorithm_of, convert, with_broadcast
+from ..sharding import Spec
 from .collectives import run_centrally, run_together
 from .evaluate import ShardedProgram
 from .follow import Follower
 from .layouts import fitting
-from .local_value import LocalValue
-from .microbatches import combined, finished, grown_dims, of_microbatch, raw_keys, reduction_of
+from .local_value import LocalValue, planned_conversion
+from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss
+from .plan_fits import algorithms_of, settled_of
 
 
 class LocalStep:
@@ -54,9 +57,30 @@ class LocalStep:
         self.program = program
         self.plan = plan
         self._stage = plan.stages[0]
+        self._check_pieces()
         self._sharded = _sharded_program(program, self._stage)
         self.in_specs = self._input_specs()
         self.out_specs = self._output_specs()
+
+    def _check_pieces(self) -> None:
+        """Refuse microbatches that take groups of examples apart, of which the loss makes one number.
+
+        A microbatch is made of a piece of each block of the batch; a pair of neighbours has to be in one piece.
+        """
+        program = self.program
+        if program.microbatches == 1 or program.piece == 0:
+            return
+        blocks = self._blocks(self._batch_axes())
+        if program.piece % (program.microbatches * blocks):
+            fewer = math.gcd(program.piece // blocks, program.microbatches) if program.piece % blocks == 0 else 1
+            raise PlanError(
+                refused=f"microbatches={program.microbatches}",
+                got=f"a loss of {program.piece} groups of neighbouring examples, of a batch that is cut into "
+                f"{program.microbatches * blocks} pieces ({blocks} on devices, {program.microbatches} in time)",
+                needed="pieces of whole groups", where="the loss function",
+                try_=f'microbatches={fewer}, or meshwright.value_and_grad(..., reduction="{program.reduction}") to let '
+                "groups be of whichever examples are neighbours in a microbatch",
+            )  # fmt: skip
 
     def _input_specs(self) -> list[Spec]:
         program, stage = self.program, self._stage
@@ -105,17 +129,24 @@ class LocalStep:
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
     def predicted_memory(self, platform: str = "cpu") -> PredictedMemory:
-        """Peak memory of one device, from the traced step: nothing is compiled, no device is needed.
+        """Peak memory of one device, from the traced step: nothing is compiled, no device is needed. What is kept in
+        the host's memory counts while the step has it on the device.
 
         Args:
           platform: of the devices.
         """
         step = jax.jit(self.on(self.abstract_mesh(), platform))
-        donated = tuple(range(self.program.state_inputs))
-        return predict(dataflow_of(step, *self.avals(), donate_argnums=donated, platform=platform))
+        program = self.program
+        return predict(
+            dataflow_of(
+                step, *self.avals(), donate_argnums=sorted(program.donated), platform=platform,
+                host_inputs=program.host_inputs, host_outputs=program.host_outputs,
+            )
+        )  # fmt: skip
 
     def _output_specs(self) -> list[Spec]:
-        """State leaves as it came; the rest in whatever layout it has at the end."""
+        """State leaves as it came; what effects read is whole on every device; the rest in whatever layout it has at
+        the end."""
         program, sizes = self.program, self._stage.sizes
         carried = self.in_specs[: program.state_inputs]
         if not program.marked:
@@ -137,7 +168,7 @@ class LocalStep:
             operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
             follower = Follower(program.rules, sizes, skeleton)
             made = follower.program(program.outer, operands)[program.state_inputs :]
-            found[:] = [Spec(v.spec.dims) for v in made]
+            found[:] = self._with_whole_effects([Spec(v.spec.dims) for v in made])
             return [v.read(s) for v, s in zip(made, found, strict=True)]
 
         in_specs = tuple(partition(s) for s in self.in_specs)
@@ -152,7 +183,12 @@ class LocalStep:
         inputs = [plan.spec for plan in self._stage.inputs]
         outs = [Spec(s.dims) for s in self._sharded.output_specs(inputs)]
         outs[: self.program.state_inputs] = inputs[: self.program.state_inputs]
-        return outs
+        return self._with_whole_effects(outs)
+
+    def _with_whole_effects(self, specs: list[Spec]) -> list[Spec]:
+        """Specs of the step's last results, those that effects read made whole."""
+        first = len(specs) - self.program.effects.count
+        return [*specs[:first], *(Spec.replicated(len(spec.dims)) for spec in specs[first:])]
 
     def _core_specs(self) -> list[Spec]:
         """Specs of the core's results: loss, auxiliary results, then gradients in storage layout."""
@@ -195,11 +231,12 @@ class LocalStep:
         shards = [v.read(Spec(s.dims)) for v, s in zip(operands, [*const_specs, *uses], strict=True)]
         made = self._core_specs()[: len(open_jaxpr(program.core).outvars)]
         left = self._left_specs(made, [*const_specs, *uses])
+        share = share_of_loss(program)
 
         def microbatch(consts: Sequence[Any], parameters: Sequence[Any]) -> tuple[Any, list[Any], Any]:
             def loss(*leaves: Any) -> tuple[Any, list[Any]]:
                 out = self._sharded([*consts, *leaves], [*const_specs, *uses], left)
-                return out[0], out[1:]
+                return out[0] if share == 1 else out[0] * jnp.asarray(share, out[0].dtype), out[1:]
 
             with_aux = jax.value_and_grad(loss, argnums=tuple(range(len(parameters))), has_aux=True)
             (value, aux), grads = with_aux(*parameters)
@@ -217,9 +254,7 @@ class LocalStep:
         have = [*left, *(Spec(use.dims, partial=use.broadcast) for use in uses)]
         conversions = []
         for source, target in zip(have, [*made, *storages], strict=True):
-            conversion = convert(source, target)
-            assert conversion is not None
-            conversions.append(conversion)
+            conversions.append(planned_conversion(source, target))
         results = [value, *aux]
         if stage.gradient_exchange == "central":
             own, summed = conversions[: len(results)], conversions[len(results) :]
@@ -265,7 +300,7 @@ class LocalStep:
     def _accumulate(
         self, microbatch: Any, consts: Sequence[Any], parameters: Sequence[Any]
     ) -> tuple[Any, list[Any], Any]:
-        """Microbatches one after the other, gradients summed locally."""
+        """Microbatches one after the other, their shares of the loss and its gradients summed locally."""
         program, count = self.program, self.program.microbatches
         split = program.split_dims
         blocks = self._blocks(self._batch_axes())
@@ -277,20 +312,19 @@ class LocalStep:
         core = open_jaxpr(program.core)
         grown = self._grown()
         reductions = program.aux_reductions
-        raw = raw_keys(program.core)
-        wraps = [raw.get(var) for var in core.invars[: len(consts)]]
 
         def trip(carry: Any, given: Any) -> tuple[Any, list[Any]]:
             position, cut = given
             pieces = iter(cut)
             inputs = []
-            for const, dim, wrap in zip(consts, split, wraps, strict=True):
-                inputs.append(next(pieces) if dim is not None else of_microbatch(const, position, wrap))
+            for const, dim in zip(consts, split, strict=True):
+                inputs.append(next(pieces) if dim is not None else const)
             total, sums, kept = carry
             # What is computed from parameters alone (gathers above all) would be moved out of the loop and stay alive
             # all through it. Tied to a value that changes, they no longer look the same in every trip.
             total, fresh = lax.optimization_barrier((total, list(parameters)))
-            value, aux, grads = microbatch(inputs, fresh)
+            with rows_of_microbatch(MicrobatchRows(number=position, count=count, blocks=blocks)):
+                value, aux, grads = microbatch(inputs, fresh)
             sums = jax.tree.map(jnp.add, sums, list(grads))
             stacked = [a for a, d in zip(aux, grown, strict=True) if d is not None]
             kept = [
@@ -304,16 +338,16 @@ class LocalStep:
         kept = [x if d is None else jnp.zeros(()) for x, d in zip(sums, grown, strict=True)]
         zeros = [jnp.zeros_like(p) for p in parameters]
         (value, grads, kept), stacked = lax.scan(trip, (loss, zeros, kept), (jnp.arange(count), rows))
-        scale = 1.0 / count if program.reduction == "mean" else 1.0
         pieces = iter(stacked)
         aux = []
         for k, d, how in zip(kept, grown, reductions, strict=True):
             if d is None:
                 aux.append(finished(how, count, k))
             else:
-                spec = self._core_specs()[1 + len(aux)]
-                aux.append(_joined(next(pieces), d, blocks // self._blocks(spec.dims[d])))
-        return value * scale, aux, [g * jnp.asarray(scale, g.dtype) for g in grads]
+                spec, extent = self._core_specs()[1 + len(aux)], core.outvars[1 + len(aux)].aval.shape[d]
+                # One row for each microbatch (what effects read) is not cut into blocks.
+                aux.append(_joined(next(pieces), d, min(blocks // self._blocks(spec.dims[d]), extent)))
+        return value, aux, grads
 
 
 def _cut(x: jax.Array, dim: int, count: int, blocks: int) -> jax.Array:
@@ -353,45 +387,14 @@ def _check(program: Program, plan: Plan) -> None:
         )
 
 
-def algorithms_of(program: Program, stage: Stage) -> list[Algorithm]:
-    """The plan's algorithms over the program's operators.
-
-    Raises:
-      PlanError: if they are not the same operators.
-    """
-    graph = program.graph
-    found = []
-    if len(graph.operators) != len(stage.operators):
-        raise _other_program(len(graph.operators), len(stage.operators))
-    for operator, planned in zip(graph.operators, stage.operators, strict=True):
-        if (operator.path, operator.name, len(operator.rule.factors)) != (
-            planned.path,
-            planned.name,
-            len(planned.axes),
-        ):
-            raise _other_program(operator.name, planned.name)
-        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
-        combines = operator.combine in ("max", "min")
-        algorithm = algorithm_of(operator.rule, planned.axes, moving, combines_at_once=combines)
-        found.append(with_broadcast(algorithm, planned.broadcast, moving) if planned.broadcast else algorithm)
-    return found
-
-
-def _other_program(have: object, planned: object) -> PlanError:
-    return PlanError(
-        refused="the plan", got=f"operator {planned}", needed=f"operator {have}, as the program has", where="plan=",
-        try_="planning again",
-    )  # fmt: skip
-
-
 def _sharded_program(program: Program, stage: Stage) -> ShardedProgram:
     segments: Mapping[Any, Any] = dict(stage.rematerialised)
     return ShardedProgram(
         program.core,
         program.graph,
         program.rules,
-        algorithms_of(program, stage),
-        dict(stage.settled),
+        algorithms_of(program.graph, stage, 0),
+        settled_of(program.graph, stage, 0),
         stage.sizes,
         segments,
     )

@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..sharding import Spec, convert
+from .._jax.jaxpr import is_traced
+from ..errors import PlanError
+from ..sharding import Conversion, Spec, convert
 from .collectives import run_conversion
+
+
+def planned_conversion(source: Spec, target: Spec) -> Conversion:
+    """How a value gets from one spec of a plan to another.
+
+    Raises:
+      PlanError: if that cannot be: no search makes such a plan.
+    """
+    conversion = convert(source, target)
+    if conversion is None:
+        raise PlanError(
+            refused="the plan", got=f"a value in {source!r} that is needed in {target!r}",
+            needed="a layout that it can be moved to", where="plan=",
+            try_="planning again, or the file as plan.save wrote it",
+        )  # fmt: skip
+    return conversion
 
 
 class LocalValue:
@@ -20,9 +38,11 @@ class LocalValue:
       sizes: mesh axis sizes.
       differentiated: whether a cotangent flows back through it.
       make: for a constant, makes its block in a given spec.
+      of_traced: for a constant, whether it is made of arrays of the trace at hand (the last count of a loop), so that
+        it cannot be made outside of it.
     """
 
-    __slots__ = ("_made", "_make", "differentiated", "shard", "sizes", "spec")
+    __slots__ = ("_made", "_make", "_of_traced", "differentiated", "shard", "sizes", "spec")
 
     def __init__(
         self,
@@ -32,18 +52,32 @@ class LocalValue:
         *,
         differentiated: bool = False,
         make: Callable[[Spec], Any] | None = None,
+        of_traced: bool = False,
     ) -> None:
         self.shard = shard
         self.spec = spec
         self.sizes = sizes
         self.differentiated = differentiated
         self._make = make
+        self._of_traced = of_traced
         self._made: dict[Spec, Any] = {}
 
     @property
     def is_lazy(self) -> bool:
         """Whether it is a constant, computed in whatever spec it is read."""
         return self._make is not None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it is an array of a trace, or made of one."""
+        return self._of_traced if self.is_lazy else is_traced(self.shard)
+
+    def leave(self) -> LocalValue:
+        """The same value for readers outside of a checkpoint that it was made in."""
+        if not (self.is_lazy and self._of_traced):
+            return self
+        whole = Spec.replicated(len(self.spec.dims))
+        return LocalValue(self.read(whole), whole, self.sizes, differentiated=self.differentiated)
 
     def read(self, spec: Spec) -> Any:
         """The shard in `spec`."""
@@ -60,9 +94,7 @@ class LocalValue:
         source = self.spec
         if not self.differentiated:
             source, spec = source.without_broadcast(), spec.without_broadcast()
-        conversion = convert(source, spec)
-        if conversion is None:
-            raise AssertionError(f"a plan asks for a conversion that does not exist: {source} to {spec}")
+        conversion = planned_conversion(source, spec)
         return run_conversion(self.shard, conversion, self.sizes, differentiated=self.differentiated)
 
     def enter(self) -> LocalValue:

@@ -1,15 +1,13 @@
-"""What a microbatch is given and how results of microbatches combine, for plans of one stage and of several."""
+"""How results of microbatches combine, for plans of one stage and of several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from .._jax.jaxpr import Equation, bind, is_literal, open_jaxpr
-from .._jax.random import is_key
+from .._jax.jaxpr import open_jaxpr
 from ..program.reduction import Reduction
 from ..program.trace import Program
 
@@ -27,6 +25,15 @@ def reduction_of(program: Program, output: int) -> Reduction:
     if program.marked and output == 0:
         return "mean" if program.reduction == "mean" else "sum"
     return program.aux_reductions[output - 1] if program.aux_reductions else "same"
+
+
+def share_of_loss(program: Program) -> float:
+    """What of the loss of a microbatch counts: the gradients of these shares add up to that of the batch.
+
+    The loss is scaled and not the gradients, so that cotangents are those of the whole batch for whatever looks at them
+    (a function whose own derivative clips them).
+    """
+    return 1.0 / program.microbatches if program.reduction == "mean" else 1.0
 
 
 def combined(how: Reduction, position: Any, kept: Any, new: Any) -> Any:
@@ -58,33 +65,3 @@ def grown_dims(program: Program) -> tuple[int | None, ...]:
         next((d for d, (x, y) in enumerate(zip(a.aval.shape, b.aval.shape, strict=True)) if x != y), None)
         for a, b in zip(core, whole, strict=True)
     )
-
-
-def raw_keys(core: Any) -> dict[Any, Equation]:
-    """The inputs of a core that are the words of a PRNG key, with the equation that makes a key of them."""
-    inputs = set(open_jaxpr(core).invars)
-    wraps = (e for e in open_jaxpr(core).eqns if e.primitive.name == "random_wrap")
-    return {e.invars[0]: e for e in wraps if not is_literal(e.invars[0]) and e.invars[0] in inputs}
-
-
-def of_microbatch(x: Any, position: Any, wrap: Equation | None) -> Any:
-    """An input that microbatches do not cut, as one of them has it: a key becomes a key of its own.
-
-    Args:
-      x: the input.
-      position: of the microbatch.
-      wrap: what makes a key of it, if it is the words of one (`raw_keys`).
-    """
-    if is_key(x):
-        return _fold_in(x, position)
-    if wrap is not None:
-        (key,) = bind(wrap, x)
-        return jax.random.key_data(_fold_in(key, position))
-    return x
-
-
-def _fold_in(key: Any, position: Any) -> Any:
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, position)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from .._jax.context import no_mesh
+from .._jax.placement import HOST_MEMORY
+from .._jax.trace import trace
 from ..errors import PlanError
 from ..plan import Plan
 from ..program.trace import Program
+from ..sharding import Spec
+from .arguments import Arguments
+from .effects import Replay
 from .local_step import LocalStep, partition
-from .pipeline.placing import check_not_donated, put
+from .pipeline.placing import put
 from .watch import watch
-
-
-def _about() -> str:
-    return "a step of all processes together"
 
 
 class PlannedStep:
@@ -28,6 +30,9 @@ class PlannedStep:
       program: the traced step.
       plan: for this program and these devices.
       devices: the devices of the plan's stages, in the plan's order.
+
+    Attributes:
+      what: the step and the plan in words, for errors: the same text in all processes.
 
     Raises:
       PlanError: if the plan is for another program or another number of devices.
@@ -42,36 +47,78 @@ class PlannedStep:
             )  # fmt: skip
         self.program = program
         self.plan = plan
+        self.what = "a step"
         self._local = LocalStep(program, plan)
+        self._replay = Replay(program)
         names, shape = zip(*plan.stages[0].mesh, strict=True)
         grid = np.array(devices, dtype=object).reshape(shape)
         self.mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-        self.in_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.in_specs)
-        self.out_shardings = tuple(NamedSharding(self.mesh, partition(s)) for s in self._local.out_specs)
+        self._processes = tuple(sorted({device.process_index for device in devices}))
+        self.in_shardings = self._shardings(self._local.in_specs, program.host_inputs)
+        self.out_shardings = self._shardings(self._local.out_specs, program.host_outputs)
         self._dtypes = tuple(aval.dtype for aval in self._local.avals())
         self.jitted = jax.jit(
-            self._local.on(self.mesh),
+            self._between_memories(self._local.on(self.mesh)),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
-            donate_argnums=tuple(range(program.state_inputs)),
+            donate_argnums=tuple(sorted(program.donated)),
+        )
+        self._arguments = Arguments(program)
+
+    def _shardings(self, specs: Sequence[Spec], hosted: Collection[int]) -> tuple[NamedSharding, ...]:
+        return tuple(
+            NamedSharding(self.mesh, partition(spec), memory_kind=HOST_MEMORY if i in hosted else None)
+            for i, spec in enumerate(specs)
         )
 
+    def _between_memories(self, step: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """The step with what is kept in the host's memory moved from there to the devices, and back."""
+        program = self.program
+        if not program.host_inputs and not program.host_outputs:
+            return step
+
+        def moved(values: Sequence[Any], which: Collection[int], space: Any) -> list[Any]:
+            return [jax.device_put(x, space) if i in which else x for i, x in enumerate(values)]
+
+        def run(*flat: Any) -> tuple[Any, ...]:
+            made = step(*moved(flat, program.host_inputs, jax.memory.Space.Device))
+            return tuple(moved(made, program.host_outputs, jax.memory.Space.Host))
+
+        return run
+
     def __call__(self, *args: Any) -> Any:
-        """Run one step on the step's own arguments; state buffers are donated."""
-        flat = self.place(jax.tree.leaves(args))
-        if jax.process_count() == 1:
-            return jax.tree.unflatten(self.program.out_tree, self.jitted(*flat))
-        with watch.over(_about):
-            made = self.jitted(*flat)
-        if len(made) > self.program.state_inputs:
-            watch.follow(_about, min(made[self.program.state_inputs :], key=lambda x: x.size))
-        return jax.tree.unflatten(self.program.out_tree, made)
+        """Run one step on the step's own arguments, of which `program.donated` are donated."""
+        with no_mesh():
+            made = self._run(jax.tree.leaves(args))
+        self._arguments.remember(made)
+        return self._results(made)
+
+    def _run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if len(self._processes) == 1:
+            return self.jitted(*self.place(self._arguments(leaves)))
+        with watch.call(self.what, self._processes):
+            flat = self.place(self._arguments(leaves))
+            with watch.over(self._about):
+                made = self.jitted(*flat)
+            # A leaf of the state counts until the next step takes it over.
+            for token in sorted(made[self.program.state_inputs :] or made, key=lambda x: x.size)[:1]:
+                watch.follow(self._about, token)
+        return made
+
+    def _results(self, made: Sequence[Any]) -> Any:
+        """The step's results; runs its effects."""
+        results = self.program.out_tree.num_leaves
+        self._replay(made[results:])
+        return jax.tree.unflatten(self.program.out_tree, made[:results])
+
+    def _about(self) -> str:
+        others = ", ".join(str(p) for p in self._processes if p != jax.process_index())
+        return f"{self.what}, with process {others}"
 
     def place(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments' leaves, each where the plan wants it; arrays already there are not touched."""
         placed = []
-        for index, (x, sharding, dtype) in enumerate(zip(flat, self.in_shardings, self._dtypes, strict=True)):
-            check_not_donated(x, self.program.input_names[index])
+        for x, sharding, dtype in zip(flat, self.in_shardings, self._dtypes, strict=True):
             if isinstance(x, jax.Array):
                 if getattr(x, "weak_type", False):  # would be another signature, and compile the step again
                     x = jax.lax.convert_element_type(x, x.dtype)
@@ -83,14 +130,18 @@ class PlannedStep:
 
     def create(self, make_state: Callable[..., Any], *args: Any) -> Any:
         """The state `make_state(*args)`, created as the plan keeps it and never whole on one device."""
-        tree = jax.tree.structure(jax.eval_shape(make_state, *args))
-        shardings = jax.tree.unflatten(tree, self.in_shardings[: tree.num_leaves])
-        return jax.jit(make_state, out_shardings=shardings)(*args)
+        with no_mesh():
+            traced = trace(make_state, args)
+            tree = jax.tree.structure(traced.results)
+            shardings = list(self.in_shardings[: tree.num_leaves])
+            made = jax.jit(traced.run, out_shardings=shardings)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(tree, made)
 
     def lower(self) -> Any:
         """The lowered step, from shapes alone; compiled, it is what a call runs."""
         placed = zip(self.avals(), self.in_shardings, strict=True)
-        return self.jitted.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in placed))
+        with no_mesh():
+            return self.jitted.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in placed))
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the step's flat arguments."""

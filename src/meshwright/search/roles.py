@@ -117,6 +117,10 @@ class Roles:
         streams = any(self._is(o, "stream") for o in origins.values())
         return weights | sequence, streams and not weights
 
+    def wanted(self, operator: Operator, origins: Sequence[Origin], axis: str) -> set[int]:
+        """The factors of an operator that an axis of the mesh is to split."""
+        return self._factors(operator, origins, self.axes[axis], of_parameters=False)[0]
+
     def can_split(self, graph: Graph, role: Role, size: int) -> bool:
         """Whether some operator has what an axis of this role and size must split."""
         for operator, origins in zip(graph.operators, operator_origins(graph), strict=True):
@@ -125,6 +129,15 @@ class Roles:
                 wanted = {f for f in wanted if self._is(origins[f], "expert")}
             able = wanted.intersection(operator.rule.splittable) if required else ()
             if any(operator.rule.factors[f].size % size == 0 for f in able):
+                return True
+        return False
+
+    def can_split_sequence(self, graph: Graph, size: int) -> bool:
+        """Whether tensor axes of this size would split the sequence of some operator."""
+        for operator, origins in zip(graph.operators, operator_origins(graph), strict=True):
+            wanted, required = self._factors(operator, origins, "tensor", of_parameters=False)
+            able = wanted.intersection(operator.rule.splittable) if required and not operator.matmul else ()
+            if any(self._is(origins[f], "data") and operator.rule.factors[f].size % size == 0 for f in able):
                 return True
         return False
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..plan import InputPlan, Memory, OperatorPlan, ParameterPlan
 from ..program.graph import Graph
+from ..program.stacked import StackedRows
 from .gathers import gathered_axes
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 
@@ -24,7 +25,7 @@ def operator_plans(graph: Graph, chosen: IntraOpSolution) -> tuple[OperatorPlan,
 
 
 def parameter_plans(
-    graph: Graph, chosen: IntraOpSolution, infos: Sequence[ParameterInfo], rows: Sequence[tuple[int, int] | None],
+    graph: Graph, chosen: IntraOpSolution, infos: Sequence[ParameterInfo], rows: Sequence[StackedRows | None],
     problem: IntraOpProblem,
 ) -> tuple[ParameterPlan, ...]:  # fmt: skip
     """How each parameter is used and stored.
@@ -40,7 +41,8 @@ def parameter_plans(
     return tuple(
         ParameterPlan(
             name=info.name, shape=graph.values[graph.inputs[position]].shape, use=choice.use, storage=choice.storage,
-            rows=held, gathered=axes,
+            rows=(held.first, held.last) if held is not None else None, rows_dim=held.dim if held is not None else 0,
+            gathered=axes,
         )
         for info, position, choice, held, axes in zip(
             infos, graph.parameters, chosen.parameters, rows, gathered, strict=True

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from ..cluster import Cluster
-from ..errors import MemoryExceeded, PlanError
+from ..errors import MemoryExceeded, PlanError, size_words
 from ..program.staged import StagedProgram
 from .intra_op import ParameterInfo
 from .pins import Pins
@@ -236,9 +236,9 @@ def nothing_fits(request: StageRequest, usable_bytes: float, least_bytes: float)
     counts = ", ".join(map(str, sorted(request.by_microbatches)))
     return MemoryExceeded(
         refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got=f"{usable_bytes / 2**20:.1f} MiB usable on a device",
-        needed=f"at least {least_bytes / 2**20:.1f} MiB on a device for parameters, gradients and optimizer state "
-        f"alone, and what {counts} microbatches keep",
+        got=f"{size_words(usable_bytes)} usable on a device",
+        needed=f"more in every plan: {size_words(least_bytes)} for parameters, gradients and optimizer state, if split "
+        f"evenly, and what {counts} microbatches keep",
         where="the stage search",
-        try_="more microbatches, more devices" + ("" if request.remat == "layer" else ', or remat="layer"'),
+        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )

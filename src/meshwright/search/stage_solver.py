@@ -136,8 +136,8 @@ class StageSolver:
         for held in cut.parameters:
             info = self.parameters[held.parameter]
             if held.rows is not None:
-                whole = graph.values[graph.inputs[graph.parameters[held.parameter]]].shape[0]
-                share = (held.rows[1] - held.rows[0]) / whole
+                whole = graph.values[graph.inputs[graph.parameters[held.parameter]]].shape[held.rows.dim]
+                share = (held.rows.last - held.rows.first) / whole
                 info = replace(info, optimizer_bytes=info.optimizer_bytes * share)
             found.append(info)
         return found

@@ -77,6 +77,44 @@ class Submeshes:
         return tuple(sorted(found))
 
     @cached_property
+    def stage_counts(self) -> frozenset[int]:
+        """Into how many of them the cluster can be cut, no device left out.
+
+        >>> from meshwright.cluster import load_cluster
+        >>> sorted(Submeshes(load_cluster("p3.16xlarge:1")).stage_counts)
+        [1, 2, 3, 4, 5, 6, 7, 8]
+        """
+        # Bit n of `reached[d]`: the first d devices can be cut into n submeshes.
+        reached = [1] + [0] * self.cluster.num_devices
+        for submesh in self.all:
+            reached[submesh.stop] |= reached[submesh.first] << 1
+        return frozenset(n for n in range(1, len(reached)) if reached[-1] >> n & 1)
+
+    def check_stages(self, stages: int) -> None:
+        """Refuse a number of stages into which the cluster cannot be cut, also where several share a submesh.
+
+        Raises:
+          PlanError: naming numbers into which it can.
+        """
+        if any(stages % ranks == 0 for ranks in self.stage_counts if ranks > 1) or self.cluster.num_devices < stages:
+            return
+        cluster = self.cluster
+        sizes = sorted({host.devices for host in cluster.hosts})
+        near = sorted(self.stage_counts - {1}, key=lambda count: (abs(count - stages), count))[:2]
+        tries = [f"stages={count}" for count in near]
+        if len(cluster.hosts) == 1:
+            (host,) = cluster.hosts
+            fewer = (replace(cluster, hosts=(replace(host, devices=n),)) for n in range(host.devices - 1, 0, -1))
+            able = next((one.num_devices for one in fewer if stages in Submeshes(one).stage_counts), None)
+            tries += [f"{able} devices"] if able is not None else []
+        raise PlanError(
+            refused=f"{stages} stages on {cluster.num_devices} devices",
+            got=f"{len(cluster.hosts)} host{'s' * (len(cluster.hosts) > 1)} of {' and '.join(map(str, sizes))} devices",
+            needed="submeshes that leave no device out, each of a power of two of one host's devices or of whole hosts",
+            where=f"cluster {cluster.name}", try_=" or ".join([*tries, "stages=None"]),
+        )  # fmt: skip
+
+    @cached_property
     def moves(self) -> MoveCosts:
         """What moves between layouts on this cluster take."""
         return MoveCosts(self.cluster)

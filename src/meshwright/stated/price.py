@@ -173,11 +173,14 @@ def price_stated(
         here, further = (schedule.microbatches for schedule in solved.schedules)
         period = (timelines[1].step_seconds - step) / (further - here)
         step += period * (plan.microbatches - here)
-    busiest = max(parts.values())
-    m = plan.microbatches * plan.chunks
+    busy: dict[int, tuple[float, float]] = {}  # by rank: it runs all its chunks in every microbatch
+    for name, rank in zip(solved.order, solved.schedule.stage_ranks, strict=True):
+        compute, exposed = busy.get(rank, (0.0, 0.0))
+        busy[rank] = compute + parts[name][0], exposed + parts[name][1]
+    compute, exposed = max(busy.values())
     return Evaluation(
-        step_seconds=step * (1 + profile.idle), timeline=timeline, compute_seconds=m * busiest[0],
-        exposed_seconds=m * busiest[1], layout=layout,
+        step_seconds=step * (1 + profile.idle), timeline=timeline, compute_seconds=plan.microbatches * compute,
+        exposed_seconds=plan.microbatches * exposed, layout=layout,
     )  # fmt: skip
 
 

@@ -241,8 +241,9 @@ def _infos(staged: StagedProgram, cut: Cut) -> list[Any]:
         info = whole[held.parameter]
         if held.rows is not None:
             graph = staged.graph
-            trips = graph.values[graph.inputs[graph.parameters[held.parameter]]].shape[0]
-            info = replace(info, optimizer_bytes=info.optimizer_bytes * (held.rows[1] - held.rows[0]) / trips)
+            trips = graph.values[graph.inputs[graph.parameters[held.parameter]]].shape[held.rows.dim]
+            share = (held.rows.last - held.rows.first) / trips
+            info = replace(info, optimizer_bytes=info.optimizer_bytes * share)
         found.append(info)
     return found
 

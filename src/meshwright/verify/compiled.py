@@ -152,8 +152,9 @@ def _one_stage(step: PlannedStep, plan: Plan) -> StageFacts:
     (stage,) = plan.stages
     return StageFacts(
         predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)]),
-        flops=(stage.flops, facts.flops), peak_bytes=(stage.memory.total, float(facts.peak_bytes)),
-        limit_bytes=stage.memory_limit_bytes, unknown_loops=facts.unknown_loops,
+        flops=(stage.flops, facts.flops),
+        peak_bytes=(stage.memory.total, float(facts.peak_bytes)), limit_bytes=stage.memory_limit_bytes,
+        unknown_loops=facts.unknown_loops,
     )  # fmt: skip
 
 

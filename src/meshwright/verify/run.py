@@ -31,6 +31,7 @@ from ..errors import PlanError
 from ..plan import Plan
 from ..plan.io import load_plan
 from ..planning import plan_for
+from ..program.effects import without_effects
 from ..program.trace import Program
 from ..runtime.executable import Executable, executable
 from ..runtime.step import PlannedStep
@@ -69,6 +70,7 @@ def verify(
     """
     tell("planning")
     program, plan, planned = _planned(target, devices, plan, options)
+    program = without_effects(program)
     step = executable(program, plan, jax.devices())
     tell("compiling")
     begun = time.perf_counter()
@@ -99,7 +101,7 @@ def verify(
     got, seconds = _run(step, target.make_args(), program.state_inputs, steps, timed_steps)
     errors = judged(got, truth, target.make_args())
     starts, reference = [errors], "one device"
-    if _is_off(errors) and plan.microbatches > 1 and options.get("reduction") is not None:
+    if _is_off(errors) and plan.microbatches > 1 and program.reduction_given:
         tell("running the microbatches on one device")
         other = _same_microbatches(target, step, options, steps)
         starts = [judged(got, dataclasses.replace(truth, wanted=other), target.make_args())]
@@ -217,7 +219,7 @@ def _same_microbatches(target: LoadedTarget, step: Executable, options: dict[str
     again = plan_for(
         target.step, target.example_args, cluster=local_cluster(1), microbatches=step.plan.microbatches, **kept
     )
-    alone = PlannedStep(again.program, again.plan, jax.devices()[:1])
+    alone = PlannedStep(without_effects(again.program), again.plan, jax.devices()[:1])
     args = target.make_args()
     if isinstance(step, PlannedStep):  # of several stages microbatches are contiguous
         args = _regrouped(args, step, options.get("batch_axis", 0))

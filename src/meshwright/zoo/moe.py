@@ -229,5 +229,6 @@ def build(config: MoEConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
         loss=loss,
         make_batch=make_batch,
         model_flops_per_sample=3 * (attention + config.layers // 2 * pair + 2 * sequence * hidden * vocabulary),
+        reduction="mean",
     )
     return make_target(model, optimizer=optimizer)

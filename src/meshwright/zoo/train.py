@@ -44,6 +44,8 @@ class Model:
         make_batch: `make_batch(key) -> batch`, random inputs of the full global batch.
         model_flops_per_sample: forward and backward FLOPs of one sample (one sequence, one image), rematerialisation
             not counted.
+        reduction: of `value_and_grad`, where the loss of a microbatch is one by itself: examples are normalised
+            together, or dealt to experts.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Model:
     loss: Callable[..., Any]
     make_batch: Callable[[jax.Array], Batch]
     model_flops_per_sample: float
+    reduction: Literal["mean"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +125,10 @@ def make_target(model: Model, *, optimizer: Optimizer = "adam") -> Target:
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         params = state["params"]
         if model.statistics is None:
-            loss, gradients = value_and_grad(model.loss)(params, batch)
+            loss, gradients = value_and_grad(model.loss, reduction=model.reduction)(params, batch)
             kept = {}
         else:
-            differentiate = value_and_grad(model.loss, has_aux=True)
+            differentiate = value_and_grad(model.loss, has_aux=True, reduction=model.reduction)
             (loss, statistics), gradients = differentiate(params, batch, state["statistics"])
             kept = {"statistics": statistics}
         updates, opt = transformation.update(gradients, state["opt"], params)

@@ -218,5 +218,6 @@ def build(config: WideResNetConfig, *, optimizer: Optimizer = "sgd", remat: bool
         loss=loss,
         make_batch=make_batch,
         model_flops_per_sample=3 * flops,
+        reduction="mean",
     )
     return make_target(model, optimizer=optimizer)

@@ -118,7 +118,8 @@ def _of_round(program: Round, stage: StageProgram, update: UpdateProgram, around
             mine = held.index(slot.position) if slot.position in held else None
             return mine, slot.source == stage.number, around.is_tied(slot.position)
         if slot.role is Role.BUNDLE:
-            return slot.dtype  # whose it is only matters for how much arrives from others
+            large = slot.content.isdecimal()
+            return None if large else slot.content  # whose it is only matters for how much arrives from others
         return slot.position if slot.role in (Role.SUM, Role.JOINED, Role.COLLECTED) else None
 
     def described(slots: Iterable[Slot]) -> Hashable:
@@ -131,9 +132,11 @@ def _of_round(program: Round, stage: StageProgram, update: UpdateProgram, around
         return tuple(found)
 
     known: dict[Any, int] = {}
+    arrived = set(update.arrived(slot for slot in program.inputs if slot.role is Role.BUNDLE))
     for slot in program.inputs:
         for var in atoms(slot):
-            known.setdefault(var, len(known))
+            if slot.role is not Role.BUNDLE or var in arrived:
+                known.setdefault(var, len(known))
     wanted = [atom for slot in program.outputs for atom in atoms(slot)]
     equations = around.needed(wanted, [*known, *around.gradients])
     number = _Described(

@@ -11,7 +11,7 @@ in which even blocking calls cannot wait in a circle (`schedule.order`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -104,7 +104,9 @@ class Executor:
                 self._call(number, stage.prepare, memory, "the preparation")
             self._call(number, stage.begin, memory, "the beginning")
             if self._asynchronous:
-                self._began_with[number] = {slot: memory[slot] for slot in stage.stage.parameters}
+                update = stage.update
+                held = [slot for slot in stage.stage.parameters if update.direct(slot) in update.taken_over]
+                self._began_with[number] = {slot: memory[slot] for slot in held}
         for one in self._order:
             if isinstance(one, Run):
                 self._run(one, memories[one.stage], passing[one.stage][one.microbatch])
@@ -158,10 +160,28 @@ class Executor:
             what = f"value{'s' * (len(slots) > 1)} {numbers} ({slots[0].role}){_of_microbatch(microbatch)}"
             return f"the move of {what} from stage {source + 1} to stage {target + 1}, {self._with(*ends)}"
 
+        return self.move(values, shardings, about)
+
+    def move(self, values: Sequence[Any], shardings: Sequence[NamedSharding], about: Callable[[], str]) -> list[Any]:
+        """Arrays of one mesh in other layouts on another, outside the order of operations. Every process that has a
+        device of either calls it.
+
+        Args:
+          values: the arrays.
+          shardings: where they are to be.
+          about: says what is moved.
+        """
         self._wait_for_last()
         moved = self._transport.move(values, shardings, about)
         self._running, self._about = moved if self._one_by_one else (), about
         return moved
+
+    def call(self, program: Callable[..., Any], arguments: Sequence[Any], about: Callable[[], str]) -> Any:
+        """The results of a program of one mesh, outside the order of operations. Every process calls it."""
+        self._wait_for_last()
+        made = program(*arguments)
+        self._running, self._about = made if self._one_by_one else (), about
+        return made
 
     def _with(self, *stages: int) -> str:
         """The other processes of some stages."""
@@ -283,14 +303,26 @@ class Executor:
                     if self._stages[target].is_mine:
                         memories[target].update(zip(slots, values, strict=True))
 
-    def deliver(self, memories: Sequence[Memory], slot: Slot, source: int) -> None:
-        """Give a small result of one stage to all others, so that every process can read it."""
-        whole = Slot(Role.DELIVERED, slot.position)
+    def deliver(
+        self, memories: Sequence[Memory], slot: Slot, source: int, to: Collection[int] | None = None
+    ) -> None:  # fmt: skip
+        """Give a result of one stage to others, whole on each device, so that every process can read it.
+
+        Args:
+          memories: of the stages.
+          slot: the result.
+          source: the stage that has it.
+          to: the stages that are given it; None for all, the one that has it included.
+        """
+        whole, maker = Slot(Role.DELIVERED, slot.position), self._stages[source]
         for target, stage in enumerate(self._stages):
-            if target != source and (stage.is_mine or self._stages[source].is_mine):
-                there = NamedSharding(stage.mesh, PartitionSpec())
-                maker = self._stages[source]
-                value = memories[source][slot] if maker.is_mine else maker.ghost(slot)
+            if (to is not None and target not in to) or not (stage.is_mine or maker.is_mine):
+                continue
+            there = NamedSharding(stage.mesh, PartitionSpec())
+            value = memories[source][slot] if maker.is_mine else maker.ghost(slot)
+            if target == source and value.sharding.is_fully_replicated:
+                memories[target][whole] = value
+            else:
                 (memories[target][whole],) = self._transport_to([value], (source, target), [there], [slot], None)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ...ahead import Begun, in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
+from ...program.marking import HOW_TO_MARK, UNMARKED
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
@@ -146,9 +147,9 @@ class LocalStages:
         Raises:
           PlanError: nobody has priced the plan.
         """
-        planned, holds = plan_timing(self.plan), memory or self.memory
-        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, holds, strict=True))
-        edges = tuple(self._edge(one, holds) for one in planned.edges)
+        planned, memory = plan_timing(self.plan), memory or self.memory
+        stages = tuple(_traced(stage, found) for stage, found in zip(planned.stages, memory, strict=True))
+        edges = tuple(self._edge(one, memory) for one in planned.edges)
         stages = tuple(
             replace(stage, constant_bytes=stage.constant_bytes + kept)
             for stage, kept in zip(stages, self._kept_by_transfers(edges), strict=True)
@@ -190,38 +191,41 @@ class LocalStages:
         """
         return simulate(self.schedule, self.timing())
 
-    def plan_with_memory(self, known: Sequence[StageMemory] | None = None) -> Plan:
-        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step.
+    def plan_with_memory(self, memory: Sequence[StageMemory] | None = None) -> Plan:
+        """The plan with its stages' memory as traced: the totals are the peaks of the predicted step. Its notes say
+        what large values stages send each other around the core.
 
         Args:
-          known: what stages hold, where that is known otherwise.
+          memory: what stages hold, where that is known otherwise.
 
         Raises:
           PlanError: nobody has priced the plan.
         """
-        holds = known or self.memory
-        peaks = simulate(self.schedule, self.timing(holds)).peak_bytes
+        known = memory or self.memory
+        peaks = simulate(self.schedule, self.timing(known)).peak_bytes
         ranks = self.schedule.stage_ranks
-        activations = [m.in_flight_bytes * n for m, n in zip(holds, self.schedule.in_flight, strict=True)]
-        parameters = [m.parameter_bytes * n for m, n in zip(holds, self.schedule.weight_versions, strict=True)]
+        activations = [m.in_flight_bytes * n for m, n in zip(known, self.schedule.in_flight, strict=True)]
+        parameters = [m.parameter_bytes * n for m, n in zip(known, self.schedule.weight_versions, strict=True)]
         named = [
             weights + m.gradient_bytes + m.state_bytes + kept
-            for weights, m, kept in zip(parameters, holds, activations, strict=True)
+            for weights, m, kept in zip(parameters, known, activations, strict=True)
         ]
         stages = []
-        for number, (stage, found) in enumerate(zip(self.plan.stages, holds, strict=True)):
+        for number, (stage, found) in enumerate(zip(self.plan.stages, known, strict=True)):
             others = [n for n, rank in enumerate(ranks) if rank == ranks[number]]
             # What stages of one rank need besides, they need for all of them together.
             rest = (peaks[ranks[number]] - sum(named[n] for n in others)) / len(others)
-            memory = Memory(
+            counted = Memory(
                 parameters=parameters[number],
                 gradients=found.gradient_bytes,
                 optimizer=found.state_bytes,
                 activations=activations[number],
                 workspace=max(rest, 0.0),
             )
-            stages.append(replace(stage, memory=memory, in_flight=self.schedule.in_flight[number]))
-        return replace(self.plan, stages=tuple(stages))
+            stages.append(replace(stage, memory=counted, in_flight=self.schedule.in_flight[number]))
+        note = self.around.note()
+        notes = () if note is None or note in self.plan.notes else (note,)
+        return replace(self.plan, stages=tuple(stages), notes=(*self.plan.notes, *notes))
 
 
 def _traced(planned: StageTiming, found: StageMemory) -> StageTiming:
@@ -257,9 +261,9 @@ def _check(program: Program, plan: Plan) -> None:
         )  # fmt: skip
     if not program.marked:
         raise PlanError(
-            refused="a pipeline", got="a step without meshwright.value_and_grad", needed="exactly one call of it",
-            where="the step", try_="meshwright.value_and_grad in place of jax.value_and_grad, one stage, or for a step "
-            "without gradients a program of trace_inference",
+            refused="a pipeline", got=UNMARKED, needed="exactly one, outside of loops",
+            where="the step", try_=f"{HOW_TO_MARK}, one stage, or for a step without gradients a program of "
+            "trace_inference",
         )  # fmt: skip
     if any(stage.equations is None for stage in plan.stages):
         raise PlanError(
@@ -281,6 +285,13 @@ def check_replicas(program: Program) -> None:
     Raises:
       PlanError: saying why.
     """
+    for effect in program.effects.lifted:
+        if effect.in_loss:
+            raise PlanError(
+                refused="the schedule replicas", got=f"{effect.name} in the loss function",
+                needed="a loss function without effects, whose microbatches are shared out", where=effect.line,
+                try_="calling it outside the loss function, or another schedule",
+            )  # fmt: skip
     if not program.marked or any(dim is not None for dim in grown_dims(program)):
         no_core = "a step without meshwright.value_and_grad, whose microbatches are shared out"
         raise PlanError(

@@ -51,5 +51,5 @@ def check_not_donated(x: Any, name: str) -> None:
         raise PlanError(
             refused="an argument of the step", got=f"{name}, already donated",
             needed="the state that the last step returned: a step takes over the buffers of the one it is given",
-            where=name, try_="state, metrics = step(state, batch)",
+            where=name, try_="state, metrics = step(state, batch), or donate=() for a step that takes over nothing",
         )  # fmt: skip

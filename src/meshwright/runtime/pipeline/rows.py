@@ -4,27 +4,21 @@ optimizer state.
 The update of such a parameter is one equation for all rows, and each stage evaluates it for its own. Which dim of which
 value the rows are follows from the factor rules, as the layouts inside a stage do: the dim's factor is split over the
 stages, into parts that need not be equal. A reduction over it (of a norm, of a test that all is finite) leaves a
-*contribution* on each stage, which `surroundings` has the stages exchange.
+*contribution* on each stage, which `surroundings` has the stages exchange. What reads across rows gets all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._jax.jaxpr import ClosedJaxpr, Equation, bind, consts_of, inline, is_literal, is_remat, open_jaxpr, source_line
-from ...errors import PlanError
-from ...program.local import COMBINE, evaluate_local
-from ...program.rules import Rules, is_call
-from ...program.split import Split
-
-_AXIS = "rows"
+from ..._jax.jaxpr import Equation
+from ...program.local import COMBINE
+from ...program.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,36 +77,11 @@ class Following:
     combine: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _RowSplit(Split):
-    """A split over stages, into parts that need not be equal.
-
-    Args:
-      first: first row of this part.
-      total: rows in all.
-    """
-
-    first: int
-    total: int
-
-    def offset(self, extent: int, dim: tuple[int, ...]) -> Any:
-        """Position of this part's first element."""
-        del dim
-        return jnp.int32(self.first * (extent // self.total))
-
-
-def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None]) -> Following:
-    """How rows pass through an equation.
-
-    Raises:
-      PlanError: it needs all rows at once.
-    """
+def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None]) -> Following | None:
+    """How rows pass through an equation that holds no program; None if it needs all rows at once."""
     found = next((rows for rows in operands if rows is not None), None)
     if found is None:
         return Following(None, tuple(operands), (None,) * len(equation.outvars), None)
-    name = equation.primitive.name
-    if is_call(equation) or name == "scan" or is_remat(equation):
-        raise _refusal(equation, f"a {name} over them")
     rule = rules.rule(equation, differentiated=False)
     allowed = set(rule.splittable)
     factors = {
@@ -123,7 +92,7 @@ def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None
     (factor, *others) = sorted(factors)
     parts = {(rows.total, rows.parts) for rows in operands if rows is not None}
     if others or factor not in allowed or len(parts) > 1:
-        raise _refusal(equation, f"{name}, which reads across rows")
+        return None
 
     def rows_in(dims: Sequence[Sequence[int]]) -> Rows | None:
         place = next((d for d, dim in enumerate(dims) if factor in dim), None)
@@ -132,76 +101,22 @@ def follow_rows(equation: Equation, rules: Rules, operands: Sequence[Rows | None
     results = tuple(rows_in(dims) for dims in rule.results)
     combine = None
     if rule.factors[factor].kind == "reduction":
-        combine = COMBINE.get(name)
-        if combine is None or any(results):
-            raise _refusal(equation, f"{name}, whose parts do not combine")
+        combine = COMBINE.get(equation.primitive.name)
+        if combine is None or any(results):  # parts that do not combine
+            return None
     elif not all(results):
-        raise _refusal(equation, f"{name}, which drops rows")
+        return None
     return Following(factor, tuple(rows_in(dims) for dims in rule.operands), results, combine)
 
 
-def at_rows(
-    closed: ClosedJaxpr, rows: Mapping[Any, Rows], stage: int, rules: Rules, outputs: Sequence[Rows | None]
-) -> ClosedJaxpr:
-    """A program over whole arrays as the one over a stage's rows.
-
-    Args:
-      closed: the program.
-      rows: for each of its variables that has rows, which.
-      stage: whose rows.
-      rules: of its equations.
-      outputs: for each output the rows it is wanted in.
-    """
-    jaxpr = open_jaxpr(closed)
-
-    def shape(var: Any) -> tuple[int, ...]:
-        return rows[var].shape(var.aval.shape, stage) if var in rows else tuple(var.aval.shape)
-
-    def taken(x: Any, has: Rows | None, wants: Rows | None) -> Any:
-        return wants.take(x, stage) if wants is not None and has is None else x
-
-    def run(*inputs: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts_of(closed), strict=True))
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-        for equation in jaxpr.eqns:
-            given = [a.val if is_literal(a) else env[a] for a in equation.invars]
-            has = [None if is_literal(a) else rows.get(a) for a in equation.invars]
-            following = follow_rows(equation, rules, has)
-            given = [taken(x, h, w) for x, h, w in zip(given, has, following.operands, strict=True)]
-            env.update(zip(equation.outvars, _evaluate(equation, rules, following, given, stage), strict=True))
-        made = [a.val if is_literal(a) else env[a] for a in jaxpr.outvars]
-        have = [None if is_literal(a) else rows.get(a) for a in jaxpr.outvars]
-        return [taken(jnp.asarray(x), h, w) for x, h, w in zip(made, have, outputs, strict=True)]
-
-    return inline(jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(shape(v), v.aval.dtype) for v in jaxpr.invars)))
-
-
-def combined(kind: str, parts: Sequence[Any]) -> Any:
-    """The value whose contributions are `parts`, in the order of stages."""
+def combined(kind: str | Rows, parts: Sequence[Any]) -> Any:
+    """The value whose contributions are `parts`, in the order of stages: their sum, their extreme, or all rows."""
+    if isinstance(kind, Rows):
+        first_row = {stage: first for stage, first, _ in kind.parts}
+        in_order = sorted(zip(sorted(first_row), parts, strict=True), key=lambda one: first_row[one[0]])
+        return jnp.concatenate([part for _, part in in_order], axis=kind.dim)
     join = {"sum": jnp.add, "max": lax.max, "min": lax.min}[kind]
     total = parts[0]
     for part in parts[1:]:
         total = join(total, part)
     return total
-
-
-def _evaluate(
-    equation: Equation, rules: Rules, following: Following, operands: Sequence[Any], stage: int
-) -> Sequence[Any]:
-    if following.factor is None or following.combine is not None:
-        return bind(equation, *operands)  # a reduction takes any extent
-    rows = next(r for r in following.operands if r is not None)
-    first, last = rows.part(stage)
-    rule = rules.rule(equation, differentiated=False)
-    axes = tuple((_AXIS,) if f == following.factor else () for f in range(len(rule.factors)))
-    # Extents divided by this fraction are those of the part, exactly.
-    sizes: Any = {_AXIS: Fraction(rows.total, last - first)}
-    return evaluate_local(equation, _RowSplit(rule, axes, sizes, first, rows.total), operands)
-
-
-def _refusal(equation: Equation, got: str) -> PlanError:
-    return PlanError(
-        refused="to update a stacked parameter whose layers are on several stages", got=got,
-        needed="operations on each layer by itself, sums over all, or tests of all", where=source_line(equation),
-        try_="layers that are no loop, or stages that do not cut it",
-    )  # fmt: skip

@@ -19,8 +19,8 @@ class Role(StrEnum):
     `SEED` is the cotangent of the loss: one.
 
     Around the core: `ARGUMENT` and `OUTPUT` of the step; `JOINED`, the parts collected of an auxiliary result put
-    together; `SYNCHRONISED`, the gradient of a parameter as one stage has it; `BUNDLE`, small values of one dtype that
-    a stage sends to others after a round; `DELIVERED`, an output of another stage.
+    together; `SYNCHRONISED`, the gradient of a parameter as one stage has it; `BUNDLE`, small values of one dtype, or
+    one large value, that a stage sends to others after a round; `DELIVERED`, an output of another stage.
     """
 
     PARAMETER = "parameter"
@@ -63,13 +63,13 @@ class Slot:
         graph's values (what is sent and received), the program's parameters (synchronised); of a residual its number,
         of a bundle its round.
       source: the stage that a cotangent, a synchronised gradient or a bundle comes from.
-      dtype: of a bundle.
+      content: of a bundle: the dtype of its values, or the number of the one large value that it is.
     """
 
     role: Role
     position: int = 0
     source: int = -1
-    dtype: str = ""
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,9 @@ from typing import Any
 
 from ..._jax.jaxpr import ClosedJaxpr, is_literal, is_remat, open_jaxpr, scan_parts
 from ..._jax.passes import part_of
-from ...errors import PlanError
-from ...plan import Stage
 from ...program.cut import Cut
 from ...program.graph import Graph, Path, once_for_each
 from ...program.staged import StagedProgram
-from ...sharding import Algorithm, algorithm_of, with_broadcast
 
 
 def stage_jaxpr(staged: StagedProgram, cut: Cut) -> tuple[ClosedJaxpr, tuple[int, ...]]:
@@ -68,26 +65,3 @@ def _values(core: Any, graph: Graph) -> dict[Any, int]:
 
     walk(core, top, ())
     return top
-
-
-def stage_algorithms(graph: Graph, stage: Stage) -> list[Algorithm]:
-    """The plan's algorithms over a stage's operators.
-
-    Raises:
-      PlanError: if they are not the same operators.
-    """
-    found = []
-    have = [(operator.path, operator.name, len(operator.rule.factors)) for operator in graph.operators]
-    need = [(planned.path, planned.name, len(planned.axes)) for planned in stage.operators]
-    if have != need:
-        differing = next((f"{a} and {b}" for a, b in zip(have, need, strict=False) if a != b), "their number")
-        raise PlanError(
-            refused="the plan", got=f"other operators than the program's: {differing}",
-            needed="those of the program", where="plan=", try_="planning again",
-        )  # fmt: skip
-    for operator, planned in zip(graph.operators, stage.operators, strict=True):
-        moving = [v is not None and graph.values[v].differentiated for v in operator.operands]
-        combines = operator.combine in ("max", "min")
-        algorithm = algorithm_of(operator.rule, planned.axes, moving, combines_at_once=combines)
-        found.append(with_broadcast(algorithm, planned.broadcast, moving) if planned.broadcast else algorithm)
-    return found

@@ -67,12 +67,12 @@ class Temporaries(Protocol):
 
     @property
     def alias_bytes(self) -> int:
-        """Of results that take the place of arguments."""
+        """Of results that are written over donated arguments."""
         ...
 
     @property
     def temp_bytes(self) -> int:
-        """Of what it needs while it runs."""
+        """Of its temporaries, at the peak."""
         ...
 
 

@@ -26,20 +26,22 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..._jax.accumulate import accumulate_in_scans
-from ..._jax.jaxpr import ClosedJaxpr, Equation, open_jaxpr
+from ..._jax.jaxpr import ClosedJaxpr, open_jaxpr
 from ..._jax.passes import Halves, least_effort_first, part_of, size_bytes, split_program, trace_local
 from ..._jax.reverse import vjp
 from ...errors import PlanError
 from ...plan import Plan, Stage
 from ...program.cut import Cut
+from ...program.places import MicrobatchRows, rows_of_microbatch
 from ...program.reduction import Reduction
 from ...program.staged import StagedProgram
 from ...sharding import Spec
 from ..evaluate import ShardedProgram
 from ..local_value import LocalValue
-from ..microbatches import combined, grown_dims, of_microbatch, raw_keys, reduction_of
+from ..microbatches import combined, grown_dims, reduction_of, share_of_loss
+from ..plan_fits import algorithms_of, settled_of
 from .slots import Access, Role, Slot
-from .stage_jaxpr import stage_algorithms, stage_jaxpr
+from .stage_jaxpr import stage_jaxpr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +105,8 @@ class StageProgram:
             self._closed,
             graph,
             self._staged.rules,
-            stage_algorithms(graph, stage),
-            {values[value]: spec for value, spec in stage.settled if value in values},
+            algorithms_of(graph, stage, self.number),
+            {values[v]: spec for v, spec in settled_of(self._staged.graph, stage, self.number).items() if v in values},
             self.sizes,
             dict(stage.rematerialised),
             positions=self._positions,
@@ -285,7 +287,8 @@ class StageProgram:
 
         parameters = [given[slot] for slot in self.parameters]
         moving = [given[slot] for slot in self._moving_received]
-        results, pull, outs = vjp(run, parameters, moving)
+        with rows_of_microbatch(MicrobatchRows(number=given[Slot(Role.INDEX)], count=self.microbatches)):
+            results, pull, outs = vjp(run, parameters, moving)
         found = {Slot(Role.SENT, v): outs[out_of[v]] for v in self.cut.sent}
         for slot in self.collected:
             found[slot] = outs[out_of[self._output_value(slot)]]
@@ -309,7 +312,9 @@ class StageProgram:
         """The cotangent of an output: the sum of what its readers send back, and one for the loss."""
         parts = [given[slot] for slot in self.cotangents if slot.position == value]
         if self._staged.source.marked and value == self._staged.graph.outputs[0]:
-            parts.append(given[Slot(Role.SEED)].astype(out.dtype))
+            # An asynchronous microbatch is a batch of its own.
+            share = 1.0 if self.asynchronous else share_of_loss(self._staged.source)
+            parts.append(given[Slot(Role.SEED)].astype(out.dtype) * jnp.asarray(share, out.dtype))
         return sum(parts[1:], parts[0])
 
     def _received(self, slot: Slot, shard: Any) -> Any:
@@ -319,18 +324,11 @@ class StageProgram:
         return LocalValue(shard, Spec(plan.spec.dims), self.sizes, differentiated=differentiated).read(plan.spec)
 
     def _microbatch(self, slot: Slot, given: Mapping[Slot, Any]) -> Any:
-        """A program input of the microbatch: its part of the batch, or a key of its own."""
-        x, index = given[slot], given[Slot(Role.INDEX)]
-        if self.microbatches == 1:
+        """A program input of the microbatch: of the batch its part."""
+        x = given[slot]
+        if self.stacked_dim(slot) is None:
             return x
-        if self.stacked_dim(slot) is not None:
-            return lax.dynamic_index_in_dim(x, index - self.own.start, keepdims=False)
-        core = open_jaxpr(self._staged.core)
-        return of_microbatch(x, index, self._raw_keys.get(core.invars[self.cut.program_inputs[slot.position]]))
-
-    @cached_property
-    def _raw_keys(self) -> Mapping[Any, Equation]:
-        return raw_keys(self._staged.core)
+        return lax.dynamic_index_in_dim(x, given[Slot(Role.INDEX)] - self.own.start, keepdims=False)
 
     # The programs
 

@@ -60,7 +60,7 @@ class StageRuntime:
         if slot.role in PACKED:
             return None
         if slot.role is Role.BUNDLE:
-            return Spec(((),))
+            return self.update.bundle_spec(slot)
         return self.update.specs[slot] if slot in self.update.specs else self.stage.specs[slot]
 
     def partition(self, slot: Slot) -> PartitionSpec:

@@ -19,24 +19,21 @@ Cost: linear in equations x stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..._jax.jaxpr import Equation, is_literal, open_jaxpr, source_line
+from ..._jax.jaxpr import ClosedJaxpr, Equation, consts_of, is_literal, open_jaxpr, source_line
 from ..._jax.passes import size_bytes
 from ...errors import PlanError
 from ...program.cut import Cut
 from ...program.staged import StagedProgram
 from ..microbatches import reduction_of
-from .rows import Rows, follow_rows
-
-# Values up to this size travel between stages outside the pipeline.
-SMALL_BYTES = 1 << 16
-
-Stages = frozenset[int]
+from .homes import Homes
+from .placement import Home, Stages, can_travel, is_small
+from .rows import Rows
 
 
 @dataclass(slots=True)
@@ -94,7 +91,6 @@ class Surroundings:
         self._everywhere: Stages = frozenset(range(len(cuts)))
         self.invars = list(jaxpr.invars)
         self.operands = list(marker.invars)
-        self._consts = set(jaxpr.constvars)
         count = len(open_jaxpr(staged.core).outvars)
         made: dict[int, list[int]] = {}
         for number, cut in enumerate(cuts):
@@ -106,9 +102,7 @@ class Surroundings:
         def read(atom: Any) -> Any:
             return atom if is_literal(atom) else alias.get(atom, atom)
 
-        self.equations: list[Equation] = [
-            e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns if e is not marker
-        ]
+        equations = [e.replace(invars=[read(a) for a in e.invars]) for e in jaxpr.eqns if e is not marker]
         self.outvars = [read(a) for a in jaxpr.outvars]
         self.results = {i: marker.outvars[i] for i in sorted(made)}
         self.gradients = list(marker.outvars[count:])
@@ -117,16 +111,22 @@ class Surroundings:
             frozenset(n for n, cut in enumerate(cuts) if any(h.parameter == p for h in cut.parameters))
             for p in range(len(self.gradients))
         ]
-        self._maker = {var: i for i, e in enumerate(self.equations) for var in e.outvars}
         self._input_of = {var: i for i, var in enumerate(self.invars)}
         self._result_of = {var: i for i, var in self.results.items()}
         self.parameter_of = {var: p for p, var in enumerate(self.gradients)}
-        self.at: dict[Any, Stages] = {}
-        self._possible: dict[Any, Stages] = {}
         self.rows: dict[Any, Rows] = {}
-        self.contributions: dict[Any, tuple[str, tuple[int, ...]]] = {}
         self._find_rows()
-        self._find_homes()
+        homes = self._find_homes(equations, jaxpr.constvars, marker)
+        self.equations = homes.equations
+        self.operands = [homes.read(a) for a in self.operands]
+        self.contributions = homes.contributions
+        self._home = homes.of
+        self.at = {var: home.at for var, home in homes.of.items()}
+        self.rows.update((var, home.rows) for var, home in homes.of.items() if home.rows is not None)
+        self._maker = {var: i for i, e in enumerate(self.equations) for var in e.outvars}
+        self._consts = {*jaxpr.constvars, *homes.constants}
+        constants = [*consts_of(program.outer), *homes.constants.values()]
+        self.outer = ClosedJaxpr(jaxpr.replace(constvars=[*jaxpr.constvars, *homes.constants]), constants)
         self.parts: list[set[int]] = [set() for _ in range(program.state_inputs)]
         self.stages = self._share_out()
         self._find_rounds()
@@ -163,29 +163,50 @@ class Surroundings:
         program = self._program
         for p, var in enumerate(self.gradients):
             held = [(n, h.rows) for n, cut in enumerate(self._cuts) for h in cut.parameters if h.parameter == p]
-            parts = tuple(sorted((n, *rows) for n, rows in held if rows is not None))
+            parts = tuple(sorted((n, rows.first, rows.last) for n, rows in held if rows is not None))
             if not parts:
                 continue
+            (dim, *others) = {rows.dim for _, rows in held if rows is not None}
             covered = sum(last - first for _, first, last in parts)
-            if len(parts) < len(held) or covered != var.aval.shape[0] or len({n for n, *_ in parts}) < len(parts):
+            once = len(parts) == len(held) == len({n for n, *_ in parts})
+            if others or not once or covered != var.aval.shape[dim]:
                 raise _refusal(
                     f"a stacked parameter of shape {var.aval.shape}",
                     f"rows held by stages {[n + 1 for n, *_ in parts]}",
                     "each row on one stage, once", "a loop that is read by nothing else",
                 )  # fmt: skip
-            self.rows[var] = Rows(0, covered, parts)
+            self.rows[var] = Rows(dim, covered, parts)
+            if (source := program.parameter_inputs[p]) is not None:
+                self.rows[self.invars[source]] = Rows(dim, covered, parts)
             for index in range(program.state_inputs):
                 leaf = program.state[index]
-                if leaf is not None and leaf.parameter == p and 0 in leaf.dims:
-                    self.rows[self.invars[index]] = Rows(leaf.dims.index(0), covered, parts)
+                if leaf is not None and leaf.parameter == p and dim in leaf.dims:
+                    self.rows[self.invars[index]] = Rows(leaf.dims.index(dim), covered, parts)
 
     def can_travel(self, var: Any) -> bool:
-        """Whether a value may be sent between stages outside the pipeline."""
-        return is_small(var) and var not in self.rows
+        """Whether a value is sent wherever it is read."""
+        return can_travel(var, self._home[var])
 
-    def _find_homes(self) -> None:
-        program, at = self._program, self.at
-        everywhere = self._everywhere
+    def _kept_for_operands(self, equations: Sequence[Equation], at: Mapping[Any, Stages]) -> Iterator[tuple[int, Any]]:
+        """Stages whose part of the core reads an input that belongs to others (a moving average of a parameter, for a
+        loss that compares with it), as it is or after operations on it alone: they keep it too."""
+        several = object()
+        made_of: dict[Any, Any] = {v: v for v in self.invars if at[v] != self._everywhere and v not in self.rows}
+        made_of.update((v, several) for v in self.rows)
+        for equation in equations:
+            sources = {made_of[a] for a in equation.invars if not is_literal(a) and a in made_of}
+            if sources:
+                made_of.update(dict.fromkeys(equation.outvars, sources.pop() if len(sources) == 1 else several))
+        for number in range(len(self._cuts)):
+            for atom in self.operands_of(number):
+                source = several if is_literal(atom) else made_of.get(atom, several)
+                if source is not several and number not in at[source]:
+                    yield number, source
+
+    def _find_homes(self, equations: Sequence[Equation], known: Iterable[Any], marker: Equation) -> Homes:
+        """Where each value lives, and the equations as they are shared out."""
+        program, everywhere = self._program, self._everywhere
+        at: dict[Any, Stages] = dict.fromkeys(known, everywhere)
         for index, var in enumerate(self.invars):
             leaf = program.state[index] if index < program.state_inputs else None
             if index in program.parameter_inputs:
@@ -193,57 +214,32 @@ class Surroundings:
             else:
                 home = self.holders[leaf.parameter] if leaf is not None else everywhere
             at[var] = home or everywhere
+        for number, var in self._kept_for_operands(equations, at):
+            at[var] |= {number}
+        contributions: dict[Any, tuple[str | Rows, tuple[int, ...]]] = {}
         for i, var in self.results.items():
             makers, how = self._makers_of_result[i], reduction_of(program, i)
             # Of what is that of the last microbatch, the last replica's.
             at[var] = frozenset({max(makers)})
             if len(makers) > 1 and how != "same":
                 # Replicas have results of their own microbatches; their means are sums over the count of all.
-                self.contributions[var] = ("sum" if how == "mean" else how), tuple(makers)
+                contributions[var] = ("sum" if how == "mean" else how), tuple(makers)
                 at[var] = everywhere
         for p, var in enumerate(self.gradients):
             at[var] = self.holders[p] or everywhere
-        for var in self._consts:
-            at[var] = everywhere
-        self._possible.update(at)
-        mixed: set[Any] = set()
-        for equation in self.equations:
-            atoms = [a for a in equation.invars if not is_literal(a)]
-            large = [self._possible[a] for a in atoms if not self.can_travel(a)]
-            possible = everywhere.intersection(*large) if large else everywhere
-            if not possible:
-                raise self._mixed(equation, [a for a in atoms if not self.can_travel(a)])
-            following = follow_rows(
-                equation, program.rules, [None if is_literal(a) else self.rows.get(a) for a in equation.invars]
-            )
-            if following.combine is not None:
-                stages = tuple(sorted(next(r for r in following.operands if r is not None).stages))
-                for var in equation.outvars:
-                    self.contributions[var] = (following.combine, stages)
-                    at[var] = self._possible[var] = everywhere
-                mixed.update(equation.outvars)
-                continue
-            self.rows.update((v, r) for v, r in zip(equation.outvars, following.results, strict=True) if r is not None)
-            home = everywhere.intersection(*(at[a] for a in atoms)) if atoms else everywhere
-            # What already mixes stages goes on everywhere: a sum over all parameters takes one exchange, not one for
-            # each change of stage in the order of the terms.
-            if not home or not mixed.isdisjoint(atoms):
-                home = possible
-                if possible == everywhere:
-                    mixed.update(equation.outvars)
-            for var in equation.outvars:
-                at[var] = home
-                self._possible[var] = possible
-
-    def _mixed(self, equation: Equation, atoms: Sequence[Any]) -> PlanError:
-        stages = sorted({s + 1 for a in atoms for s in self.at[a]})
-        return _refusal(
-            f"{equation.primitive.name} of arrays of {', '.join(str(a.aval.shape) for a in atoms)}",
-            f"arrays of the stages {', '.join(map(str, stages))}",
-            f"arrays of one stage, or at most {SMALL_BYTES} bytes each",
-            "fewer stages, or an update that combines parameters by scalars only",
-            source_line(equation),
-        )
+        homes = Homes(everywhere, program.rules, {var: Home(one, one, self.rows.get(var)) for var, one in at.items()})
+        homes.contributions.update(contributions)
+        homes.add(equations)
+        state = program.state_inputs
+        self.outvars = [
+            *map(homes.read, self.outvars[:state]),
+            *(homes.gather(a, marker) for a in self.outvars[state:]),
+        ]
+        for atom in self.outvars[:state]:
+            # Stages must not keep copies of a number that differ in the last bit.
+            if not is_literal(atom) and homes.of[atom].mixed:
+                homes.decide_once(atom)
+        return homes
 
     # What each stage needs
 
@@ -253,6 +249,9 @@ class Surroundings:
         for index in range(program.state_inputs):
             home = self.at[self.invars[index]]
             if home != self._everywhere or self._is_parameter(index) or self.invars[index] in self.rows:
+                self.parts[index] |= home
+            elif is_small(self.invars[index]) and self._is_neutral(self.outvars[index]):
+                # Every stage computes it, so that it lies on the devices of all, as other small state does.
                 self.parts[index] |= home
         while True:
             stages = self._wanted()
@@ -269,6 +268,10 @@ class Surroundings:
                     out = self.outvars[index]
                     self.parts[index].add(0 if is_literal(out) else min(self.at[out]))
 
+    def _is_neutral(self, atom: Any) -> bool:
+        """Whether a value depends on nothing that only some stages have."""
+        return all(self.at[v] == self._everywhere and v not in self.contributions for v in self.reads([atom]))
+
     def _is_parameter(self, index: int) -> bool:
         return index in self._program.parameter_inputs and bool(
             self.holders[self._program.parameter_inputs.index(index)]
@@ -281,7 +284,7 @@ class Surroundings:
         stack: list[tuple[int, Any]] = []
         for position, atom in enumerate(self.outvars):
             state = position < program.state_inputs
-            where = self.parts[position] if state else {0 if is_literal(atom) else min(self.at[atom])}
+            where = self.parts[position] if state else self._where_made(position, atom)
             for number in sorted(where):
                 stages[number].outputs.append(position)
                 stack.append((number, atom))
@@ -309,21 +312,24 @@ class Surroundings:
             wanted.inputs = sorted(self._input_of[v] for v in wanted.values if v in self._input_of)
         return stages
 
+    def _where_made(self, position: int, atom: Any) -> set[int]:
+        """The stages that compute a result of the step that is no state; of what effects read, each its rows."""
+        rows = self.rows_of(atom) if position >= self._program.out_tree.num_leaves else None
+        return set(rows.stages) if rows is not None else {0 if is_literal(atom) else min(self.at[atom])}
+
+    def rows_of(self, atom: Any) -> Rows | None:
+        """The rows of a value that lie on several stages; None where it is whole."""
+        return None if is_literal(atom) else self.rows.get(atom)
+
     def sources(self, number: int, var: Any) -> tuple[int, ...]:
         """The stages that send a value to a stage; none if it computes or holds it."""
         if var in self.contributions:
             return self.contributions[var][1]
         if number in self.at[var]:
             return ()
-        if self.can_travel(var):
-            return (min(self.at[var]),)
-        if number in self._possible[var] and var in self._maker:
+        if not self.can_travel(var) and number in self._home[var].possible and var in self._maker:
             return ()
-        raise _refusal(
-            f"an array of shape {var.aval.shape}",
-            f"stage {min(self.at[var]) + 1}, which has it, and stage {number + 1}, which needs it",
-            f"at most {SMALL_BYTES} bytes", "fewer stages, or state that depends on the parameters of one stage",
-        )  # fmt: skip
+        return (min(self.at[var]),)
 
     # Rounds
 
@@ -355,7 +361,7 @@ class Surroundings:
                             sent[number][var] = ready
                         if local:
                             rounds[number][var] = ready
-        order = {var: i for i, var in enumerate(self._in_order())}
+        order = self.number_of = {var: i for i, var in enumerate(self._in_order())}
         for var, source in sorted(self._readers, key=lambda one: (order[one[0]], one[1])):
             self.stages[source].sends.setdefault(sent[source][var], []).append(var)
         for number, wanted in enumerate(self.stages):
@@ -369,6 +375,7 @@ class Surroundings:
                         f"an operand of the loss function, of shape {atom.aval.shape}",
                         "one computed from parameters of several stages", "one computed from the state of one stage",
                         "computing it inside the loss function",
+                        source_line(self.equations[self._maker[atom]]) if atom in self._maker else "the loss function",
                     )  # fmt: skip
 
     def _in_order(self) -> Iterable[Any]:
@@ -379,6 +386,43 @@ class Surroundings:
     def readers(self, var: Any, source: int) -> set[int]:
         """The stages that are sent a value."""
         return self._readers.get((var, source), set())
+
+    def is_large(self, var: Any) -> bool:
+        """Whether a value is sent to other stages by itself and not bundled with others."""
+        return not is_small(var) or self._sent_rows(var) is not None
+
+    def _sent_rows(self, var: Any) -> Rows | None:
+        """Of a value that is put together of rows, these."""
+        kind, _ = self.contributions.get(var, ("", ()))
+        return kind if isinstance(kind, Rows) else None
+
+    def sent_shape(self, var: Any, source: int) -> tuple[int, ...]:
+        """Shape of what a stage sends of a value."""
+        rows = self._sent_rows(var)
+        return tuple(var.aval.shape) if rows is None else rows.shape(var.aval.shape, source)
+
+    def note(self) -> str | None:
+        """What to tell of large values that stages send each other around the core; None where there are none."""
+        total, lines = 0, {}
+        for source, stage in enumerate(self.stages):
+            for var in (v for sent in stage.sends.values() for v in sent if self.is_large(v)):
+                readers = self.readers(var, source) - {source}
+                total += len(readers) * size_bytes(var.aval)
+                for equation in (e for e in self.equations if readers and var in e.invars):
+                    lines.setdefault(source_line(equation), equation.primitive.name)
+        if not total:
+            return None
+        named = "; ".join(f"{name} at {line}" for line, name in list(lines.items())[:3]) or "a result of the step"
+        more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        sent = f"sends {total / 2**20:.1f} MiB between stages each step"
+        return f"what surrounds the loss function {sent}, for {named}{more}"
+
+    def is_read_later(self, parameter: int, number: int) -> bool:
+        """Whether a stage's gradient of a parameter is read after the first round, by the stage itself or, summed over
+        the stages that hold the parameter, by another."""
+        var = self.gradients[parameter]
+        tied = [n for n in self.holders[parameter] if var in self.stages[n].values and self.is_tied(parameter)]
+        return self.stages[number].rounds > 1 or any(n != number for n in tied)
 
     def is_tied(self, parameter: int) -> bool:
         """Whether several stages hold the same numbers of a parameter."""
@@ -418,11 +462,6 @@ class Surroundings:
         return output >= state and self.reads([self.outvars[output]]).isdisjoint(
             {*self.gradients, *self.invars[:state]}
         )
-
-
-def is_small(var: Any) -> bool:
-    """Whether a value may travel between stages outside the pipeline."""
-    return size_bytes(var.aval) <= SMALL_BYTES
 
 
 def _refusal(

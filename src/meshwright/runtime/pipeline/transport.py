@@ -134,7 +134,8 @@ class PlannedTransport:
                 jax.random.wrap_key_data(m, impl=jax.random.key_impl(v)) if k else m
                 for k, v, m in zip(keys, values, moved, strict=True)
             ]
-        which = (tuple((v.shape, v.dtype, v.sharding) for v in values), tuple(targets))
+        # The same in every process, whether it has shards of a value or not: a new one is agreed on with the others.
+        which = (tuple((v.shape, v.dtype, _layout(v.sharding)) for v in values), tuple(map(_layout, targets)))
         with watch.over(about):  # where a process has one CPU device, issuing a collective waits for it
             way = self._ways.get(which)
             if way is None:
@@ -181,6 +182,16 @@ class PlannedTransport:
             if kept <= _KEPT_BYTES:
                 self._kept[device], self._zeros[shape, dtype, device] = kept, found
         return found
+
+
+def _layout(sharding: Sharding) -> Any:
+    """Equal for shardings that differ in how they are written alone."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    dims = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in sharding.spec]
+    while dims and not dims[-1]:
+        dims.pop()
+    return sharding.mesh, tuple(dims), sharding.memory_kind
 
 
 def _block_bytes(value: jax.Array, sharding: Sharding) -> int:
@@ -240,7 +251,7 @@ class ProcessTransport:
         if is_key(value):
             data = self._move(jax.random.key_data(value), NamedSharding(target.mesh, target.spec), about)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-        key = (value.shape, value.dtype, value.sharding, target)
+        key = (value.shape, value.dtype, _layout(value.sharding), _layout(target))
         if key not in self._programs:
             self._programs[key] = _Program(value.shape, value.dtype, value.sharding, target)
         with watch.over(about):  # where a process has one CPU device, issuing a collective waits for it

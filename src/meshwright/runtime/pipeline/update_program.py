@@ -10,9 +10,11 @@ Equations are split the way their operands are, by the same follower that serves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -21,14 +23,16 @@ from jax.sharding import PartitionSpec
 
 from ..._jax.jaxpr import is_literal, open_jaxpr
 from ..._jax.passes import part_of
+from ..._jax.random import is_key, key_words, keys_of
 from ...program.staged import StagedProgram
-from ...sharding import Spec, convert
+from ...sharding import Spec
 from ..collectives import run_together
 from ..follow import Follower
 from ..layouts import fitting
-from ..local_value import LocalValue
+from ..local_value import LocalValue, planned_conversion
 from ..microbatches import finished
-from .rows import Rows, at_rows, combined
+from .at_rows import at_rows
+from .rows import combined
 from .slots import Access, Role, Slot
 from .stage_program import StageProgram
 from .surroundings import Surroundings
@@ -52,6 +56,7 @@ class UpdateProgram:
     Attributes:
       number: of the stage.
       state_inputs: how many leading arguments and results of the step are state.
+      taken_over: those of its arguments that are donated.
       mesh: of the stage.
       specs: of every slot that is not packed.
       prepare: computes the core's operands that are not arguments of the step; None if all are.
@@ -65,6 +70,7 @@ class UpdateProgram:
         self._around = surroundings
         self.number = stage.number
         self.state_inputs = staged.source.state_inputs
+        self.taken_over = staged.source.donated.intersection(range(self.state_inputs))
         self.mesh = stage.mesh
         self.wanted = surroundings.stages[stage.number]
         self.specs: dict[Slot, Spec] = {Slot(Role.ARGUMENT, i): self._argument_spec(i) for i in self.wanted.inputs}
@@ -147,8 +153,7 @@ class UpdateProgram:
             taken = [slot for slot, p in pairs if left.get(p) == self._stage.local_shape(slot).shape]
             return tuple(slot for slot in taken if slot in program.inputs)
         weights = {self.direct(slot) for slot in self._stage.parameters} if versions else set()
-        state = range(self.state_inputs)
-        taken = [s for s in program.inputs if s.role is Role.ARGUMENT and s.position in state]
+        taken = [s for s in program.inputs if s.role is Role.ARGUMENT and s.position in self.taken_over]
         return tuple(s for s in taken if s.position not in weights)
 
     def _prepared_slots(self) -> tuple[Slot, ...]:
@@ -192,7 +197,7 @@ class UpdateProgram:
         given = dict(zip(inputs, shards, strict=True))
         env: dict[Any, LocalValue] = {}
         parts: dict[int, list[Any]] = {}
-        bundled: dict[Any, list[Any]] = {}
+        bundled: dict[Any, list[tuple[Any, Spec]]] = {}
         for slot, shard in given.items():
             match slot.role:
                 case Role.ARGUMENT:
@@ -205,60 +210,96 @@ class UpdateProgram:
                     parts.setdefault(slot.position, []).append(shard)
                 case Role.BUNDLE:
                     for var, value in self._unbundled(slot, shard).items():
-                        bundled.setdefault(var, []).append(value)
+                        bundled.setdefault(var, []).append((value, self._bundled_spec(slot, var)))
         for parameter, pieces in parts.items():
             # In the order of stages at every holder, so that all have the same sum.
             plan = self._parameter_plan(parameter)
             total = sum(pieces[1:], pieces[0])
             env[around.gradients[parameter]] = LocalValue(total, plan.storage, sizes)
         for var, pieces in bundled.items():
-            kind, _ = around.contributions.get(var, ("sum", ()))
-            env[var] = LocalValue(combined(kind, pieces), Spec.replicated(len(var.aval.shape)), sizes)
+            if len(pieces) < self._pieces(var):
+                continue  # another round has the other contributions
+            if len(pieces) == 1:
+                env[var] = LocalValue(*pieces[0], sizes)
+                continue
+            whole = Spec.replicated(len(var.aval.shape))
+            shards = [LocalValue(shard, spec, sizes).read(whole) for shard, spec in pieces]
+            env[var] = LocalValue(combined(around.contributions[var][0], shards), whole, sizes)
         return env
 
-    @property
-    def _scale(self) -> float:
-        if self._stage.asynchronous:  # a microbatch is a batch of its own
-            return 1.0
-        return 1.0 / self._program.microbatches if self._program.reduction == "mean" else 1.0
-
-    def _evaluate(self, wanted: Sequence[Any], env: dict[Any, LocalValue]) -> list[LocalValue]:
+    def _evaluate(
+        self, wanted: Sequence[Any], env: dict[Any, LocalValue], outputs: Sequence[int] = ()
+    ) -> list[LocalValue]:
+        """Variables, the last ones as these outputs of the step: of state, the rows that the stage has of it."""
         around = self._around
         for parameter, var in enumerate(around.gradients):
             if not around.holders[parameter]:  # nothing reads it
                 zeros = jnp.zeros(var.aval.shape, var.aval.dtype)
                 env.setdefault(var, LocalValue(zeros, Spec.replicated(zeros.ndim), self._stage.sizes))
         equations = around.needed(wanted, env)
-        closed = part_of(self._program.outer, equations, list(env), wanted)
+        closed = part_of(around.outer, equations, list(env), wanted)
         rules = self._program.rules
         if around.rows:
-            targets = [self._wanted_rows(atom) for atom in wanted]
+            state = [around.rows.get(around.invars[i]) if i < self.state_inputs else None for i in outputs]
+            targets = [*(None for _ in wanted[len(outputs) :]), *state]
             closed = at_rows(closed, around.rows, self._stage.number, rules, targets)
             rules.prepare([(equation, False) for equation in open_jaxpr(closed).eqns])
         return Follower(rules, self._stage.sizes).program(closed, list(env.values()))
-
-    def _wanted_rows(self, atom: Any) -> Rows | None:
-        """The rows in which a value is wanted: those it has, or those of the state it becomes."""
-        around = self._around
-        if not is_literal(atom) and atom in around.rows:
-            return around.rows[atom]
-        places = [i for i in self.wanted.outputs if around.outvars[i] is atom and i < self.state_inputs]
-        return next((around.rows[around.invars[i]] for i in places if around.invars[i] in around.rows), None)
 
     # Rounds of the update
 
     def bundles(self, source: int, number: int) -> dict[Slot, list[Any]]:
         """The variables in each bundle that a stage sends after a round."""
         found: dict[Slot, list[Any]] = {}
-        for var in self._around.stages[source].sends.get(number, ()):
-            found.setdefault(Slot(Role.BUNDLE, number, source, str(var.aval.dtype)), []).append(var)
+        around = self._around
+        for var in around.stages[source].sends.get(number, ()):
+            content = str(around.number_of[var]) if around.is_large(var) else str(var.aval.dtype)
+            found.setdefault(Slot(Role.BUNDLE, number, source, content), []).append(var)
         return found
+
+    def bundle_spec(self, slot: Slot) -> Spec:
+        """How a bundle lies on the stage's mesh: a large value is split over all devices where a dim allows it."""
+        shape = self.global_shape(slot).shape
+        if not self._around.is_large(self.bundles(slot.source, slot.position)[slot][0]):
+            return Spec(((),))
+        axes, devices = tuple(self._stage.sizes), prod(self._stage.sizes.values())
+        dim = next((d for d, n in enumerate(shape) if n % devices == 0), None)
+        return Spec(tuple(axes if d == dim else () for d in range(len(shape))))
+
+    def _bundled_spec(self, slot: Slot, var: Any) -> Spec:
+        """How a value lies that comes out of a bundle."""
+        return self.bundle_spec(slot) if self._around.is_large(var) else Spec.replicated(len(var.aval.shape))
+
+    def _pieces(self, var: Any) -> int:
+        """How many bundles a value arrives in."""
+        return len(self._around.contributions[var][1]) if var in self._around.contributions else 1
+
+    def arrived(self, slots: Iterable[Slot]) -> list[Any]:
+        """The variables that are there once these bundles are."""
+        count = Counter(var for slot in slots for var in self.bundles(slot.source, slot.position)[slot])
+        return [var for var, pieces in count.items() if pieces == self._pieces(var)]
+
+    def _bundled(self, slot: Slot, values: Sequence[LocalValue]) -> Any:
+        variables = self.bundles(slot.source, slot.position)[slot]
+        whole = [
+            value.settle(Spec.replicated(len(var.aval.shape))) for value, var in zip(values, variables, strict=True)
+        ]
+        if self._around.is_large(variables[0]):
+            return whole[0].read(self.bundle_spec(slot))
+        if is_key(variables[0].aval):
+            return jnp.concatenate([jax.random.key_data(value.shard).ravel() for value in whole])
+        return jnp.concatenate([value.shard.ravel() for value in whole])
 
     def _unbundled(self, slot: Slot, shard: Any) -> dict[Any, Any]:
         found, start = {}, 0
-        for var in self.bundles(slot.source, slot.position)[slot]:
-            found[var] = shard[start : start + var.aval.size].reshape(var.aval.shape)
-            start += var.aval.size
+        variables = self.bundles(slot.source, slot.position)[slot]
+        if self._around.is_large(variables[0]):
+            return {variables[0]: shard}
+        for var in variables:
+            shape = key_words(var.aval) if is_key(var.aval) else var.aval.shape
+            part = shard[start : start + prod(shape)].reshape(shape)
+            found[var] = keys_of(part, var.aval) if is_key(var.aval) else part
+            start += prod(shape)
         return found
 
     def _contributions(self) -> list[int]:
@@ -272,8 +313,8 @@ class UpdateProgram:
         outputs = [i for i in self.wanted.outputs if i not in self.reported] if last else []
         small = [var for bundle in sent.values() for var in bundle]
         wanted = [*small, *(around.outvars[i] for i in outputs)]
-        first_and_more = number == 0 and not last
-        synchronised = tuple(Slot(Role.SYNCHRONISED, p, me) for p in self._contributions()) if first_and_more else ()
+        leaving = [p for p in self._contributions() if number == 0 and around.is_read_later(p, me)]
+        synchronised = tuple(Slot(Role.SYNCHRONISED, p, me) for p in leaving)
         inputs = self._round_inputs(number, wanted)
         output_slots = tuple(Slot(Role.OUTPUT, i) for i in outputs)
 
@@ -285,17 +326,16 @@ class UpdateProgram:
                 for p, x in zip(self._contributions(), mine, strict=True):
                     if not around.is_tied(p):
                         env[around.gradients[p]] = LocalValue(x, self._parameter_plan(p).storage, self._stage.sizes)
-            made = self._evaluate(wanted, env)
+            made = self._evaluate(wanted, env, outputs)
             values = dict(zip(small, made, strict=False))
-            bundled = [
-                jnp.concatenate([values[v].read(Spec.replicated(len(v.aval.shape))).ravel() for v in bundle])
-                for bundle in sent.values()
-            ]
-            return (mine if first_and_more else []), bundled, made[len(made) - len(outputs) :]
+            bundled = [self._bundled(slot, [values[var] for var in bundle]) for slot, bundle in sent.items()]
+            left = [x for p, x in zip(self._contributions(), mine, strict=bool(mine)) if p in leaving]
+            return left, bundled, made[len(made) - len(outputs) :]
 
         for slot in output_slots:
             if slot.position < self.state_inputs:
                 self.specs[slot] = self._state_spec(slot.position)
+        self._make_whole(output_slots)
         self._probe([slot for slot in output_slots if slot not in self.specs], inputs, evaluate, outputs)
 
         def run(*shards: Any) -> list[Any]:
@@ -325,13 +365,20 @@ class UpdateProgram:
         def evaluate(*shards: Any) -> tuple[list[Any], list[Any], list[LocalValue]]:
             return [], [], self._evaluate(wanted, self._environment(slots, shards))
 
-        self._probe(found, slots, evaluate, outputs)
+        self._make_whole(found)
+        self._probe([slot for slot in found if slot not in self.specs], slots, evaluate, outputs)
 
         def run(*shards: Any) -> list[Any]:
             *_, made = evaluate(*shards)
             return [v.read(self.specs[s]) for v, s in zip(made, found, strict=True)]
 
         return Round(run=run, inputs=slots, outputs=found)
+
+    def _make_whole(self, outputs: Sequence[Slot]) -> None:
+        """Keep what effects read whole on every device of the stage."""
+        for slot in outputs:
+            if slot.position >= self._program.out_tree.num_leaves:
+                self.specs[slot] = Spec.replicated(len(self._around.outvars[slot.position].aval.shape))
 
     def _state_spec(self, index: int) -> Spec:
         """State leaves as it came."""
@@ -349,8 +396,8 @@ class UpdateProgram:
             for slot, bundle in self.bundles(source, earlier).items()
             if source == me or any(me in around.readers(v, source) for v in bundle)
         ]
-        known = {var for slot in arriving for var in self.bundles(slot.source, slot.position)[slot]}
-        known.update(around.gradients)
+        known = set(self.arrived(arriving))
+        known.update(var for p, var in enumerate(around.gradients) if me in around.holders[p])
         equations = around.needed(wanted, known)
         read = {a for e in equations for a in e.invars if not is_literal(a)} | {a for a in wanted if not is_literal(a)}
         found = [Slot(Role.ARGUMENT, i) for i, var in enumerate(around.invars) if var in read]
@@ -364,7 +411,7 @@ class UpdateProgram:
             found += self._stage.gradients
         else:
             for p, var in enumerate(around.gradients):
-                if var in read:
+                if var in read and me in around.holders[p]:
                     holders = sorted(around.holders[p]) if around.is_tied(p) else [me]
                     found += [Slot(Role.SYNCHRONISED, p, holder) for holder in holders]
         return (*found, *(s for s in arriving if any(v in read for v in self.bundles(s.source, s.position)[s])))
@@ -372,14 +419,10 @@ class UpdateProgram:
     def _synchronise(self, given: dict[Slot, Any]) -> list[Any]:
         """The gradients in the layout of the optimizer state, scaled as the losses are."""
         plans = self._stage.stage.parameters
-        conversions = []
-        for plan in plans:
-            conversion = convert(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage)
-            assert conversion is not None
-            conversions.append(conversion)
-        synchronised = run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
-        # Scaled afterwards: before, it would take a second buffer.
-        return [x * jnp.asarray(self._scale, x.dtype) for x in synchronised]
+        conversions = [
+            planned_conversion(Spec(plan.use.dims, partial=plan.use.broadcast), plan.storage) for plan in plans
+        ]
+        return run_together([given[s] for s in self._stage.gradients], conversions, self._stage.sizes)
 
     def _probe(
         self, slots: Sequence[Slot], inputs: Sequence[Slot], evaluate: Callable[..., Any], outputs: Sequence[int]
@@ -417,12 +460,19 @@ class UpdateProgram:
                 var = around.gradients[slot.position]
                 return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
             case Role.BUNDLE:
-                size = sum(v.aval.size for v in self.bundles(slot.source, slot.position)[slot])
-                return jax.ShapeDtypeStruct((size,), jnp.dtype(slot.dtype))
+                variables = self.bundles(slot.source, slot.position)[slot]
+                aval = variables[0].aval
+                if around.is_large(variables[0]):
+                    return jax.ShapeDtypeStruct(around.sent_shape(variables[0], slot.source), aval.dtype)
+                if is_key(aval):
+                    return jax.ShapeDtypeStruct((sum(prod(key_words(v.aval)) for v in variables),), jnp.uint32)
+                return jax.ShapeDtypeStruct((sum(v.aval.size for v in variables),), aval.dtype)
             case _ if slot.position < self.state_inputs:
                 return self.global_shape(Slot(Role.ARGUMENT, slot.position))
             case _:
                 aval = open_jaxpr(self._program.outer).outvars[slot.position].aval
+                if (rows := around.rows_of(around.outvars[slot.position])) is not None:
+                    return jax.ShapeDtypeStruct(rows.shape(aval.shape, self._stage.number), aval.dtype)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
     def local_shape(self, slot: Slot) -> jax.ShapeDtypeStruct:
@@ -430,5 +480,5 @@ class UpdateProgram:
         if slot.role is Role.GRADIENT:
             return self._stage.local_shape(slot)
         whole = self.global_shape(slot)
-        spec = self.specs[slot] if slot in self.specs else Spec(((),))
+        spec = self.bundle_spec(slot) if slot.role is Role.BUNDLE else self.specs[slot]
         return jax.ShapeDtypeStruct(spec.local_shape(whole.shape, self._stage.sizes), whole.dtype)

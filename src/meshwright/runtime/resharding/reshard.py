@@ -18,13 +18,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from ..._jax.buffers import located
 from ..._jax.context import is_tracing, own_context
 from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
+from ..aliases import copied
 from ..pipeline.placing import put
-from ..pipeline.staged_array import StagedArray
 from .layouts import layout_of, network_of
 from .mover import CHUNK_BYTES, Mover, most_bytes
 from .words import item_bytes
@@ -79,9 +80,8 @@ def reshard(
     leaves, treedef = jax.tree.flatten(tree)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     targets = _targets(tree, shardings, names)
-    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+    for leaf, name in zip(leaves, names, strict=True):
         _check_there(leaf, name)
-        leaves[i] = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
     with own_context():
         found = _moved(leaves, targets, names, network, chunk_bytes, donate=donate, dtype=dtype, tell=tell)
     return jax.tree.unflatten(treedef, found)
@@ -103,8 +103,7 @@ def reshard_plan(
     targets = _targets(tree, shardings, names)
     _checked(None, chunk_bytes, network)
     parts = []
-    for name, leaf, target in zip(names, leaves, targets, strict=True):
-        x = _one_part(leaf) if isinstance(leaf, StagedArray) else leaf
+    for name, x, target in zip(names, leaves, targets, strict=True):
         if getattr(x, "sharding", None) is None:
             if isinstance(x, jax.ShapeDtypeStruct):
                 raise _refusal(
@@ -140,7 +139,7 @@ def _moved(
     found: list[Any] = [None] * len(leaves)
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if in_place[i]:
-            found[i] = leaf if i in free else _copied(leaf)
+            found[i] = leaf if i in free else copied(leaf)
         elif not ours[i]:
             found[i] = put(np.asarray(leaf), target)
     if mover is not None:
@@ -213,12 +212,11 @@ def _check_there(leaf: Any, name: str) -> None:
     Raises:
       ReshardError: saying which leaf it is.
     """
-    parts = leaf.parts.values() if isinstance(leaf, StagedArray) else [leaf]
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise _refusal("a leaf", f"{leaf}", "an array; a shape can be planned for", name, "meshwright.reshard_plan")
     if isinstance(leaf, jax.Array):
         _check_devices(leaf.sharding, name)
-    if any(isinstance(part, jax.Array) and part.is_deleted() for part in parts):
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise _refusal(
             "a leaf", "an array that was donated", "one whose buffers are there", name,
             "what the step, or the reshard, that took it over returned",
@@ -230,17 +228,9 @@ def _unshared(leaves: Sequence[Any]) -> frozenset[int]:
     owners: dict[Any, set[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            for shard in () if is_key(jax.typeof(leaf)) else leaf.addressable_shards:
-                if shard.data.size:
-                    owners.setdefault((shard.device.id, shard.data.unsafe_buffer_pointer()), set()).add(i)
-            owners.setdefault(id(leaf), set()).add(i)
+            for owned in (id(leaf), *located(leaf)):
+                owners.setdefault(owned, set()).add(i)
     return frozenset(range(len(leaves))).difference(*(those for those in owners.values() if len(those) > 1))
-
-
-def _copied(x: jax.Array) -> jax.Array:
-    """The same array in buffers of its own, block by block."""
-    blocks = [jax.numpy.copy(shard.data) for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, blocks, dtype=x.dtype)
 
 
 def _agree(plan: str, names: Sequence[str], leaves: Sequence[Any], targets: Sequence[Sharding]) -> None:
@@ -340,13 +330,6 @@ def _refusal(
     refused: str, got: str, needed: str, where: str, try_: str = "jax.sharding.NamedSharding(mesh, PartitionSpec())"
 ) -> ReshardError:
     return ReshardError(refused=refused, got=got, needed=needed, where=where or "the array", try_=try_)
-
-
-def _one_part(leaf: StagedArray) -> Any:
-    """An array that several stages hold, as one of them has it."""
-    if leaf.rows is None:
-        return next(iter(leaf.parts.values()))
-    return np.asarray(leaf)
 
 
 def _plain(x: Any) -> Any:

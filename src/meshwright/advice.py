@@ -1,0 +1,74 @@
+"""What to try where nothing fits: a less restricted request, planned, so that the advice is known to work.
+
+A refusal for memory says how much is missing. What would mend it depends on the model, the batch and the cluster, and
+is found the sure way: less restricted requests are planned, from what changes least, until one fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .errors import MemoryExceeded, PlanError, size_words
+from .plan_request import Planning
+from .presets import Preset, leaner
+
+# Seconds that may be spent on advice, at most: what planning a large model takes; a refusal should not take longer.
+_MOST_SECONDS = 20.0
+
+
+def with_advice(
+    refused: MemoryExceeded, plan: Callable[..., Planning], options: Mapping[str, Any], preset: Preset | None,
+    devices: int, seconds: float,
+) -> MemoryExceeded:  # fmt: skip
+    """The refusal with what does fit, if that is soon found.
+
+    Args:
+      refused: a request that does not fit.
+      plan: under options in place of those that were given.
+      options: of the request, by name: `plan_for`'s that may be less restricted, and what was given.
+      preset: with all its sizes, or None.
+      devices: of the cluster.
+      seconds: that may be spent.
+    """
+    until = time.perf_counter() + min(seconds, _MOST_SECONDS)
+    for words, changed in _relaxed(options, preset, devices):
+        left = until - time.perf_counter()
+        if left <= 0:
+            break
+        try:
+            found = plan(**{**options, **changed}, time_limit_seconds=left)
+        except PlanError:
+            continue
+        held = max(stage.memory.total for stage in found.plan.stages)
+        error = MemoryExceeded(
+            refused=refused.refused, got=refused.got, needed=refused.needed, where=refused.where,
+            try_=f"{words}, which fits ({size_words(held)} on a device); or {refused.try_}",
+        )  # fmt: skip
+        error.fewest_microbatches = refused.fewest_microbatches
+        return error
+    return refused
+
+
+def _relaxed(options: Mapping[str, Any], preset: Preset | None, devices: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Changes of a request that need less memory: in words, and as options."""
+    count, remat = options["microbatches"], options["remat"]
+    if count is not None:
+        yield "leaving out microbatches=", {"microbatches": None}
+    if remat == "none":
+        yield 'remat="layer"', {"remat": "layer"}
+    if preset is not None:
+        for other in leaner(preset, devices):
+            yield f"preset={str(other)!r}", {"preset": other}
+        for other in leaner(preset, devices):
+            if count is not None or remat == "none":
+                changed = {"preset": other, "microbatches": None, "remat": None}
+                yield f"preset={str(other)!r} without microbatches= and remat=", changed
+        yield "stages=None in place of preset=", {"preset": None, "stages": None}
+        return
+    for name in ("zero", "mesh", "submeshes"):
+        if options[name] is not None:
+            yield f"leaving out {name}=", {name: None} if name != "submeshes" else {name: None, "stages": None}
+    if options["stages"] is not None:
+        yield "stages=None", {"stages": None, "mesh": None, "submeshes": None}
