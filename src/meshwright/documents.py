@@ -205,11 +205,13 @@ def _counts(verification: Verification) -> Iterator[str]:
 
 def _results(verification: Verification) -> Iterator[str]:
     errors, starts = verification.errors, len(verification.starts)
-    wrong = sum(not one.agrees for one in verification.judged)
-    yield (
-        f"results compared with: {verification.reference}{f', from {starts} starts' if starts > 1 else ''}; "
-        f"{len(verification.judged)} of {len(errors)} can be judged, {wrong} of them are off"
+    judged = (
+        f"; {len(verification.judged)} of {len(errors)} can be judged, {len(verification.wrong)} are off"
+        if errors
+        else ""
     )
+    tried = f", from {starts} starts" if starts > 1 else ""
+    yield f"results compared with: {verification.reference}{tried}{judged}"
     unseen = verification.not_judged
     if unseen:
         names = ", ".join(one.name for one in unseen[:_MOST_NAMES])

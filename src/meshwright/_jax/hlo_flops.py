@@ -86,7 +86,7 @@ def _window(instruction: Instruction, key: str, rank: int, default: int) -> list
 
 def _library_flops(computation: Computation, instruction: Instruction, extents: Extents) -> float:
     target = instruction.attributes.get("custom_call_target", "").strip('"')
-    made = instruction.shapes[0].dims
+    made = instruction.shapes[0].dims if instruction.shapes else ()  # a callback gives nothing
     if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes:
         first, second = (extents(computation, name) for name in instruction.operands[:2])
         # All three calls name the dims of image, kernel and result of the forward pass.

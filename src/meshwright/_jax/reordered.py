@@ -23,6 +23,10 @@ from jax import lax
 from .grad import inline_value_and_grad
 from .jaxpr import ClosedJaxpr, Equation, bind, consts_of, evaluate, inline, open_jaxpr, scan_parts
 
+_CALLS = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat", "custom_jvp_call", "custom_vjp_call"]
+)
+
 
 def reordered(function: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
     """A function of a cut (a number from 0 to 1) and of the leaves of `args`, that gives the leaves of the results.
@@ -75,19 +79,6 @@ def _equation(equation: Equation, operands: Sequence[Any], cut: Any) -> Sequence
         case "scatter-add" | "scatter_add":
             return _scattered(equation, operands, cut)
     return None
-
-
-_CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat2",
-    "checkpoint",
-    "remat",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
 
 
 def _in_two(

@@ -40,9 +40,10 @@ class LeafError:
     Args:
       name: its path.
       deviation: from the reference; infinite where a NaN or an infinity stands on one side alone.
-      allowed: how far it may be off; infinite where nothing of it is a number.
+      allowed: how far it may be off.
       noise: the largest distance between runs of the reference that round otherwise; 0 where it was not needed.
       scale: how much the reference changed it; for what is no state, how large it is. All in the Euclidean norm.
+      has_numbers: whether the reference has anything in it but NaNs and infinities.
     """
 
     name: str
@@ -50,12 +51,13 @@ class LeafError:
     allowed: float
     noise: float
     scale: float
+    has_numbers: bool = True
 
     @property
     def is_judged(self) -> bool:
         """Whether an error that matters would be seen; one of what stays as it is always would."""
-        is_constant = self.scale == 0.0 == self.noise and math.isfinite(self.allowed)
-        return self.allowed == 0.0 or self.allowed <= _JUDGED_BELOW * self.scale or is_constant
+        is_constant = self.scale == 0.0 == self.noise
+        return self.has_numbers and (self.allowed <= _JUDGED_BELOW * self.scale or self.allowed == 0.0 or is_constant)
 
     @property
     def agrees(self) -> bool:
@@ -66,11 +68,6 @@ class LeafError:
     def excess(self) -> float:
         """The deviation over what is allowed."""
         return self.deviation / self.allowed if self.allowed else (math.inf if self.deviation else 0.0)
-
-    @property
-    def relative(self) -> float:
-        """The deviation over the scale."""
-        return self.deviation / self.scale if self.scale else (math.inf if self.deviation else 0.0)
 
 
 def leaf_error(
@@ -92,17 +89,15 @@ def leaf_error(
     >>> error.agrees, error.is_judged, round(error.deviation, 3)
     (False, True, 0.1)
     """
-    exact = last_place == 0.0
+    exact, odd = last_place == 0.0, ~np.isfinite(wanted)
     base = np.zeros_like(wanted) if start is None else start
     scale = _distance(wanted, base)
     noise = max((_distance(a, b) for n, a in enumerate(reordered) for b in reordered[:n]), default=0.0)
-    if wanted.size and not np.isfinite(wanted).any():
-        noise = math.inf  # nothing to judge by
     rounding = 0.0 if exact else _LAST_PLACES * last_place * max(_norm(wanted), _norm(base))
     tolerance = 0.0 if exact or not math.isfinite(scale) else TOLERANCE * scale
     return LeafError(
         name=name, deviation=_distance(got, wanted), allowed=tolerance + rounding + NOISE_FACTOR * noise, noise=noise,
-        scale=scale if math.isfinite(scale) else _norm(wanted),
+        scale=scale if math.isfinite(scale) else _norm(wanted), has_numbers=not odd.size or not odd.all(),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -108,6 +107,11 @@ class Verification:
         return tuple(one for one in self.errors if not one.is_judged)
 
     @property
+    def wrong(self) -> tuple[LeafError, ...]:
+        """The leaves that are further off than is allowed, the worst first."""
+        return tuple(sorted((one for one in self.errors if not one.agrees), key=lambda one: -one.excess))
+
+    @property
     def checks(self) -> tuple[Check, ...]:
         """Every comparison with its verdict."""
         return (*self._of_stages(), *self._of_transfers(), *self._of_results())
@@ -137,25 +141,15 @@ class Verification:
 
     def _of_results(self) -> Iterator[Check]:
         after = f"after {self.steps} step{'s' * (self.steps > 1)}"
-        if not self.judged:
-            got = statistics.median(one.excess for one in self.errors) if self.errors else 0.0
+        if self.errors and not self.judged:
+            # What nothing can contradict is no agreement.
             yield Check(
-                name=f"error {after}: no result can be judged", unit="", predicted=0.0, compiled=got, tolerance=None,
-                passed=not self.errors,
+                name=f"results {after} that can be judged", unit="", predicted=float(len(self.errors)), compiled=0.0,
+                tolerance=None, passed=False,
             )  # fmt: skip
-            return
-        wrong = [one for one in self.judged if not one.agrees]
-        for one in wrong[:_MOST_WRONG] or self.judged[:1]:
-            allowed = one.allowed / one.scale if one.scale else one.allowed
-            error = one.relative if one.scale else one.deviation
-            yield Check(
-                name=f"error {after}: {one.name}", unit="", predicted=allowed, compiled=error, tolerance=None,
-                passed=one.agrees,
-            )  # fmt: skip
-        # NaN where the reference has a number is wrong however much rounding changes it.
-        for one in self.not_judged:
-            if math.isinf(one.deviation) and math.isfinite(one.noise):
-                yield _below(f"error {after}: {one.name}", "", one.noise, math.inf)
+        for one in self.wrong[:_MOST_WRONG] or self.judged[:1]:
+            scale = one.scale or 1.0
+            yield _below(f"error {after}: {one.name}", "", one.allowed / scale, one.deviation / scale)
 
 
 def _near(name: str, unit: str, predicted: float, compiled: float, tolerance: float) -> Check:
