@@ -158,7 +158,7 @@ def test_refusals() -> None:
         PipelinedStep(trace_program(target.step, args, microbatches=2), step.plan, jax.devices())
 
 
-def test_large_values_of_several_stages_are_refused() -> None:
+def test_large_values_of_several_stages_are_told_and_counted() -> None:
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
             h = x
@@ -171,8 +171,15 @@ def test_large_values_of_several_stages_are_refused() -> None:
         return [p - mean for p in w], value
 
     args = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, jax.ShapeDtypeStruct((16, 256), jnp.float32)
-    with pytest.raises(PlanError, match=r"add of arrays of .* stages 1, 2; .*test_pipeline_memory.py"):
-        pipelined(step, args, Pipeline())
+    local = pipelined(step, args, Pipeline(submeshes=(1, 1))).local
+    note = local.around.note()
+    assert note is not None
+    # Two gradients or sums of them one way or the other, and the mean: three matrices of 256 KiB.
+    assert "sends 0.8 MiB between stages each step, for add at" in note
+    assert "test_pipeline_memory.py" in note
+    here, there = (memory.update_workspace_bytes for memory in local.memory)
+    assert here >= 2 * 256 * 256 * 4
+    assert there >= 256 * 256 * 4
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "unet-tiny"])
