@@ -144,6 +144,8 @@ def random_step(seed: int) -> RandomStep:
     update = choices.one(*OPTIMIZERS, "gradients returned")
     around = choices.one("-", "-", "skip if not finite", "norms returned", "concatenated")
     kept = choices.one("-", "-", "ema of the same arrays", "optimizer state in the host", "batch also in the state")
+    if kept == "optimizer state in the host" and effect == "ordered io in the update":
+        effect = "callback in the update"  # jax.jit itself cannot run the two together (JAX 0.10)
     log: list[Any] = []
     optimizer = OPTIMIZERS["sgd" if update == "gradients returned" else update]()
     params: dict[str, Any] = {
