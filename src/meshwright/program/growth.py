@@ -30,69 +30,18 @@ from .alignment import NO_BATCH, Lie, Side, aligned, shape_of
 from .positions import Positions, positions_of
 from .rules import Rules
 
-_SAME = frozenset(
-    [
-        "convert_element_type",
-        "reshape",
-        "transpose",
-        "broadcast_in_dim",
-        "squeeze",
-        "neg",
-        "copy",
-        "stop_gradient",
-        "slice",
-        "dynamic_slice",
-        "abs",
-        "rev",
-        "reduce_precision",
-        "expand_dims",
-        "select_n",
-        "concatenate",
-        "pad",
-        "gather",
-        "reduce_max",
-        "reduce_min",
-        "max",
-        "min",
-        "add",
-        "add_any",
-        "sub",
-        "cumsum",
-        "cummax",
-        "real",
-        "imag",
-        "reduce_window_max",
-        "reduce_window_sum",
-        "optimization_barrier",
-        "clamp",
-    ]
+# Of a result of the operand's degree, that is linear in it.
+_MOVED = frozenset(
+    """add add_any broadcast_in_dim concatenate convert_element_type copy cumsum expand_dims imag neg
+    optimization_barrier pad real reduce_precision reshape rev slice squeeze stop_gradient sub transpose""".split()  # noqa: SIM905 (a table, not a column)
 )
-_LINEAR = frozenset(
-    [
-        "convert_element_type",
-        "reshape",
-        "transpose",
-        "broadcast_in_dim",
-        "squeeze",
-        "neg",
-        "copy",
-        "stop_gradient",
-        "slice",
-        "rev",
-        "reduce_precision",
-        "expand_dims",
-        "concatenate",
-        "pad",
-        "add",
-        "add_any",
-        "sub",
-        "cumsum",
-        "real",
-        "imag",
-        "reduce_sum",
-        "optimization_barrier",
-    ]
+# Of a result of the operands' degree.
+_SAME = _MOVED | frozenset(
+    """abs clamp cummax dynamic_slice gather max min reduce_max reduce_min reduce_window_max reduce_window_sum
+    select_n""".split()  # noqa: SIM905 (a table, not a column)
 )
+# Of a result that is linear in the operands.
+_LINEAR = _MOVED | {"reduce_sum"}
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge", "eq", "ne", "is_finite", "sign"])
 # A constant beside a count does not change what it counts: a guard against zero.
 _GUARDS = ("max", "min", "add", "add_any", "sub", "select_n")
