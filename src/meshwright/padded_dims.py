@@ -66,12 +66,19 @@ def _seconds(asked: PlanRequest, found: Planning, stage: Stage, graph: Graph) ->
     plan, program = found.plan, found.program
     if len(plan.stages) == 1 and graph is program.graph:
         return found.step_seconds
-    known = {info.name: info for info in parameter_infos(program)}
-    names = [graph.values[graph.inputs[p]].name for p in graph.parameters]
+    known = {
+        info.name: (info, prod(program.graph.values[program.graph.inputs[position]].shape))
+        for info, position in zip(parameter_infos(program), program.graph.parameters, strict=True)
+    }
+    parameters = []
+    for planned in stage.parameters:
+        info, elements = known[planned.name]
+        share = prod(planned.shape) / elements  # of a stacked parameter, the rows of the stage
+        parameters.append(replace(info, optimizer_bytes=info.optimizer_bytes * share))
     one = len(plan.stages) == 1
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
     request = SearchRequest(
-        graph=graph, fingerprint=program.fingerprint, parameters=[known[name] for name in names],
+        graph=graph, fingerprint=program.fingerprint, parameters=parameters,
         cluster=asked.cluster if one else Submeshes(asked.cluster).part(where), microbatches=plan.microbatches,
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))], pins=asked.pins,
         remat="layer" if stage.rematerialised else "none",

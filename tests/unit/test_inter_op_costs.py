@@ -203,8 +203,6 @@ def test_what_equal_ranges_rematerialise_has_the_places_of_the_first() -> None:
     second = len(numbers) - 1 - numbers[::-1].index(numbers[first])
     one = solver.problem(Place(first, first + 1, kind, 0), "layer")
     two = solver.problem(Place(second, second + 1, kind, 1), "layer")
-    assert one is not None
-    assert two is not None
     (_, segments, cut), (problem, same, other) = one, two
     assert first < second
     assert other.equations == cut.equations == solver.cut(first, first + 1).equations

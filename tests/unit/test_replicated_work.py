@@ -102,6 +102,32 @@ def test_of_several_stages_the_costliest_is_padded() -> None:
     assert "for stage 2" in note
 
 
+def test_stages_of_stacked_layers_are_padded_too() -> None:
+    """Each stage holds some rows of the stacked parameters, with their share of the optimizer's state."""
+
+    def step(state: Any, tokens: Any) -> Any:
+        p, momentum = state
+
+        def loss(p: Any) -> Any:
+            x, _ = lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w["in"]) @ w["out"], None), p["e"][tokens], p["layers"])
+            return jnp.mean(jax.nn.logsumexp(x @ p["head"], -1))
+
+        value, grads = mw.value_and_grad(loss)(p)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+        return (jax.tree.map(lambda a, m: a - 0.1 * m, p, momentum), momentum), value
+
+    def noted(vocabulary: int) -> list[str]:
+        layers = {"in": shape(4, 512, 8192), "out": shape(4, 8192, 512)}
+        parameters = {"e": shape(vocabulary, 512), "head": shape(512, vocabulary), "layers": layers}
+        model = step, ((parameters, parameters), shape(8, 256, dtype=jnp.int32))
+        return about(planned(model, stages=2, microbatches=2), "divides")
+
+    (note,) = noted(20011)
+    assert "divides 20011" in note
+    assert "for stage 2" in note
+    assert not noted(20480)
+
+
 def test_heads_that_are_too_few_are_named() -> None:
     model = language_model(50304, width=1600, heads=25)
     (note,) = about(planned(model, preset="megatron(tp=8)"), "does not divide 25")

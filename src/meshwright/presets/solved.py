@@ -84,9 +84,7 @@ class PresetStages:
         """
         key = self.place(stage), remat
         if key not in self.free:
-            place = key[0]
-            wanted = remat if remat == "none" or self.solver.problem(place, remat) is not None else "none"
-            found = self.solver.free(place, wanted)
+            found = self.solver.free(*key)
             if found is None:
                 raise PlanError(
                     refused=f"the preset {self.preset}", got=f"stage {stage + 1} of {len(self.places)} without any "
@@ -98,9 +96,7 @@ class PresetStages:
 
     def within(self, stage: int, remat: str, limit_bytes: float) -> SolvedStage | None:
         """A stage in so much memory."""
-        place = self.place(stage)
-        wanted = remat if remat == "none" or self.solver.problem(place, remat) is not None else "none"
-        return self.solver.within(place, wanted, self.in_flight[stage], limit_bytes)
+        return self.solver.within(self.place(stage), remat, self.in_flight[stage], limit_bytes)
 
     def adopted(self, stages: Sequence[PlacedStage]) -> tuple[PlacedStage, ...] | None:
         """Stages solved in a program of those alone that are unlike, as stages of this one; None if some are not the

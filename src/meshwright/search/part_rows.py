@@ -109,9 +109,7 @@ class PartRows:
         key = *self._key(place, remat), _AT_LEAST, 1.0
         if key not in self._rows:
             self._look()
-            built = solver.problem(place, "none")
-            assert built is not None
-            least = built[0].least_bytes
+            least = solver.problem(place, "none")[0].least_bytes
             kept, workspace = least.kept, least.workspace
             if remat == "layer" and solver.segments(place.first, place.last):
                 # At best all of it is split over all devices: no problem need be built to know that.
@@ -153,7 +151,7 @@ class PartRows:
             found = solver.choices_at(place, wish, list(asked.values()), gap=gap)
             built = solver.problem(place, wish)
             for key, one in zip(asked, found, strict=True):
-                if built is None or one is None or one.choices is None:
+                if one is None or one.choices is None:
                     self._rows[*about, *key] = NO_PART
                     continue
                 self._rows[*about, *key] = part_row(*built[0].as_part(one.choices), one.share)

@@ -119,7 +119,7 @@ class StageSolver:
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._alike: dict[int, tuple[int, int]] = {}
-        self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut] | None] = {}
+        self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut]] = {}
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
         self.adopted: dict[SolvedStage, SolvedStage] = {}
@@ -173,16 +173,13 @@ class StageSolver:
         """What a rematerialised range keeps for each microbatch, all devices together."""
         return self._ranges.kept_bytes(*self._first_alike(first, last))
 
-    def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut] | None:
-        """The problem of a range, built once for all ranges that are the same program, with the cut it was built of;
-        None where there is nothing to rematerialise."""
+    def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut]:
+        """The problem of a range, built once for all ranges that are the same program, with the cut it was built of.
+        Where a range has nothing to rematerialise, "layer" is the same problem as "none"."""
         key = self._key(place, remat)
         if key not in self._problems:
             cut = self.cut(*self._first_alike(place.first, place.last))
             segments = self.segments(place.first, place.last) if remat == "layer" else {}
-            if remat == "layer" and not segments:
-                self._problems[key] = None
-                return None
             graph, workspace = self.graph(place.first, place.last, remat)
             problem = StageProblem(
                 cut,
@@ -242,8 +239,6 @@ class StageSolver:
     def _freely(self, place: Place, remat: str) -> SolvedStage | None:
         """What a forest finds where memory has no limit, if it finds anything."""
         built = self.problem(place, remat)
-        if built is None:
-            return None
         try:
             found = built[0].fastest
         except Infeasible:
@@ -269,7 +264,7 @@ class StageSolver:
         built = self.problem(place, remat)
         return [
             None
-            if built is None or one is None or one.choices is None
+            if one is None or one.choices is None
             else (self._once(place, remat, built, one.choices, one.share), one.share)
             for one in found
         ]
@@ -279,8 +274,6 @@ class StageSolver:
     ) -> list[Priced | None]:
         """The best choices of layouts for a range where memory has a price; arguments as of `priced`."""
         built = self.problem(place, remat)
-        if built is None:
-            return [None] * len(prices)
         self.solves += len(prices)
         try:
             return [*built[0].priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)]
@@ -318,18 +311,15 @@ class StageSolver:
     def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
         """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
         ZeRO stage is found out where they are.)"""
-        built = self.problem(place, remat)
-        if built is None or self._key(place, remat) in self._free or self._pins.zero is not None:
+        if self._key(place, remat) in self._free or self._pins.zero is not None:
             return False
         try:
-            return built[0].needs_at_best(in_flight) > limit
+            return self.problem(place, remat)[0].needs_at_best(in_flight) > limit
         except Infeasible:
             return False
 
     def _limited(self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool) -> SolvedStage | None:
         built = self.problem(place, remat)
-        if built is None:
-            return None
         problem = built[0]
         if problem.least_bytes.held(in_flight) > limit:
             return None
