@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from math import inf
 
-from .ahead import Ahead, Begun
 from .cluster import Cluster
 from .errors import MemoryExceeded, size_words
 from .one_stage_planning import MARGIN
@@ -14,7 +13,6 @@ from .plan import Plan
 from .plan_request import Planning
 from .presets.written import held_bytes, usable_bytes, written_out
 from .program.staged import StagedProgram
-from .runtime.pipeline.local_stages import LocalStages
 from .runtime.pipeline.stage_memory import StageMemory
 from .search.memory_reserve import MissedMemory
 
@@ -36,7 +34,6 @@ class PlanMemory:
         self.leanest = inf
         self._platform, self._tell = platform, tell
         self._known: dict[Hashable, StageMemory] = {}
-        self._begun: tuple[Plan, Begun] | None = None
 
     def written_out(self, plan: Plan, program: StagedProgram, counted: Sequence[float]) -> tuple[Plan, bool]:
         """The plan with what its programs need, and whether that fits.
@@ -47,30 +44,8 @@ class PlanMemory:
           counted: by the search, on a device of each rank.
         """
         self._tell("predicting memory")
-        known, begun = self._begun or (None, None)
-        if begun is not None and known != _without_gap(plan):
-            begun.copy.end()  # for a second process to help with this one
-            begun = None
-        plan = written_out(plan, program, self._platform, known=self._known, begun=begun)
+        plan = written_out(plan, program, self._platform, known=self._known)
         return plan, self._fits(plan, held_bytes(plan), counted)
-
-    def begin(self, plan: Plan, program: StagedProgram) -> Ahead | None:
-        """Let a copy of this process begin with a plan that is likely to be written out; None if there is nothing to
-        do.
-
-        Args:
-          plan: as of `written_out`, like what follows.
-          program: the same.
-        """
-        if len(plan.stages) == 1:
-            return None
-        alone = _without_gap(plan)
-        begun = Begun(
-            len(plan.stages),
-            lambda: LocalStages(program, alone, platform=self._platform, counted=self._known).left_to_count(),
-        )
-        self._begun = alone, begun
-        return begun.copy
 
     def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:
         """A plan that has not been written out, written out; None if it does not fit."""
@@ -99,12 +74,6 @@ class PlanMemory:
         self.leanest = min(self.leanest, MARGIN * max(peaks))
         self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         return False
-
-
-def _without_gap(plan: Plan) -> Plan:
-    """A plan without what was found out of others."""
-    predicted = plan.predicted
-    return replace(plan, predicted=replace(predicted, optimality_gap=0.0) if predicted is not None else None)
 
 
 def _plain_ranks(plan: Plan) -> list[bool]:

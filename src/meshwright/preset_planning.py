@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, inf
 
@@ -34,23 +34,19 @@ class BestUnderPresets:
       prices: of presets.
       counts: numbers of microbatches to choose from.
       seconds: that may be spent until a step is known, and once more until the plan is.
-      better: called with the seconds of each preset that is the best so far.
 
     Attributes:
       priced: the best by its price, or the one that has become the plan; None if there is none.
     """
 
-    def __init__(
-        self, asked: PlanRequest, prices: PresetPrices, counts: Sequence[int], seconds: float,
-        better: Callable[[float], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, asked: PlanRequest, prices: PresetPrices, counts: Sequence[int], seconds: float) -> None:
         self._asked, self._prices, self._seconds = asked, prices, seconds
         self._is_plan = False
         self._until = time.perf_counter() + seconds
         self._incumbent = Incumbent(
             prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
             given_up=lambda: time.perf_counter() > self._until + (_GIVEN_UP - 1) * seconds,
-            tell=asked.tell, better=better,
+            tell=asked.tell,
         )  # fmt: skip
         self.priced = self._incumbent.priced()
 
@@ -90,16 +86,13 @@ class BestUnderPresets:
         return replace(found, alternatives=alternatives)
 
 
-def best_under_presets(
-    asked: PlanRequest, better: Callable[[float], None] = lambda seconds: None
-) -> BestUnderPresets | None:
+def best_under_presets(asked: PlanRequest) -> BestUnderPresets | None:
     """The best plan under any preset, if the request leaves everything open that presets decide, the cluster is of one
     kind, and the program is a scan over its layers: else a preset takes as long to price as stages to search. None too
     where no preset fits.
 
     Args:
       asked: the request.
-      better: called with the seconds of each preset that is the best so far.
     """
     free = not asked.mesh and asked.pins == Pins() and asked.schedule is None and asked.submeshes is None
     alike = len({(host.devices, host.device) for host in asked.cluster.hosts}) == 1
@@ -114,7 +107,7 @@ def best_under_presets(
         return None
     limit = asked.time_limit_seconds
     seconds = max(_SHARE * limit, min(limit, _LEAST_SECONDS), _BEYOND_LIMIT_SECONDS)
-    best = BestUnderPresets(asked, prices, counts, seconds, better)
+    best = BestUnderPresets(asked, prices, counts, seconds)
     return best if best.priced is not None else None
 
 

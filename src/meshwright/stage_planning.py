@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import inf, isfinite, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from .cluster import HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError
@@ -27,7 +27,6 @@ from .program.trace import Program
 from .replica_planning import REPLICAS
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
-from .search.scout import Scout
 from .search.stage_request import INTERLEAVED
 from .search.submeshes import Submeshes
 from .sharding import Spec, convert
@@ -80,8 +79,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
     try:
         try:
-            with Scout() as scout:
-                found = _plan_in_orders(asked, stages, orders, scout, faster_than_seconds=faster_than_seconds)
+            found = _plan_in_orders(asked, stages, orders, faster_than_seconds=faster_than_seconds)
         except (NothingFaster, MemoryExceeded):
             asked.expectations.check()
             raise
@@ -93,7 +91,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
 
 
 def _plan_in_orders(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], scout: Scout, *, faster_than_seconds: float
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], *, faster_than_seconds: float
 ) -> Planning:
     """As `plan_stages`, in any of these orders of the hosts.
 
@@ -101,19 +99,14 @@ def _plan_in_orders(
     fit, the search is repeated with the best that does.
     """
     free = stages is None and not isfinite(faster_than_seconds)
-    # Presets are looked at first; meanwhile a scout begins the search.
-    begun_with = _begun(replace(asked, cluster=orders[0].cluster), stages, scout) if free and len(orders) == 1 else None
-    presets = best_under_presets(asked, scout.tell) if free else None
-    if presets is None:
-        scout.recall()  # the search is faster with a second process at the same than with a guess at what comes next
+    presets = best_under_presets(asked) if free else None
     least = presets.step_seconds if presets is not None else faster_than_seconds
     while True:
         try:
-            found = _searched(asked, stages, orders, scout, begun_with, presets, faster_than_seconds=least)
+            found = _searched(asked, stages, orders, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             if presets is None or presets.priced is None:
                 raise
-            scout.recall()
             known = presets.planning()
             if known is not None and presets.step_seconds <= least * (1 + 1e-9):
                 return proven(known, error) if isinstance(error, NothingFaster) else known
@@ -123,8 +116,8 @@ def _plan_in_orders(
 
 
 def _searched(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], scout: Scout,
-    begun_with: _Begun | None, presets: BestUnderPresets | None, *, faster_than_seconds: float,
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], presets: BestUnderPresets | None, *,
+    faster_than_seconds: float,
 ) -> Planning:  # fmt: skip
     """The best that is found in any of these orders of the hosts.
 
@@ -141,9 +134,7 @@ def _searched(
             least_seconds = min(least_seconds, asked.least_work_seconds)
             break
         try:
-            found = _plan_in_order(
-                replace(asked, cluster=order.cluster), stages, scout, begun_with, presets, faster_than_seconds=least
-            )
+            found = _plan_in_order(replace(asked, cluster=order.cluster), stages, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             refused.append(error)
             least_seconds = min(least_seconds, _least_told(asked, error))
@@ -170,29 +161,6 @@ def _least_told(asked: PlanRequest, error: NothingFaster | MemoryExceeded) -> fl
     return inf if asked.left_seconds > 0 else asked.least_work_seconds
 
 
-class _Begun(NamedTuple):
-    """What all searches in one order of the hosts share: programs, what has been found out of their stages, and what
-    plans have turned out to hold."""
-
-    programs: StepPrograms
-    search: StageSearch
-    memory: PlanMemory
-
-
-def _begun(asked: PlanRequest, stages: int | None, scout: Scout) -> _Begun:
-    """The beginning of a search, with a scout at what it will ask if the program is large."""
-    programs = StepPrograms(asked, stages, microbatch_counts(asked))
-    search, memory = StageSearch(_request(asked, stages, programs)), _plan_memory(asked)
-    if is_large(programs.any.source):
-        search.costs.reserve = memory.missed
-        scout.send(search, programs)
-    return _Begun(programs, search, memory)
-
-
-def _plan_memory(asked: PlanRequest) -> PlanMemory:
-    return PlanMemory(asked.cluster.device.platform, asked.tell)
-
-
 def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
     """What is asked of the stage search.
 
@@ -214,19 +182,16 @@ def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> 
 
 
 def _plan_in_order(
-    asked: PlanRequest, stages: int | None, scout: Scout, begun_with: _Begun | None,
-    presets: BestUnderPresets | None, *, faster_than_seconds: float,
-) -> Planning:  # fmt: skip
+    asked: PlanRequest, stages: int | None, presets: BestUnderPresets | None, *, faster_than_seconds: float
+) -> Planning:
     """The fastest plan whose stages follow the hosts in their order.
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
     schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
     of microbatches is found first, which bounds the others. It is written out only where it may be the answer.
     """
-    if begun_with is not None:
-        programs, begun, memory = begun_with
-    else:
-        programs, begun, memory = StepPrograms(asked, stages, microbatch_counts(asked)), None, _plan_memory(asked)
+    programs = StepPrograms(asked, stages, microbatch_counts(asked))
+    memory = PlanMemory(asked.cluster.device.platform, asked.tell)
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
@@ -234,8 +199,7 @@ def _plan_in_order(
     )  # fmt: skip
     schedules = request.schedules
     large = is_large(programs.any.source)
-    mine = scout if large else None  # a small one is searched before a scout has found anything out
-    search = StageSearch(request, begun=begun, scout=mine)
+    search = StageSearch(request)
     nothing: MemoryExceeded | None = None
     kept: Planning | None = None
     unwritten: StageSearchResult | None = None  # what is kept, as long as it has not been written out
@@ -244,16 +208,12 @@ def _plan_in_order(
     probes = _PROBES if free and len(programs) > 1 and large else 0
     # Their plans take something else than what the search says.
     retimed = asked.schedule in _SEARCHED
-    scout.kept = None
-    scout.write = memory.begin if not retimed else lambda plan, program: None
     late, least, known = 0, 0.0, isfinite(faster_than_seconds)
 
     def keeps() -> bool:
         """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
         nonlocal kept, unwritten, probes
         if kept is not None and unwritten is not None:
-            scout.recall(writing=False)
-            scout.kept = None
             kept, unwritten, probes = memory.settled(kept, unwritten.program), None, 0
         return kept is not None
 
@@ -293,7 +253,7 @@ def _plan_in_order(
                 break
             programs = StepPrograms(asked, stages, finer)
             request = replace(request, programs=programs, begin_with=None, known_interleaved=None)
-            search = StageSearch(request, scout=mine)
+            search = StageSearch(request)
             continue
         plan, counted = result.plan, held_bytes(result.plan)
         if asked.schedule == "inference":
@@ -305,9 +265,7 @@ def _plan_in_order(
         if probing and not retimed and len(plan.stages) > 1:
             # Most such plans are a beginning and no more, and nearly all fit.
             kept, unwritten = _planning(asked, result, plan), result
-            scout.kept = kept.plan, result.program
             continue
-        scout.recall(writing=False)
         plan, fits = memory.written_out(plan, result.program, counted)
         if fits:
             found = _planning(asked, result, plan)

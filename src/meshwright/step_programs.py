@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from .ahead import is_copy
 from .errors import PlanError
 from .plan_request import PlanRequest
 from .program.batch import batch_extents
@@ -50,8 +49,8 @@ class StepPrograms(Mapping[int, StagedProgram]):
     def _other(self, count: int) -> StagedProgram:
         """Cut like the first, so that what a few microbatches take bounds what more of them do."""
         staged = self._cut(count, self.any)
-        # Microbatches of one sample say nothing of others. And what a copy expects the search expects too.
-        if all(extent > count for extent in self._extents) and not is_copy():
+        # Microbatches of one sample say nothing of others.
+        if all(extent > count for extent in self._extents):
             self._second = self._second or staged
         return staged
 

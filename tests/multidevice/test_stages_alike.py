@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,10 +13,8 @@ from pipelines import Pipeline, staged_plan
 
 import meshwright as mw
 from meshwright import zoo
-from meshwright.ahead import copied
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.runtime.pipeline import local_stages
 from meshwright.runtime.pipeline.local_stages import LocalStages
 from meshwright.runtime.pipeline.stage_memory import StageMemory, stage_memory
 
@@ -44,30 +40,6 @@ def assert_counted_alike(step: Any, args: Any, pipeline: Pipeline, programs: int
 def test_equal_stages(schedule: str) -> None:
     """Of eight stages the first, which sends and does not receive, the last, which has the loss, and six between."""
     equal_stages_are_counted_alike(schedule)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux alone")
-def test_a_second_process_counts_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copied, "can_copy", lambda: not copied.is_copy())
-    monkeypatch.setattr(local_stages, "_MANY_OPERATORS", 1)
-    heard: list[Any] = []
-    plain = copied.Ahead.heard
-
-    def listen(self: copied.Ahead, wait_seconds: float = 0.0) -> list[Any]:
-        heard.extend(found := plain(self, wait_seconds))
-        return found
-
-    monkeypatch.setattr(copied.Ahead, "heard", listen)
-    one = local_stages.stage_memory
-
-    def slowly(*args: Any, **options: Any) -> StageMemory:
-        found = one(*args, **options)
-        time.sleep(0.3)  # so that both have something to do
-        return found
-
-    monkeypatch.setattr(local_stages, "stage_memory", slowly)
-    equal_stages_are_counted_alike("zero_bubble")
-    assert any(done for _, done, _ in heard)
 
 
 def equal_stages_are_counted_alike(schedule: str) -> None:

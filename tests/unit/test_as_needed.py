@@ -24,9 +24,6 @@ class BySize:
 
     meshes = ((None,),) * 3
 
-    def __init__(self) -> None:
-        self.took_seconds: dict[int, float] = {}
-
     def __getitem__(self, submesh: Submesh) -> int:
         return submesh.size.bit_length() - 1
 
@@ -63,9 +60,8 @@ def level(
         least=lambda submesh: (least[KINDS[submesh]], least[KINDS[submesh]] / 3), fastest=fastest,
     )  # fmt: skip
     costs = SimpleNamespace(
-        program=SimpleNamespace(microbatches=8), solver=SimpleNamespace(kind_of=KINDS), hear=lambda: None, used={},
+        program=SimpleNamespace(microbatches=8), solver=SimpleNamespace(kind_of=KINDS), used={},
         check=lambda: None,
-        estimates=SimpleNamespace(known_parts={}),
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
     return problem, costs, seconds, asked

@@ -13,20 +13,16 @@ from contradicting import contradicting
 
 from meshwright import zoo
 from meshwright._jax.grad import value_and_grad
-from meshwright.ahead import copied
 from meshwright.cluster import Link, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
-from meshwright.plan_memory import PlanMemory
 from meshwright.planning import plan_for
-from meshwright.presets.written import held_bytes
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep
 from meshwright.schedule import Edge, check_schedule, make_schedule
 from meshwright.search import best_known
 from meshwright.search.memory_reserve import MemoryReserve
-from meshwright.search.microbatch_bounds import Answer, Question
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.pipeline import (
@@ -408,17 +404,6 @@ def test_a_repeated_search_is_as_good_as_a_new_one(share: float) -> None:
     assert len(set(again.considered)) == len(again.considered)
 
 
-def test_what_is_told_to_a_search_those_that_go_on_from_it_hear() -> None:
-    """A copy that looks ahead of the first one may still be at work."""
-    asked = request("gpt-tiny", microbatches=(1, 2))
-    first = StageSearch(asked)
-    second = StageSearch(asked, begun=first)
-    question = Question((1,), 2, "one_f_one_b", 1.0, (), MemoryReserve())
-    first.learn(({}, {question: Answer(0.5, frozenset())}))
-    assert second.bounds.answers == {question: Answer(0.5, frozenset())}
-    assert second.costs is first.costs
-
-
 def test_no_time_is_enough_for_some_plan() -> None:
     result = StageSearch(request("gpt-tiny", microbatches=(1, 2, 4))).run(time_limit_seconds=0.0)
     assert result.plan.stages
@@ -498,16 +483,3 @@ def test_microbatches_that_cannot_be(count: int, got: str) -> None:
     with pytest.raises(PlanError) as caught:
         trace_program(target.step, (target.example_state, target.example_batch), microbatches=count)
     assert got in caught.value.got
-
-
-def test_a_plan_that_a_copy_has_begun_with_is_written_out_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gap may be another one by then."""
-    monkeypatch.setattr(copied, "can_copy", lambda: not copied.is_copy())
-    result = found("hourglass", stages=4)
-    assert result.plan.predicted is not None
-    later = replace(result.plan, predicted=replace(result.plan.predicted, optimality_gap=0.5))
-    counted = held_bytes(result.plan)
-    alone, helped = (PlanMemory("cpu", lambda text: None) for _ in range(2))
-    copy = helped.begin(result.plan, result.program)
-    assert helped.written_out(later, result.program, counted) == alone.written_out(later, result.program, counted)
-    assert copy is None or not copy.is_there

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
-import time
 from collections.abc import Sequence
 from functools import cache
 from math import inf
@@ -13,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.ahead import copied
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
 from meshwright.program.staged import staged_program
@@ -193,10 +189,7 @@ def test_what_was_tried_says_how_far_expectations_are_off() -> None:
     assert _missed(tried, 4, 8, 3) == 1.3, "as many microbatches: the worst of them"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="copies are made on Linux alone")
-@pytest.mark.parametrize("copies", [False, True])
-def test_what_a_copy_found_too_slow_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
-    """And the plans are those that are found without it."""
+def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     takes = {(4, 4, 6): 29.0, (4, 4, 8): 29.0, (8, 8, 6): 28.0, (8, 8, 12): 25.0, (16, 2, 2): 40.0, (16, 2, 4): 20.0}
     tries = [
         (4, 4, {6: 25.0, 8: 24.0}),
@@ -205,26 +198,16 @@ def test_what_a_copy_found_too_slow_is_not_looked_at_again(monkeypatch: pytest.M
         (16, 2, {2: 25.0, 4: inf}),
     ]
     looked_at: list[tuple[int, int, int]] = []
-    begun = mmap.mmap(-1, 1)  # seen by both
 
     def alike(cut: Any, ranks: int, chunks: int, scheduled: Any) -> Any:
-        name = (cut, ranks, chunks)
-        looked_at.append(name)
-        if copied.is_copy():
-            begun[0] = 1
-            time.sleep(0.2)  # long enough to be waited for
-        # Before this process has looked at the first one the copy has begun with what is asked for next.
-        end = time.perf_counter() + 30
-        while copies and not begun[0] and time.perf_counter() < end:
-            time.sleep(0.01)
-        return SimpleNamespace(seconds=takes[name])
+        looked_at.append((cut, ranks, chunks))
+        return SimpleNamespace(seconds=takes[looked_at[-1]])
 
     def program(count: int) -> Any:
         if count == 32:
             raise PlanError(refused="a step", got="32 parts", needed="fewer", where="here", try_="8")
         return SimpleNamespace(program=SimpleNamespace(alike=None), count=count)
 
-    monkeypatch.setattr(copied, "can_copy", lambda: copies and not copied.is_copy())
     monkeypatch.setattr(interleaving, "main_scan", lambda source: ("scan", 96))
     monkeypatch.setattr(interleaving, "all_alike", alike)
     monkeypatch.setattr(interleaving, "interleaved", lambda cut, ranks, chunks: iter([(cut, ranks, chunks)]))
@@ -239,6 +222,4 @@ def test_what_a_copy_found_too_slow_is_not_looked_at_again(monkeypatch: pytest.M
     )  # fmt: skip
     assert [one.seconds for one in found] == [25.0]
     # The second of as many ranks is expected to be as much slower than thought as the first.
-    mine = [(4, 4, 6), (8, 8, 12)] if copies else [(4, 4, 6), (8, 8, 6), (8, 8, 12)]
-    assert looked_at == mine
-    assert copied._at_work is None
+    assert looked_at == [(4, 4, 6), (8, 8, 6), (8, 8, 12)]

@@ -49,41 +49,19 @@ class OneKind:
 
     meshes = ((None,),)
 
-    def __init__(self) -> None:
-        self.took_seconds: dict[int, float] = {}
-
     def __getitem__(self, submesh: Submesh) -> int:
         return 0
 
 
 class Costs:
-    """Of these numbers of microbatches, the fewest first; `asked` says which were."""
+    """Of these numbers of microbatches, the fewest first."""
 
     def __init__(self, *made: Any) -> None:
         self.counts, self.base, self.num_devices, self.reserve = COUNTS, made[0], STAGES, nothing_reserved
         self._made = {one.program.microbatches: one for one in made}
-        self._used: dict[int, dict[Any, frozenset[int]]] = {}
-        self.asked: list[int] = []
-        self.solved: set[int] = set()
 
     def __call__(self, count: int) -> Any:
-        self.asked.append(count)
         return self._made[count]
-
-    def hear(self) -> None:
-        """Nothing is heard."""
-
-    def line(self, count: int) -> tuple[int, ...]:
-        return (count,) if count == 1 else (count, 1)
-
-    def used(self, count: int) -> dict[Any, frozenset[int]]:
-        return self._used.setdefault(count, {})
-
-    def is_made(self, count: int) -> bool:
-        return count in self._made
-
-    def is_solved(self, count: int) -> bool:
-        return count in self.solved
 
 
 def costs_of(*made: Any) -> Any:
@@ -94,7 +72,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
     base = SimpleNamespace(
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
-        forget_estimates=lambda: None, estimates=SimpleNamespace(known_parts={}), hear=lambda: None, check=lambda: None,
+        forget_estimates=lambda: None, check=lambda: None,
         solver=SimpleNamespace(kind_of=OneKind()), used={},
         may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
@@ -215,21 +193,6 @@ def test_what_a_guess_rules_out_may_yet_be_as_fast() -> None:
     assert bounds.of(8, 2 * least) <= least
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_what_is_solved_in_other_memory_is_forgotten_whoever_finds_the_answer(told: bool) -> None:
-    found, _ = bounds_of(fills_ends=False)
-    bounds, base = bounds_of(fills_ends=False)
-    for one in (found, bounds):
-        one._costs.reserve = lambda count: MemoryReserve(plain=float(count))
-    if told:
-        found.told_by(1, [4], 1.0)
-        bounds.answers.update(found.answers)
-    reserved: list[MemoryReserve] = []
-    base.reserve = reserved.append
-    bounds.told_by(1, [4], 1.0)
-    assert reserved == [MemoryReserve(plain=4.0)]
-
-
 @pytest.mark.parametrize("fills_ends", [False, True])
 def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the finest are much too slow nothing is asked of the others, and what is said of them is not too much."""
@@ -249,6 +212,15 @@ def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool, monk
             least = min(least, SPLITS * takes(count, "zero_bubble"))
         assert best < found <= least
     assert asked == [128]
+
+
+def test_bounds_are_of_the_memory_that_there_is_for_a_number() -> None:
+    bounds, base = bounds_of(fills_ends=False)
+    bounds._costs.reserve = lambda count: MemoryReserve(plain=float(count))
+    reserved: list[MemoryReserve] = []
+    base.reserve = reserved.append
+    bounds.told_by(1, [4], 1.0)
+    assert reserved == [MemoryReserve(plain=4.0)]
 
 
 def test_finer_microbatches_in_less_memory_say_nothing_of_coarser_ones() -> None:
@@ -279,40 +251,3 @@ def test_a_number_that_is_cut_into_other_layers_is_not_bounded_closer() -> None:
     own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES - 1))}))
     bounds._costs = costs_of(base, own)
     assert bounds.closer(4, 1e-6, 1e-6) == 0.0
-
-
-def test_what_a_copy_has_ruled_out_is_not_traced() -> None:
-    """Its answers are those that would be found here; they hold for the same question alone."""
-    found, base = bounds_of(fills_ends=True)
-    own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES))}))
-    found._problem = lambda costs, share, order: replace(pipeline(share / costs.program.microbatches), order=order)
-    least = takes(4, "one_f_one_b")
-    found._costs = costs_of(base, own)
-    assert found.closer(4, 0.4 * least, 0.42 * least) == 0.4 * least
-    assert 4 in found._costs.asked
-    told, _ = bounds_of(fills_ends=True)
-    told._problem, told._costs = found._problem, costs_of(base, own)
-    told.answers.update(found.answers)
-    assert told.closer(4, 0.4 * least, 0.42 * least) == 0.4 * least
-    assert 4 not in told._costs.asked
-    assert told._costs.used(4) == found._costs.used(4)
-    assert told.closer(4, 0.3 * least, 0.32 * least) == 0.3 * least
-    assert 4 in told._costs.asked
-
-
-def test_what_is_solved_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds, _ = bounds_of(fills_ends=False)
-    first = bounds.of(1, inf)
-    asked: list[int] = []
-    answer = MicrobatchBounds._answer
-
-    def answered(self: MicrobatchBounds, levels: Any, count: int, *args: Any) -> Any:
-        asked.append(count)
-        return answer(self, levels, count, *args)
-
-    monkeypatch.setattr(MicrobatchBounds, "_answer", answered)
-    assert bounds.of(1, inf) == first
-    assert not asked
-    bounds._costs.solved.add(1)
-    assert bounds.of(1, inf) == first
-    assert asked == [1]

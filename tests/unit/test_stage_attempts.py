@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from meshwright import stage_planning, zoo
-from meshwright.ahead import copied
 from meshwright.cluster import load_cluster
 from meshwright.plan_memory import PlanMemory
 from meshwright.plan_request import Planning
@@ -25,7 +24,6 @@ def planned() -> Planning:
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
-    monkeypatch.setattr(copied, "can_copy", lambda: False)
 
 
 def test_a_first_plan_is_written_out_once_and_only_if_it_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

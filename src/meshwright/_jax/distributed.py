@@ -21,11 +21,6 @@ def devices_are_in_use() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def accelerators_are_in_use() -> bool:
-    """Whether JAX has opened devices other than the host's own."""
-    return xla_bridge.backends_are_initialized() and not set(xla_bridge.backends()) <= {"cpu", "interpreter"}
-
-
 def detected_cluster() -> str | None:
     """The name of the cluster environment that JAX will ask for what it is not told, or None."""
     # The same choice as ClusterEnv.auto_detect_unset_distributed_params makes.

@@ -45,7 +45,6 @@ class Incumbent:
       late: whether the time is over: then the best that is known is taken, or the first that is priced.
       given_up: whether so much more time is over that there may be none.
       tell: called with a few words at each part of the work.
-      better: called with the seconds of each preset that is the best by its price so far.
     """
 
     def __init__(
@@ -58,12 +57,10 @@ class Incumbent:
         late: Callable[[], bool],
         given_up: Callable[[], bool] = lambda: False,
         tell: Callable[[str], None] = lambda text: None,
-        better: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         tell("the best preset")
         self._prices, self._remat, self._margin, self._late, self._tell = prices, remat, margin, late, tell
         self._given_up = given_up
-        self._better = better
         # PipeDream's gradients are of older weights.
         self._presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
         settings = settings_for(prices.cluster, prices.needed_stages(), _layers(prices, counts))
@@ -168,8 +165,6 @@ class Incumbent:
             self._push(below, _PLACED, count, number)
             return
         self._priced[count, number] = priced
-        if priced.step_seconds < below:
-            self._better(priced.step_seconds)
         self._push(priced.step_seconds, _PRICED, count, number)
 
     def _best(self, known: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, MutableMapping
 from dataclasses import replace
 
-from ..ahead import Begun
 from ..plan import Memory, Plan
 from ..program.staged import StagedProgram
 from ..runtime.local_step import LocalStep
@@ -14,9 +13,8 @@ from ..runtime.pipeline.stage_memory import StageMemory
 
 
 def written_out(
-    plan: Plan, program: StagedProgram, platform: str, *, known: MutableMapping[Hashable, StageMemory] | None = None,
-    begun: Begun | None = None,
-) -> Plan:  # fmt: skip
+    plan: Plan, program: StagedProgram, platform: str, *, known: MutableMapping[Hashable, StageMemory] | None = None
+) -> Plan:
     """A plan with the memory that its programs need; nothing is compiled.
 
     Args:
@@ -24,10 +22,9 @@ def written_out(
       program: cut into its stages.
       platform: of the devices.
       known: what stages hold that were counted before; it learns new ones.
-      begun: as of `LocalStages`.
     """
     if len(plan.stages) > 1:
-        return LocalStages(program, plan, platform=platform, counted=known, begun=begun).plan_with_memory()
+        return LocalStages(program, plan, platform=platform, counted=known).plan_with_memory()
     (stage,) = plan.stages
     peak = float(LocalStep(program.source, plan).predicted_memory(platform).peak_bytes)
     counted = stage.memory

@@ -17,7 +17,6 @@ import numpy as np
 
 from .inter_op import least_seconds, solve_inter_op
 from .inter_op_problem import Found, InterOpProblem, Option
-from .shared_work import estimates_found
 from .stage_costs import StageCosts
 from .submeshes import Submesh
 
@@ -45,7 +44,6 @@ class AsNeeded:
 
     def find_all(self) -> None:
         """Estimate all kinds at once."""
-        estimates_found(*self._levels[-1])
         self._level = {self._kinds[submesh]: len(self._levels) - 1 for submesh in self._problem.submeshes}
         self._is_whole = True
 
@@ -85,8 +83,6 @@ class AsNeeded:
     def _find(self, kinds: Set[int], level: int) -> None:
         """Find out so much of these kinds."""
         problem, costs = self._levels[level]
-        mine = [submesh for submesh in problem.submeshes if self._kinds[submesh] in kinds]
-        estimates_found(replace(problem, submeshes=mine), costs)
         self._level.update(dict.fromkeys(kinds, level))
         if problem.microbatches == costs.program.microbatches:
             costs.used[problem.order] = costs.used.get(problem.order, frozenset()) | kinds

@@ -84,9 +84,3 @@ class FinishedPlans:
         """Let a plan be among those that others are compared with."""
         for words, seconds in candidate.all_schedules():
             self.simulated[words] = min(seconds, self.simulated.get(words, inf))
-
-    def fastest(self, most_seconds: float) -> Candidate | None:
-        """The best simulated plan, if it takes no more than this."""
-        found = (one for one in self._candidates.values() if one is not None)
-        best = min(found, key=lambda one: one.weight, default=None)
-        return best if best is not None and best.weight <= most_seconds * (1 + 1e-9) else None

@@ -13,7 +13,6 @@ from ..program.layers import equation_flops
 from ..program.staged import StagedProgram
 from .inter_op import solve_inter_op
 from .inter_op_problem import Found, InterOpProblem
-from .shared_work import estimates_found
 from .stage_costs import StageCosts
 from .submeshes import Submesh
 
@@ -51,7 +50,6 @@ def first_seconds(problem: InterOpProblem, costs: StageCosts) -> float:
     """
     costs.estimates.only_easy = True
     try:
-        estimates_found(problem, costs)
         easy = solve_inter_op(problem, beam=1)
     finally:
         costs.estimates.only_easy = False

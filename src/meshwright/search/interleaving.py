@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from math import inf, isfinite
 
-from ..ahead import Begun
 from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
@@ -84,7 +83,7 @@ class Interleaving:
         self._cut: dict[tuple[int, int, int], StageCosts] = {}
 
     def forget(self) -> None:
-        """Cut programs anew: a copy may have looked at some of them, and others were solved in other memory."""
+        """Cut programs anew: they were solved in other memory."""
         self._cut.clear()
 
     @property
@@ -194,24 +193,13 @@ class Interleaving:
           late: whether the time is over.
         """
         tries = self._tries(finished, looked_at, below_seconds, costs_in) if not late() else []
-        is_scan = bool(tries) and main_scan(costs_in(looked_at[0]).program.alike) is not None
-        with self._ahead(tries if is_scan else (), below_seconds, costs_in, scheduled) as ahead:
-            yield from self._tried(tries, ahead, below_seconds, costs_in, scheduled, late)
-
-    def _tried(
-        self, tries: Sequence[_Try], ahead: _Ahead, below_seconds: float, costs_in: Callable[[int], StageCosts],
-        scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
-    ) -> Iterator[Candidate]:  # fmt: skip
         tried: list[_Tried] = []
         for count, ranks, ways in tries:
             for chunks, expected in ways.items():
                 if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
-                    ahead.leave(count, ranks, chunks)
                     continue
-                least = ahead.seconds(count, ranks, chunks)
                 try:
-                    if expected and not least:
-                        least = self._least(costs_in(count), ranks, chunks)
+                    least = self._least(costs_in(count), ranks, chunks) if expected else 0.0
                     if least >= below_seconds:
                         tried.append(_Tried(count, ranks, chunks, least / expected))
                         continue
@@ -222,12 +210,10 @@ class Interleaving:
                     tried.append(_Tried(count, ranks, chunks, slow.least_seconds / expected))
                     continue
                 except PlanError:
-                    ahead.leave(count, ranks, *ways)
                     break
                 if candidate is None and self._asked:
                     continue
                 if candidate is None:
-                    ahead.leave(count, ranks, *ways)
                     break  # more stages a rank have more in flight: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
                 if expected:
@@ -299,63 +285,6 @@ class Interleaving:
         cut = self._cut[key]
         cut.reserve(costs.reserved)
         return cut
-
-    def _ahead(
-        self, tries: Sequence[_Try], below_seconds: float, costs_in: Callable[[int], StageCosts],
-        scheduled: Callable[..., Candidate | None],
-    ) -> _Ahead:  # fmt: skip
-        """A copy of this process at what is likely to be tried next, of a program that is a scan: of every number of
-        ranks first the fewest stages of which something is expected. (Of other programs what is found out of one
-        interleaving is of use for others.)"""
-        each = [
-            [(count, ranks, chunks) for chunks, expected in ways.items() if 0 < expected < below_seconds]
-            for count, ranks, ways in tries
-        ]
-        names = [one for some in zip_longest(*each) for one in some if one is not None][1:]
-        if not names:
-            return _Ahead([], None)
-
-        def seconds(key: int) -> float:
-            count, ranks, chunks = names[key]
-            try:
-                rough = all_alike(self._in_stages(costs_in(count), ranks, chunks), ranks, chunks, scheduled)
-            except PlanError:
-                return 0.0
-            return rough.seconds * _ALIKE_AT_MOST if rough is not None else 0.0
-
-        return _Ahead(names, Begun(len(names), lambda: (range(len(names))[::-1], seconds)))
-
-
-class _Ahead:
-    """Interleavings whose ranks a copy of this process has found out to be too slow where all are alike. Use as a
-    context: at its end the copy is gone.
-
-    Args:
-      names: microbatches, ranks and stages on each, of those that it looks at.
-      begun: numbered like these; None where there is no copy.
-    """
-
-    def __init__(self, names: Sequence[tuple[int, int, int]], begun: Begun | None) -> None:
-        self._numbers, self._begun = {name: number for number, name in enumerate(names)}, begun
-
-    def __enter__(self) -> _Ahead:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._begun is not None:
-            self._begun.copy.end()
-
-    def seconds(self, *name: int) -> float:
-        """What one takes, about or at least; 0 where that is for this process to find out."""
-        if self._begun is None or name not in self._numbers:
-            return 0.0
-        return self._begun.take(self._numbers[name])[1] or 0.0
-
-    def leave(self, count: int, ranks: int, *chunks: int) -> None:
-        """Nobody asks for so many stages on each of these ranks any more."""
-        for each in chunks:
-            if self._begun is not None and (count, ranks, each) in self._numbers:
-                self._begun.leave(self._numbers[count, ranks, each])
 
 
 def interleaving_words(candidate: Candidate) -> str:

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
-from typing import NamedTuple
 
 from .as_needed import AsNeeded
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import InterOpProblem, Order
 from .least_work import least_work_seconds
-from .memory_reserve import MemoryReserve
 from .microbatch_costs import MicrobatchCosts
-from .shared_work import least_found
 from .stage_costs import StageCosts
 
 # Labels of a state: a plan is only wanted to compare numbers of microbatches.
@@ -41,38 +38,6 @@ _FAR = 0.9
 _AT_MOST = 2.5
 
 
-class Question(NamedTuple):
-    """What the answer to `least` depends on, beside the search.
-
-    Args:
-      source: the number of microbatches that says so, and those whose estimates bound its own.
-      count: the number of which it says it.
-      order: of the pipeline.
-      bound: seconds.
-      own: as `source`, of the number itself where its own estimates are asked; else nothing.
-      reserve: what may not be counted of a device.
-    """
-
-    source: tuple[int, ...]
-    count: int
-    order: Order
-    bound: float
-    own: tuple[int, ...]
-    reserve: MemoryReserve
-
-
-class Answer(NamedTuple):
-    """What a plan takes at least.
-
-    Args:
-      seconds: infinite where that is more than the bound.
-      used: kinds of submeshes that were estimated for plans in the number that was asked.
-    """
-
-    seconds: float
-    used: frozenset[int]
-
-
 class MicrobatchBounds:
     """Bounds of one search.
 
@@ -83,8 +48,6 @@ class MicrobatchBounds:
 
     Attributes:
       searched: numbers of microbatches of which ranges have been looked at.
-      answers: what has been found out so far. It is the same in every process, so that a copy of this one can send what
-        it has found: what that rules out need not even be traced.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
       given_up: seconds that numbers take at least of which nothing more is known.
@@ -93,7 +56,6 @@ class MicrobatchBounds:
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
         self._costs, self._problem = costs, problem
         self.searched: set[int] = set()
-        self.answers: dict[Question, Answer] = {}
         self.fills_ends = False
         self.splits: float | None = None
         self._floor: float | None = None
@@ -285,39 +247,19 @@ class MicrobatchBounds:
         """What a plan takes at least, as one number says, or where that promises much the number itself; infinite if
         that is more than the bound."""
         costs = self._costs
-        costs.hear()
-        reserve = costs.reserve(count)
-        question = Question(costs.line(source), count, order, bound, costs.line(count) if closer else (), reserve)
-        # What is solved is no estimate any more, and is not the same in every process.
-        asked = count if closer else source
-        lasts = asked != count or not costs.is_solved(count)
-        if not (lasts and question in self.answers):
-            levels = [costs(source), costs(count)] if closer else [costs(source)]
-            answer = self._answer(levels, count, order, bound)
-            if not lasts:
-                return answer.seconds
-            self.answers[question] = answer
-        elif costs.is_made(source):
-            costs(source).reserve(reserve)  # as where the answer is found: what is solved in other memory is forgotten
-        answer = self.answers[question]
-        if asked == count:
-            costs.used(count)[order] = costs.used(count).get(order, frozenset()) | answer.used
-        return answer.seconds
-
-    def _answer(self, levels: Sequence[StageCosts], count: int, order: Order, bound: float) -> Answer:
-        levels[0].reserve(self._costs.reserve(count))
+        levels = [costs(source), costs(count)] if closer else [costs(source)]
+        levels[0].reserve(costs.reserve(count))
         if any(one.program.layers != levels[0].program.layers for one in levels):
-            return Answer(0.0, frozenset())  # a step may be made of other equations in this number
+            return 0.0  # a step may be made of other equations in this number
         problems = [(self._problem(one, one.program.microbatches / count, order), one) for one in levels]
         for problem, one in problems:
-            least_found(problem, one)
             one.forget_estimates()  # of what was of interest before
             one.focus(most_seconds(problem, bound))
         needed = AsNeeded(*problems)
         best = needed.solved(beam=_FEW, upper_bound=bound)
         for one in levels:
             one.forget_estimates()
-        return Answer(best.lower_bound if best is not None else inf, needed.found)
+        return best.lower_bound if best is not None else inf
 
     def _filled(self, source: int, count: int) -> float:
         """How much of a step is work at least."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from .stage_problem import StageSeconds
 from .stage_solver import Place, StageSolver
@@ -38,61 +37,17 @@ def may_be_loose(operators: int) -> float:
     return _LOOSE_IF_LARGE if operators > _LARGE else _LOOSE
 
 
-class KnownParts(NamedTuple):
-    """What has been found out of parts, to be sent to another process.
-
-    Args:
-      rows: by a part, a kind of submesh, a logical mesh, rematerialisation, a price and microbatches in flight.
-      lenient: parts, kinds and logical meshes that cannot have their ZeRO stage in its strict form.
-    """
-
-    rows: dict[tuple[Any, ...], PartRow]
-    lenient: list[tuple[int, int, int]]
-
-
 class PartRows:
     """The rows of all parts of a program, each found out when it is first asked for.
 
     Args:
       solver: of the program, whose layers are the parts.
-
-    Attributes:
-      late: asked before anything is found out: whether to raise `OutOfTime`.
+      check: called before anything is found out; raises `OutOfTime` where there is no time for it.
     """
 
-    def __init__(self, solver: StageSolver) -> None:
-        self.late: Callable[[], bool] = lambda: False
-        self._solver = solver
+    def __init__(self, solver: StageSolver, check: Callable[[], None] = lambda: None) -> None:
+        self._solver, self._check = solver, check
         self._rows: dict[tuple[Any, ...], PartRow] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def known(self, since: int) -> KnownParts:
-        """What has been found out, for rows of the same program in a copy of this process; by the first part that is
-        the same.
-
-        Args:
-          since: how many there were before.
-        """
-        solver = self._solver
-        first: dict[int, int] = {}
-        for part in range(len(solver.program.layers) if since < len(self) else 0):
-            first.setdefault(solver.number(part, part + 1), part)
-        rows = {(first[number], *rest): row for (number, *rest), row in islice(self._rows.items(), since, None)}
-        return KnownParts(rows, [(first[part], kind, mesh) for part, kind, mesh in solver.lenient if part in first])
-
-    def learn(self, known: KnownParts) -> None:
-        """Take over what a copy of this process has found out, on kinds of submeshes that are numbered alike.
-
-        Args:
-          known: as of `known`.
-        """
-        solver = self._solver
-        for (part, *rest), row in known.rows.items():
-            self._rows.setdefault((solver.number(part, part + 1), *rest), row)
-        for part, kind, mesh in known.lenient:
-            solver.relax((solver.number(part, part + 1), kind, mesh))
 
     def at_least(self, place: Place, remat: str) -> PartRow:
         """Bytes that no layout of a part is below: throughout, for each microbatch in flight, and of that what it
@@ -108,7 +63,7 @@ class PartRows:
         solver = self._solver
         key = *self._key(place, remat), _AT_LEAST, 1.0
         if key not in self._rows:
-            self._look()
+            self._check()
             least = solver.problem(place, "none")[0].least_bytes
             kept, workspace = least.kept, least.workspace
             if remat == "layer" and solver.segments(place.first, place.last):
@@ -138,7 +93,7 @@ class PartRows:
         """
         about = self._key(place, remat)
         if (*about, number, in_flight) not in self._rows:
-            self._look()
+            self._check()
             solver = self._solver
             # It may have nothing to compute again.
             wish = remat if remat == "none" or solver.segments(place.first, place.last) else "none"
@@ -159,10 +114,6 @@ class PartRows:
 
     def _key(self, place: Place, remat: str) -> tuple[Any, ...]:
         return self._solver.number(place.first, place.last), place.kind, place.mesh, remat
-
-    def _look(self) -> None:
-        if self.late():
-            raise OutOfTime
 
 
 def part_row(seconds: StageSeconds, boundary: tuple[float, float], share: float) -> PartRow:

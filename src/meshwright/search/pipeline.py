@@ -31,13 +31,10 @@ from .inter_op_bounds import most_seconds
 from .inter_op_costs import in_stages, problem_of, worth_splitting
 from .inter_op_problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
 from .interleaving import Interleaving, interleaving_words
-from .look_ahead import Found as FoundAhead
 from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .part_rows import OutOfTime
-from .scout import Scout
-from .shared_work import least_found
 from .stage_costs import StageCosts
 from .stage_request import (
     INTERLEAVED,
@@ -80,34 +77,25 @@ class StageSearch:
 
     Args:
       request: what is asked.
-      begun: a search of the same stages, whose finds are taken over; None for nothing.
-      scout: to find out ahead of time what is asked next; None for nobody.
 
     Raises:
       PlanError: for a request that makes no sense.
     """
 
-    def __init__(self, request: StageRequest, *, begun: StageSearch | None = None, scout: Scout | None = None) -> None:
+    def __init__(self, request: StageRequest) -> None:
         check_request(request)
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.costs = begun.costs if begun is not None else MicrobatchCosts(request, self.submeshes, self.places)
-        self.costs.forget_estimates()  # another search may have looked for what is faster
-        self._scout = scout if scout is not None else Scout(goes=False)
+        self.costs = MicrobatchCosts(request, self.submeshes, self.places, self._check)
         self.counts = self.costs.counts
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds, self._known = request.time_limit_seconds, request.faster_than_seconds
         self.taken = request.begin_with  # then microbatches of the last run's plan
         self._taken_interleaved = self._probing = self._may_stop = False
-        self.costs.late, self.costs.check = self._is_late, self._check
-        self.costs.hear = self._scout.listen
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
-        if begun is not None:
-            self.bounds.answers = begun.bounds.answers  # a copy that looks ahead of that one may still be at work
         self._slack = _ESTIMATE_SLACK[0]
-        self._merged: tuple[Candidate, Candidate | None] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -129,13 +117,8 @@ class StageSearch:
         """Whether the time is over and there is a plan: until then the search goes on."""
         return self.late and (bool(self.finished.seconds) or isfinite(self._known))
 
-    def _is_late(self) -> bool:
-        """Whether to find out no more; asked before anything is."""
-        self._scout.catch_up()
-        return self._may_stop and self.over
-
     def _check(self) -> None:
-        """The same where a scout would find out nothing: ends what may be broken off."""
+        """End what may be broken off, where the time is over."""
         if self._may_stop and self.over:
             raise OutOfTime
 
@@ -162,13 +145,10 @@ class StageSearch:
         last, self._probing = self.finished, probing
         known = self._known = min(self.request.faster_than_seconds, faster_than_seconds)
         self._reset()
-        self._scout.tell(known, self.near())
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
-        if isfinite(known) and not probing:
-            self._scout.send(self, self.counts)
         best = better(self._again(last), self._known_interleaving())
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
@@ -187,7 +167,7 @@ class StageSearch:
         searched, taken = best.costs, best.words(best.scheduled.name)
         self.taken = searched.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
-        best = self.merged(best)
+        best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
         if best.weight >= known:
@@ -200,23 +180,6 @@ class StageSearch:
             considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
             alternatives=nearest(self.finished.simulated, but=taken),
         )  # fmt: skip
-
-    def learn(self, found: FoundAhead) -> None:
-        """Take over what a copy of this process has found out."""
-        parts, answers = found
-        self.costs.learn(parts)
-        self.bounds.answers.update(answers)
-
-    @property
-    def best_candidate(self) -> Candidate | None:
-        """The best plan so far, by simulation, if it is no slower than what is known."""
-        return self.finished.fastest(min(self._known, self.best.simulated))
-
-    def merged(self, best: Candidate) -> Candidate | None:
-        """As `candidate.merged`, of each candidate once."""
-        if self._merged is None or self._merged[0] is not best:
-            self._merged = best, merged(best, self._costs_of, self._scheduled)
-        return self._merged[1]
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
         """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
@@ -280,9 +243,6 @@ class StageSearch:
             left.remove(count)
             begun_with = count if self._probing else None
             known = bounded and not self._probing and isfinite(self.best.objective)
-            if known:
-                self._scout.tell(self.best.objective, self.near(), count)
-                self._scout.send(self, left)
             if bounded and not self._probing and expected[count] <= self.best.worth_searching and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
@@ -320,10 +280,8 @@ class StageSearch:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
                     with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
-                        self._refine(count, costs, problem, left if bounded else (), bounded=bounded)
+                        self._refine(count, costs, problem, bounded=bounded)
             list(self.finished.simulate(self.best, count))  # what it takes bounds other numbers
-        if not self._probing:
-            self._scout.begin(self, now=True)
         return refused
 
     def _is_slower(self, count: int, least: float) -> bool:
@@ -386,11 +344,8 @@ class StageSearch:
         """A candidate of costs and stages, `chunks` a rank; None if they do not fit."""
         return partial(scheduled, schedules=self._schedules)
 
-    def _refine(
-        self, number: int, costs: StageCosts, problem: InterOpProblem, others: Sequence[int], *, bounded: bool
-    ) -> None:
-        """Search, solve what the best plan uses, and search again until it uses nothing else. Meanwhile a scout looks
-        at other numbers of microbatches."""
+    def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
+        """Search, solve what the best plan uses, and search again until it uses nothing else."""
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self._bound(costs, problem)
@@ -398,15 +353,12 @@ class StageSearch:
         if bounded and isfinite(self.best.objective):
             needed.find_used()
         else:
-            needed.find_all()  # nearly all of it is needed then, and two processes find it
+            needed.find_all()  # nearly all of it is needed then
         for _ in range(_MOST_ROUNDS):
             found = self._solved(needed, problem)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
-            best = min(self.best.objective, self._slack * found.seconds)
-            self._scout.tell(best, self.near(number), number)
-            self._scout.send(self, others)
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
@@ -421,13 +373,6 @@ class StageSearch:
                 break
         self.unsearched = min(self.unsearched, least * handicap(problem.order))
 
-    def look(self, costs: StageCosts, problem: InterOpProblem) -> None:
-        """Estimate what a refinement begins with, where a plan is known or expected."""
-        self._bound(costs, problem)
-        needed = AsNeeded((problem, costs))
-        needed.find_used()
-        self._solved(needed, problem)
-
     def _solved(self, needed: AsNeeded, problem: InterOpProblem) -> Found | None:
         """The best stages of a problem, by what is known and what is estimated now."""
         most, alone = self.best.worth(problem.order, problem.microbatches)
@@ -439,7 +384,6 @@ class StageSearch:
         bound, alone = self.best.worth(problem.order, problem.microbatches)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
-        least_found(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
         self.unsearched = min(self.unsearched, bound * handicap(problem.order), alone)
 

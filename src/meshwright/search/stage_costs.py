@@ -40,6 +40,7 @@ class StageCosts:
       meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
       own_meshes: the same for submeshes that have their own.
       coarser: of the same program in fewer microbatches, whose estimates bound these; None for none.
+      check: called before what can take long; raises `OutOfTime` where there is no time for it.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class StageCosts:
         meshes: Sequence[WantedMesh] = (),
         own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
         coarser: StageCosts | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -65,9 +67,9 @@ class StageCosts:
         parts = in_parts(program)
         self.solver = solver(program)
         of_parts = self.solver if parts is program else solver(parts)
-        self.estimates = StageEstimates(program, of_parts, remat, coarser.estimates if coarser is not None else None)
-        self.hear: Callable[[], None] = lambda: None  # called before each kind of submeshes is looked at
-        self.check: Callable[[], None] = lambda: None  # called where it may be late: raises `OutOfTime` then
+        bounds = coarser.estimates if coarser is not None else None
+        self.estimates = StageEstimates(program, of_parts, remat, bounds, check)
+        self.check = check
         # Kinds of submeshes that were estimated since plans in its microbatches used them, by the order of these.
         self.used: dict[Order, frozenset[int]] = {}
         self._reserve = MemoryReserve()
@@ -86,11 +88,6 @@ class StageCosts:
         return self.solver.solves + (parts.solves if parts is not self.solver else 0)
 
     # What the stage search asks
-
-    @property
-    def has_solutions(self) -> bool:
-        """Whether some range is solved."""
-        return bool(self._solved_layers)
 
     def options(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
         """Ways to run the layers `first` to before `last`; solved ones if there are any, else estimates."""

@@ -20,7 +20,7 @@ the bytes of what a forest finds there, which may be more than those of the best
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf, log
@@ -30,7 +30,7 @@ import numpy as np
 from ..program.staged import StagedProgram
 from .inter_op_problem import Option, best_of
 from .memory_reserve import MemoryReserve
-from .part_rows import KnownParts, PartRows
+from .part_rows import PartRows
 from .stage_solver import Place, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
@@ -100,16 +100,18 @@ class StageEstimates:
       remat: "none", "layer", or None to choose for each range.
       coarser: of the same layers in fewer microbatches, or None. Cutting a microbatch makes no work less: what they
         take is a bound that saves looking at most logical meshes.
+      check: as of `PartRows`.
     """
 
     def __init__(
-        self, program: StagedProgram, solver: StageSolver, remat: str | None, coarser: StageEstimates | None = None
-    ) -> None:
+        self, program: StagedProgram, solver: StageSolver, remat: str | None, coarser: StageEstimates | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.program = program
         self.solver = solver
         # While it is set, ranges whose fastest layouts do not fit are left out.
         self.only_easy = False
-        self.parts = PartRows(solver)
+        self.parts = PartRows(solver, check)
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
         self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
@@ -141,34 +143,6 @@ class StageEstimates:
         """Estimate every range again, whatever it takes."""
         self._most = {}
         self._clear()
-
-    @property
-    def known_parts(self) -> dict[int, int]:
-        """How much has been found out of parts, by these estimates and the coarser ones: by microbatches."""
-        coarser = self._coarser.known_parts if self._coarser is not None else {}
-        return {**coarser, self.program.microbatches: len(self.parts)}
-
-    def known(self, since: Mapping[int, int]) -> dict[int, KnownParts]:
-        """What has been found out of parts, for estimates of the same program in a copy of this process, and for its
-        coarser ones: by microbatches.
-
-        Args:
-          since: `known_parts` before.
-        """
-        found = self._coarser.known(since) if self._coarser is not None else {}
-        own = self.parts.known(since.get(self.program.microbatches, 0))
-        return {**found, self.program.microbatches: own} if own.rows else found
-
-    def learn(self, found: Mapping[int, KnownParts]) -> None:
-        """Take over what a copy of this process has found out, on kinds of submeshes that are numbered alike.
-
-        Args:
-          found: of these estimates and the coarser ones, by microbatches.
-        """
-        if (own := found.get(self.program.microbatches)) is not None:
-            self.parts.learn(own)
-        if self._coarser is not None:
-            self._coarser.learn(found)
 
     def _clear(self) -> None:
         self._tables.clear()

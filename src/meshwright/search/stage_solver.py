@@ -55,7 +55,6 @@ class Kinds:
     Attributes:
       meshes: of each kind its logical meshes.
       devices: of each kind what it is made of; of several kinds of device one that has the least of each.
-      took_seconds: how long it took at most to find out what there was to find out of a kind.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Kinds:
     ) -> None:
         self.meshes: list[tuple[LogicalMesh, ...]] = []
         self.devices: list[Device] = []
-        self.took_seconds: dict[int, float] = {}
         self._submeshes, self._wanted, self._own = submeshes, meshes, own_meshes or {}
         self._numbers: dict[Any, int] = {}
         self._of: dict[Submesh, int] = {}
@@ -203,26 +201,12 @@ class StageSolver:
         key = self._key(place, "none")[:3]
         if self._pins.zero not in (1, 2) or not self._pins.strict or key in self._lenient:
             return False
-        self.relax(key)
+        self._lenient.add(key)
+        for one in ("none", "layer"):
+            self._problems.pop((*key, one), None)
+            self._free.pop((*key, one), None)
+        self._same = {known: stage for known, stage in self._same.items() if known[:3] != key}
         return True
-
-    @property
-    def lenient(self) -> list[tuple[int, int, int]]:
-        """Numbers of ranges, kinds and logical meshes that cannot have their ZeRO stage in its strict form."""
-        return sorted(self._lenient)
-
-    def relax(self, key: tuple[int, int, int]) -> None:
-        """From now on that is asked for less strictly.
-
-        Args:
-          key: as of `lenient`.
-        """
-        if key not in self._lenient:
-            self._lenient.add(key)
-            for remat in ("none", "layer"):
-                self._problems.pop((*key, remat), None)
-                self._free.pop((*key, remat), None)
-            self._same = {known: stage for known, stage in self._same.items() if known[:3] != key}
 
     def free(self, place: Place, remat: str, *, loosely: bool = False) -> SolvedStage | None:
         """The best solution whatever its memory, or None if no layout exists; `loosely` as of `within`."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 
 from jax.sharding import Mesh
 
-from ...ahead import Begun, in_two
 from ...errors import PlanError
 from ...plan import Memory, Plan
 from ...program.marking import HOW_TO_MARK, UNMARKED
@@ -26,9 +25,6 @@ from .surroundings import Surroundings
 from .transport import kept_bytes, takes_workspace, workspace_bytes
 from .update_program import UpdateProgram
 
-# Stages with fewer are traced sooner than a copy of the process is made to help.
-_MANY_OPERATORS = 200
-
 
 class LocalStages:
     """The stages of a step, as programs of one device each.
@@ -39,7 +35,6 @@ class LocalStages:
       meshes: of the stages; None for meshes without devices.
       platform: of the devices.
       counted: what stages hold that were counted before, of this or other plans for the program; it learns new ones.
-      begun: a copy of this process that does what is `left_to_count` of the same plan.
 
     Attributes:
       schedule: the plan's.
@@ -58,7 +53,6 @@ class LocalStages:
         platform: str = "cpu",
         *,
         counted: MutableMapping[Hashable, StageMemory] | None = None,
-        begun: Begun | None = None,
     ) -> None:
         staged = _staged(program, plan)
         self.program = program = staged.source
@@ -66,7 +60,6 @@ class LocalStages:
         self._platform = platform
         self._meshes = meshes
         self._counted = {} if counted is None else counted
-        self._begun = begun
         self._core = staged.core
         self.schedule: Schedule = plan_schedule(plan)
         numbered = enumerate(meshes if meshes is not None else [None] * len(plan.stages))
@@ -86,21 +79,13 @@ class LocalStages:
     def memory(self) -> tuple[StageMemory, ...]:
         """For each stage what it holds on one device, from its traced programs: nothing is compiled."""
         keys = self._likeness()
-        todo, work, learn = self._left(keys)
-        if self._begun is not None and self._begun.copy.is_there:
-            self._begun.finish(todo, work, learn)
-        elif sum(len(self.stages[number].cut.graph.operators) for number in todo) >= _MANY_OPERATORS:
-            in_two(todo, work, learn)
-        else:
-            for number in todo:
-                work(number)
+        for key, stage, number in zip(keys, self.stages, range(len(keys)), strict=True):
+            if key not in self._counted:
+                self._counted[key] = stage_memory(
+                    stage, self._update_of(number), splits_backward=self.schedule.splits_backward,
+                    platform=self._platform,
+                )  # fmt: skip
         return tuple(passed_on(self._counted[key], stage) for key, stage in zip(keys, self.stages, strict=True))
-
-    def left_to_count(self) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]]]:
-        """Stages that are to be traced for `memory`, the longest last, and what a copy of this process does with one:
-        it comes to the last first, perhaps before this process comes to any."""
-        todo, work, _ = self._left(self._likeness())
-        return todo, work
 
     def _likeness(self) -> list[Hashable]:
         """Of each stage what is equal for those that are the same program, of which one is traced."""
@@ -109,28 +94,6 @@ class LocalStages:
             alike = likeness(self._core, s, self._update_of(number), self.around)
             found.append((alike, s.microbatches, len(s.own), self.schedule.splits_backward, self._platform))
         return found
-
-    def _left(
-        self, keys: Sequence[Hashable]
-    ) -> tuple[list[int], Callable[[int], tuple[int, StageMemory]], Callable[[tuple[int, StageMemory]], None]]:
-        """What is to be traced of the stages, the longest last: a copy begins there, sometimes before this process
-        does; and how to do it, or learn of it."""
-        left: dict[Hashable, int] = {}
-        for number, key in enumerate(keys):
-            if key not in self._counted:
-                left.setdefault(key, number)
-
-        def work(number: int) -> tuple[int, StageMemory]:
-            stage, update = self.stages[number], self._update_of(number)
-            splits = self.schedule.splits_backward
-            learn((number, stage_memory(stage, update, splits_backward=splits, platform=self._platform)))
-            return number, self._counted[keys[number]]
-
-        def learn(found: tuple[int, StageMemory]) -> None:
-            self._counted[keys[found[0]]] = found[1]
-
-        todo = sorted(left.values(), key=lambda number: (len(self.stages[number].cut.graph.operators), -number))
-        return todo, work, learn
 
     def elsewhere(self) -> LocalStages:
         """The same where nobody says which process has which device, as where plans are made."""
