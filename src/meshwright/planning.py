@@ -14,7 +14,6 @@ from ._jax.context import no_mesh
 from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
-from .garbage import seldom_collected
 from .microbatch_counts import microbatch_counts
 from .one_stage_planning import plan_one_stage
 from .padded_dims import padding_note
@@ -51,7 +50,6 @@ _WORTH_STAGES = 0.02
 _STAGES_SHARE, _ALONE_SHARE = 0.75, 0.1
 
 
-@seldom_collected()
 @no_mesh()
 def plan_for(
     step: Callable[..., Any],
@@ -130,7 +128,6 @@ def plan_for(
         ) from refused  # fmt: skip
 
 
-@seldom_collected()
 def plan_without_advice(
     step: Callable[..., Any],
     args: Sequence[Any],
