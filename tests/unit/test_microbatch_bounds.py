@@ -44,15 +44,6 @@ def pipeline(share: float) -> InterOpProblem:
     )  # fmt: skip
 
 
-class OneKind:
-    """Submeshes are all alike, with one logical mesh."""
-
-    meshes = ((None,),)
-
-    def __getitem__(self, submesh: Submesh) -> int:
-        return 0
-
-
 class Costs:
     """Of these numbers of microbatches, the fewest first."""
 
@@ -73,8 +64,6 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         program=SimpleNamespace(microbatches=1, layers=range(STAGES)), reserve=lambda reserve: None,
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
         forget_estimates=lambda: None, check=lambda: None,
-        solver=SimpleNamespace(kind_of=OneKind()), used={},
-        may_fit=lambda submesh, in_flight, share: np.ones((len(in_flight), 1, 1), dtype=bool),
     )  # fmt: skip
     bounds = MicrobatchBounds(costs_of(base), lambda costs, share, order: replace(pipeline(share), order=order))
     bounds.fills_ends, bounds.splits = fills_ends, SPLITS if fills_ends else None
@@ -236,18 +225,7 @@ def test_each_bound_is_of_its_own_interest() -> None:
     bounds, base = bounds_of(fills_ends=True)
     seen: list[str] = []
     base.focus, base.forget_estimates = lambda most: seen.append("focus"), lambda: seen.append("forget")
-    own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES))}))
-    bounds._costs = costs_of(base, own)
-    bounds._problem = lambda costs, share, order: replace(pipeline(share / costs.program.microbatches), order=order)
-    least = takes(4, "one_f_one_b")
-    assert bounds.closer(4, 2 * least, 2 * least) == 0.0
-    assert bounds.closer(4, 0.4 * least, 0.42 * least) == 0.4 * least
-    assert seen.count("focus") >= 4
+    bounds.told_by(1, [4], 0.9 * takes(4, "one_f_one_b"))
+    assert bounds.with_split(4, 0.9 * takes(4, "one_f_one_b")) > 0
+    assert seen.count("focus") == 2
     assert all(seen[at - 1] == "forget" for at, what in enumerate(seen) if what == "focus")
-
-
-def test_a_number_that_is_cut_into_other_layers_is_not_bounded_closer() -> None:
-    bounds, base = bounds_of(fills_ends=False)
-    own = SimpleNamespace(**(vars(base) | {"program": SimpleNamespace(microbatches=4, layers=range(STAGES - 1))}))
-    bounds._costs = costs_of(base, own)
-    assert bounds.closer(4, 1e-6, 1e-6) == 0.0

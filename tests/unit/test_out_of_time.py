@@ -139,8 +139,6 @@ def test_whoever_solves_numbers_can_be_stopped() -> None:
     assert inter_op.solve_inter_op(problem) is not None
     with pytest.raises(Over):
         inter_op.solve_inter_op(problem, check=check)
-    with pytest.raises(Over):
-        inter_op.least_seconds(problem, check)
 
 
 def test_more_microbatches_are_not_looked_at_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

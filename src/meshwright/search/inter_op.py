@@ -118,13 +118,6 @@ def solve_inter_op(
     return wide
 
 
-def least_seconds(problem: InterOpProblem, check: Callable[[], None] = lambda: None) -> float:
-    """What any plan takes at least, as the problem's `fastest` says; infinite if none fits. `check` as of
-    `solve_inter_op`."""
-    total, period = _Search(problem, inf, inf, check).left[0]
-    return float(total[-1, -1] + period[-1, -1])
-
-
 class _Search:
     def __init__(self, problem: InterOpProblem, bound: float, alone: float, check: Callable[[], None]) -> None:
         self.problem, self.bound, self.alone, self._check = problem, bound, alone, check

@@ -1,8 +1,7 @@
 """What the best plan takes at least in each number of microbatches, before its layouts are searched.
 
 Cutting a microbatch makes no work less: others take and keep at least their share of what a microbatch does in a number
-that is known. Not even their programs have to be traced for that; where that leaves a number open, its own estimates of
-the submeshes that a plan would use are a closer bound. What is bound to be slower than the best plan is left
+that is known. Not even their programs have to be traced for that. What is bound to be slower than the best plan is left
 out; what is thought to be fast is looked at first.
 
 A bound has to hold for every order. They are 1F1B at best with free transfers, but for a split backward, which fills
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isfinite
 
-from .as_needed import AsNeeded
+from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
 from .inter_op_problem import InterOpProblem, Order
 from .least_work import least_work_seconds
@@ -59,7 +58,6 @@ class MicrobatchBounds:
         self.fills_ends = False
         self.splits: float | None = None
         self._floor: float | None = None
-        self._layers: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -216,49 +214,15 @@ class MicrobatchBounds:
             return 0.0
         return min(self.splits * self._least(source, count, "zero_bubble", best_seconds / self.splits), whole)
 
-    def closer(self, count: int, best_seconds: float, worth_seconds: float) -> float:
-        """What a number of microbatches counts for at least, as its own estimates say of the submeshes that its plans
-        would use; 0 where it may have a plan that is worth a look.
-
-        Args:
-          count: the number.
-          best_seconds: what the best plan that is known counts for: where nothing is as fast, that is returned.
-          worth_seconds: what plans with a whole backward that are worth a look count for at most.
-
-        Raises:
-          PlanError: if the step cannot be cut so.
-        """
-        source = self._nearest(count)
-        if source == count or not self._is_known(source) or (self.fills_ends and self.splits is None):
-            return 0.0
-        # With free transfers n microbatches in s stages count for n + s - 1 periods at most in 1F1B, and take n.
-        # What a deeper warm-up hides of a synchronisation besides is left out, as in all bounds here.
-        worth_seconds = min(worth_seconds, (1 + (self._most_stages - 1) / count) * best_seconds)
-        slower = self._whole.get(count, 0.0) > best_seconds  # then it is here for a split backward alone
-        slower = slower or self._least(source, count, "one_f_one_b", worth_seconds, closer=True) > worth_seconds
-        if slower and self.splits is not None:
-            most = best_seconds / self.splits
-            slower = self._least(source, count, "zero_bubble", most, closer=True) > most
-        if slower:
-            self._layers[count] = self._layers_of(source)
-        return best_seconds if slower else 0.0
-
-    def _least(self, source: int, count: int, order: Order, bound: float, *, closer: bool = False) -> float:
-        """What a plan takes at least, as one number says, or where that promises much the number itself; infinite if
-        that is more than the bound."""
-        costs = self._costs
-        levels = [costs(source), costs(count)] if closer else [costs(source)]
-        levels[0].reserve(costs.reserve(count))
-        if any(one.program.layers != levels[0].program.layers for one in levels):
-            return 0.0  # a step may be made of other equations in this number
-        problems = [(self._problem(one, one.program.microbatches / count, order), one) for one in levels]
-        for problem, one in problems:
-            one.forget_estimates()  # of what was of interest before
-            one.focus(most_seconds(problem, bound))
-        needed = AsNeeded(*problems)
-        best = needed.solved(beam=_FEW, upper_bound=bound)
-        for one in levels:
-            one.forget_estimates()
+    def _least(self, source: int, count: int, order: Order, bound: float) -> float:
+        """What a plan takes at least, as one number says; infinite if that is more than the bound."""
+        costs = self._costs(source)
+        costs.reserve(self._costs.reserve(count))
+        problem = self._problem(costs, costs.program.microbatches / count, order)
+        costs.forget_estimates()  # of what was of interest before
+        costs.focus(most_seconds(problem, bound))
+        best = solve_inter_op(problem, beam=_FEW, upper_bound=bound, check=costs.check)
+        costs.forget_estimates()
         return best.lower_bound if best is not None else inf
 
     def _filled(self, source: int, count: int) -> float:
@@ -267,13 +231,6 @@ class MicrobatchBounds:
             return 1.0
         return count / (count + min(self._layers_of(source), self._costs.num_devices) - 1)
 
-    @property
-    def _most_stages(self) -> int:
-        base = self._costs.base
-        layers = len(base.program.layers) if base is not None else self._costs.num_devices
-        return min(layers, self._costs.num_devices)
-
     def _layers_of(self, source: int) -> int:
-        """How many layers the program has in a number of microbatches: nothing is traced to know that of those that
-        have been ruled out."""
-        return self._layers.get(source) or len(self._costs(source).program.layers)
+        """How many layers the program has in a number of microbatches."""
+        return len(self._costs(source).program.layers)

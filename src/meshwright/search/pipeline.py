@@ -21,7 +21,6 @@ from math import inf, isfinite
 from ..errors import PlanError
 from ..program.staged import StagedProgram
 from .alternative import nearest
-from .as_needed import AsNeeded
 from .best_known import BestKnown, gap_of, handicap
 from .candidate import Candidate, better, merged, scheduled
 from .finished_plans import FinishedPlans, PlanKey
@@ -242,7 +241,6 @@ class StageSearch:
             count = self.bounds.promising(left, expected, self.best.objective, self.near(begun_with), first=not tried)
             left.remove(count)
             begun_with = count if self._probing else None
-            known = bounded and not self._probing and isfinite(self.best.objective)
             if bounded and not self._probing and expected[count] <= self.best.worth_searching and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
@@ -257,13 +255,6 @@ class StageSearch:
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
             try:
-                if known:
-                    with self._in_time(expected[count]):
-                        least = self.bounds.closer(count, self.best.objective, self.best.worth_a_look(count))
-                        expected[count] = max(expected[count], least)
-                    if self._is_slower(count, expected[count]):
-                        self.bounds.searched.add(count)
-                        continue
                 costs = self.costs(count)
             except PlanError as error:
                 # Some steps cannot be cut so finely: these numbers need not have been the user's idea.
@@ -349,13 +340,10 @@ class StageSearch:
         name = f"{costs.program.microbatches} microbatches, {problem.order}"
         if bounded:
             self._bound(costs, problem)
-        least, needed = inf, AsNeeded((problem, costs))
-        if bounded and isfinite(self.best.objective):
-            needed.find_used()
-        else:
-            needed.find_all()  # nearly all of it is needed then
+        least = inf
         for _ in range(_MOST_ROUNDS):
-            found = self._solved(needed, problem)
+            most, alone = self.best.worth(problem.order, problem.microbatches)
+            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 self.considered.append(f"{name}: {_NOTHING}")
                 return
@@ -372,11 +360,6 @@ class StageSearch:
                 self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
                 break
         self.unsearched = min(self.unsearched, least * handicap(problem.order))
-
-    def _solved(self, needed: AsNeeded, problem: InterOpProblem) -> Found | None:
-        """The best stages of a problem, by what is known and what is estimated now."""
-        most, alone = self.best.worth(problem.order, problem.microbatches)
-        return needed.solved(beam=self._beam, upper_bound=most, alone_bound=alone)
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else

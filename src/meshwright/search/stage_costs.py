@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from ..program.staged import StagedProgram
-from .inter_op_problem import Crossing, InterOpProblem, Option, Order, PlacedStage, best_of
+from .inter_op_problem import Crossing, InterOpProblem, Option, PlacedStage, best_of
 from .intra_op import ParameterInfo
 from .memory_reserve import MemoryReserve
 from .pins import Pins
@@ -70,8 +70,6 @@ class StageCosts:
         bounds = coarser.estimates if coarser is not None else None
         self.estimates = StageEstimates(program, of_parts, remat, bounds, check)
         self.check = check
-        # Kinds of submeshes that were estimated since plans in its microbatches used them, by the order of these.
-        self.used: dict[Order, frozenset[int]] = {}
         self._reserve = MemoryReserve()
         self._limits: dict[tuple[int, bool, str], float] = {}
         self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -129,11 +127,6 @@ class StageCosts:
         """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers +
         1]`."""
         return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
-
-    def may_fit(self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0) -> np.ndarray:
-        """Which ranges are of interest and may fit memory on a submesh, by what they hold at least: `[in flight, layers
-        + 1, layers + 1]`."""
-        return self.estimates.may_fit(self.solver.kind_of[submesh], in_flight, share)
 
     def expected(
         self,

@@ -173,18 +173,6 @@ class StageEstimates:
         table = self._table(kind, tuple(in_flight), share)
         return table.fastest, table.fastest_forward
 
-    def may_fit(self, kind: int, in_flight: Sequence[int], share: float) -> np.ndarray:
-        """Which ranges are of interest and may fit memory with so many microbatches of this share in flight, by what
-        they hold at least: `[in flight, layers + 1, layers + 1]`."""
-        times = np.array(in_flight, dtype=float)[:, None, None]
-        found = np.zeros((len(in_flight), len(self._starts), len(self._starts)), dtype=bool)
-        for remat in self._wishes:
-            limits = self._limits(kind, remat)
-            for number in range(len(self.solver.meshes[kind])):
-                constant, kept, workspace = self._least(kind, number, remat)
-                found |= constant + share * (times * kept + workspace) <= limits
-        return found & (share * self.least(kind)[0] <= self._most.get(kind, np.inf))
-
     def expected(
         self, ranges: Sequence[tuple[int, int]], kind: int, in_flight: int, share: float, most_seconds: float = inf
     ) -> list[float]:
