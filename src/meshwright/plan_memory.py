@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from math import inf
 
 from .cluster import Cluster
 from .errors import MemoryExceeded, size_words
 from .one_stage_planning import MARGIN
 from .plan import Plan
-from .plan_request import Planning
 from .presets.written import held_bytes, usable_bytes, written_out
 from .program.staged import StagedProgram
 from .runtime.pipeline.stage_memory import StageMemory
@@ -46,11 +44,6 @@ class PlanMemory:
         self._tell("predicting memory")
         plan = written_out(plan, program, self._platform, known=self._known)
         return plan, self._fits(plan, held_bytes(plan), counted)
-
-    def settled(self, planning: Planning, program: StagedProgram) -> Planning | None:
-        """A plan that has not been written out, written out; None if it does not fit."""
-        plan, fits = self.written_out(planning.plan, program, held_bytes(planning.plan))
-        return replace(planning, plan=plan) if fits else None
 
     def too_large(self, cluster: Cluster) -> MemoryExceeded:
         """What to say where no plan fits.

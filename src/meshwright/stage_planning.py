@@ -14,7 +14,7 @@ from .microbatch_counts import finer_counts, microbatch_counts
 from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
 from .plan_memory import PlanMemory
-from .plan_request import Planning, PlanRequest, counted_seconds, in_cluster
+from .plan_request import Planning, PlanRequest, in_cluster
 from .preset_planning import BestUnderPresets, best_under_presets, proven
 from .presets import Preset
 from .presets.planned import planned_preset
@@ -40,9 +40,6 @@ _ATTEMPTS = 12
 # for more. A larger program is one for several stages.
 _SMALL_PROGRAM = 1200
 
-# So often at most is a plan in one number of microbatches looked for before all numbers are searched.
-_PROBES = 4
-
 # So many of these may begin when the time is over and a plan is known: they look at little but the plans of the one
 # before.
 _LATE_ATTEMPTS = 3
@@ -56,7 +53,7 @@ _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "infe
 
 
 def is_large(program: Program) -> bool:
-    """Whether a search takes so long that it pays to have a plan in one number of microbatches first."""
+    """Whether a program is planned for several stages at once: a plan of one stage is not soon found."""
     return program.graph.runs > _SMALL_PROGRAM
 
 
@@ -187,8 +184,7 @@ def _plan_in_order(
     """The fastest plan whose stages follow the hosts in their order.
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
-    schedule. Where that is too much, the search is repeated with less memory. Of a large program a plan in one number
-    of microbatches is found first, which bounds the others. It is written out only where it may be the answer.
+    schedule. Where that is too much, the search is repeated with less memory.
     """
     programs = StepPrograms(asked, stages, microbatch_counts(asked))
     memory = PlanMemory(asked.cluster.device.platform, asked.tell)
@@ -197,57 +193,18 @@ def _plan_in_order(
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
         known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
-    schedules = request.schedules
-    large = is_large(programs.any.source)
     search = StageSearch(request)
     nothing: MemoryExceeded | None = None
-    kept: Planning | None = None
-    unwritten: StageSearchResult | None = None  # what is kept, as long as it has not been written out
-    # Where a plan is known, or stages are interleaved whatever they are, one number of microbatches is no beginning.
-    free = not isfinite(faster_than_seconds) and set(schedules) != {INTERLEAVED}
-    probes = _PROBES if free and len(programs) > 1 and large else 0
-    # Their plans take something else than what the search says.
-    retimed = asked.schedule in _SEARCHED
-    late, least, known = 0, 0.0, isfinite(faster_than_seconds)
-
-    def keeps() -> bool:
-        """Whether the plan that is kept fits: if need be it is written out now, and given up if it does not."""
-        nonlocal kept, unwritten, probes
-        if kept is not None and unwritten is not None:
-            kept, unwritten, probes = memory.settled(kept, unwritten.program), None, 0
-        return kept is not None
-
+    late, known = 0, isfinite(faster_than_seconds)
     for _ in range(_ATTEMPTS):
-        if unwritten is not None and asked.left_seconds < 0:
-            keeps()
-        late += (kept is not None or known) and asked.left_seconds < 0
+        late += known and asked.left_seconds < 0
         if late > _LATE_ATTEMPTS:
             break
-        probing = kept is None and probes > 0
-        probes -= 1
         asked.tell("searching stages")
+        least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
         try:
-            least_share = _LEAST_SHARE if kept is None and not known else 0.0
-            result = search.run(
-                memory.missed, probing=probing,
-                time_limit_seconds=max(asked.left_seconds, least_share * asked.time_limit_seconds),
-                faster_than_seconds=kept.counted_seconds if kept is not None and not retimed else inf,
-            )  # fmt: skip
-        except NothingFaster as error:
-            if kept is None:
-                raise
-            if not keeps():
-                continue
-            kept, least = proven(kept, error), max(least, error.least_seconds)
-            break
+            result = search.run(memory.missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
         except MemoryExceeded as error:
-            if kept is not None:
-                if keeps():
-                    break
-                continue
-            if probing:
-                probes = 0  # other numbers may fit
-                continue
             finer, nothing = finer_counts(asked, max(programs)), nothing or error
             if not finer:
                 break
@@ -262,26 +219,9 @@ def _plan_in_order(
             plan = _timed(replace(plan, schedule="inference", schedule_options=()))
         elif asked.schedule == "pipedream" and len(plan.stages) > 1:
             plan = _asynchronous(plan, result.program.graph)
-        if probing and not retimed and len(plan.stages) > 1:
-            # Most such plans are a beginning and no more, and nearly all fit.
-            kept, unwritten = _planning(asked, result, plan), result
-            continue
         plan, fits = memory.written_out(plan, result.program, counted)
         if fits:
-            found = _planning(asked, result, plan)
-            if not probing:
-                slower = kept is not None and kept.counted_seconds < found.counted_seconds and keeps()
-                return kept if slower and kept is not None else found
-            kept = found
-            continue
-        predicted = result.plan.predicted
-        assert predicted is not None  # the search prices what it finds
-        if not probing:
-            keeps()  # while there are attempts left to learn from what it misses
-            # What plans take at least they take in less memory too.
-            least = max(least, (1 - predicted.optimality_gap) * counted_seconds(result.plan))
-    if keeps() and kept is not None:
-        return kept.bounded(least) if least and not retimed else kept
+            return _planning(asked, result, plan)
     raise memory.too_large(asked.cluster) if isfinite(memory.leanest) or nothing is None else nothing
 
 

@@ -322,10 +322,10 @@ def test_gaps_count_a_split_backward_for_more_than_it_takes() -> None:
         assert result.plan.predicted.optimality_gap < 0.019
     # What counts for no less than a plan that is known is not faster.
     counted = 1.02 * seconds(alone)
-    search = StageSearch(wide_request(("zero_bubble",), 4))
-    assert search.run(faster_than_seconds=counted * (1 + 1e-6)).plan == alone.plan
+    asked = wide_request(("zero_bubble",), 4)
+    assert search_stages(replace(asked, faster_than_seconds=counted * (1 + 1e-6))).plan == alone.plan
     with pytest.raises(NothingFaster):
-        search.run(faster_than_seconds=counted * (1 - 1e-6))
+        search_stages(replace(asked, faster_than_seconds=counted * (1 - 1e-6)))
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(4, 2), (8, 4)])

@@ -92,7 +92,7 @@ class StageSearch:
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds, self._known = request.time_limit_seconds, request.faster_than_seconds
         self.taken = request.begin_with  # then microbatches of the last run's plan
-        self._taken_interleaved = self._probing = self._may_stop = False
+        self._taken_interleaved = self._may_stop = False
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         self._slack = _ESTIMATE_SLACK[0]
         self._reset()
@@ -126,23 +126,18 @@ class StageSearch:
         reserve: Callable[[int], MemoryReserve] | None = None,
         *,
         time_limit_seconds: float | None = None,
-        faster_than_seconds: float = inf,
-        probing: bool = False,
     ) -> StageSearchResult:
         """The fastest plan that fits.
 
         Args:
           reserve: what the search may not count on a device in so many microbatches; None for nothing.
           time_limit_seconds: for this run; None for the request's.
-          faster_than_seconds: of a plan that has been found since the request; others are not wanted.
-          probing: whether a plan in the first number of microbatches that has one is enough.
 
         Raises:
           MemoryExceeded: if no plan fits.
           NothingFaster: if none is faster than what is known.
         """
-        last, self._probing = self.finished, probing
-        known = self._known = min(self.request.faster_than_seconds, faster_than_seconds)
+        last, known = self.finished, self._known
         self._reset()
         self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
@@ -219,7 +214,7 @@ class StageSearch:
             splits = "zero_bubble" in self._schedules
             self.bounds.splits = handicap("zero_bubble") if splits else None
             self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
-            if not self._probing and self.near() is None and not self.over:
+            if self.near() is None and not self.over:
                 with self._in_time(self.bounds.floor):
                     expected = self.bounds.of_all(self.best.objective)
             self.unsearched = min(self.unsearched, self.bounds.given_up)
@@ -235,23 +230,20 @@ class StageSearch:
         """Look at these numbers of microbatches, in the order of what they promise; what was wrong with the first of
         those into which the step cannot be cut."""
         tried = 0
-        begun_with: int | None = None  # where nothing is known the next finer number is the next best guess
         refused: PlanError | None = None
         while left:
-            count = self.bounds.promising(left, expected, self.best.objective, self.near(begun_with), first=not tried)
+            count = self.bounds.promising(left, expected, self.best.objective, self.near(), first=not tried)
             left.remove(count)
-            begun_with = count if self._probing else None
-            if bounded and not self._probing and expected[count] <= self.best.worth_searching and not self.over:
+            if bounded and expected[count] <= self.best.worth_searching and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best.objective))
                 self.unsearched = min(self.unsearched, self.bounds.given_up)
             if self._is_slower(count, expected[count]):
                 continue
-            if self.over or (self._probing and tried and self.finished.seconds):
-                reason = "out of time" if self.over else "a first plan was enough"
+            if self.over:
                 how = "searched no further" if self.finished.stages_in(count) else "not searched"
-                self.considered.append(f"{count} microbatches: {how}, {reason}")
+                self.considered.append(f"{count} microbatches: {how}, out of time")
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
             try:
@@ -297,11 +289,11 @@ class StageSearch:
         finally:
             self._may_stop = False
 
-    def near(self, otherwise: int | None = None) -> int | None:
+    def near(self) -> int | None:
         """The number of microbatches around which to look: that of the best plan."""
         if finished := self.finished.seconds:
             return min(finished, key=finished.__getitem__)[0]
-        return self.taken or otherwise
+        return self.taken
 
     def problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
         """What to solve for a number of microbatches; for a split backward by what the others have found."""
@@ -408,7 +400,7 @@ class StageSearch:
         best = better(best, self.finished.simulate(self.best))
         again = suggesting is not None
         suggesting = self.finished.seconds if suggesting is None else suggesting
-        if (self._probing and best is not None) or (again and not self._taken_interleaved):
+        if again and not self._taken_interleaved:
             return best
         return better(best, self._interleaved(suggesting, self.best.simulated, again=again))
 
