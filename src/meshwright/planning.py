@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -158,7 +157,7 @@ def plan_without_advice(
     Raises:
       PlanError: as there.
     """
-    start, tell, traces = time.perf_counter(), _only_here(tell), traces_of(step)
+    start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
     check_refine(refine)
     where = _cluster(cluster, devices)
@@ -259,12 +258,6 @@ def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:
     """What was found, with all that it took: what is no tracing is for the search."""
     return replace(planning, seconds=seconds, trace_seconds=trace_seconds, solve_seconds=seconds - trace_seconds)
-
-
-def _only_here(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Told by this process alone: a copy of it has not the threads that show what is told."""
-    here = os.getpid()
-    return lambda text: tell(text) if os.getpid() == here else None
 
 
 def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
