@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import inf, isfinite, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from .cluster import HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError
@@ -97,10 +97,11 @@ def _plan_in_orders(
     """
     free = stages is None and not isfinite(faster_than_seconds)
     presets = best_under_presets(asked) if free else None
+    searches = [_InOrder.of(asked, stages, order) for order in orders]
     least = presets.step_seconds if presets is not None else faster_than_seconds
     while True:
         try:
-            found = _searched(asked, stages, orders, presets, faster_than_seconds=least)
+            found = _searched(asked, stages, searches, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             if presets is None or presets.priced is None:
                 raise
@@ -112,8 +113,31 @@ def _plan_in_orders(
         return presets.beaten_by(found) if presets is not None else found
 
 
+class _InOrder(NamedTuple):
+    """A request with the hosts in one order, and what repeated searches of it share.
+
+    Args:
+      order: of the hosts.
+      asked: the request, on the cluster in that order.
+      programs: the step in each number of microbatches.
+      memory: what plans have turned out to hold.
+    """
+
+    order: HostOrder
+    asked: PlanRequest
+    programs: StepPrograms
+    memory: PlanMemory
+
+    @classmethod
+    def of(cls, asked: PlanRequest, stages: int | None, order: HostOrder) -> _InOrder:
+        """Before anything is searched."""
+        asked = replace(asked, cluster=order.cluster)
+        programs = StepPrograms(asked, stages, microbatch_counts(asked))
+        return cls(order, asked, programs, PlanMemory(asked.cluster.device.platform, asked.tell))
+
+
 def _searched(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], presets: BestUnderPresets | None, *,
+    asked: PlanRequest, stages: int | None, searches: Sequence[_InOrder], presets: BestUnderPresets | None, *,
     faster_than_seconds: float,
 ) -> Planning:  # fmt: skip
     """The best that is found in any of these orders of the hosts.
@@ -125,18 +149,18 @@ def _searched(
     best: Planning | None = None
     refused: list[NothingFaster | MemoryExceeded] = []
     least_seconds = inf  # that plans in any order take
-    for number, order in enumerate(orders):
+    for number, search in enumerate(searches):
         least = min(faster_than_seconds, best.counted_seconds if best is not None else inf)
         if number and isfinite(least) and asked.left_seconds < 0:
             least_seconds = min(least_seconds, asked.least_work_seconds)
             break
         try:
-            found = _plan_in_order(replace(asked, cluster=order.cluster), stages, presets, faster_than_seconds=least)
+            found = _plan_in_order(search, stages, presets, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             refused.append(error)
             least_seconds = min(least_seconds, _least_told(asked, error))
             continue
-        found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, order, asked.cluster))
+        found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, search.order, asked.cluster))
         least_seconds = min(least_seconds, found.least_seconds)
         if best is None:
             best = found
@@ -144,7 +168,7 @@ def _searched(
             faster = found.counted_seconds < best.counted_seconds
             best = found.preferred_to(best) if faster else best.preferred_to(found)
     if best is not None:
-        return best.bounded(least_seconds) if len(orders) > 1 else best
+        return best.bounded(least_seconds) if len(searches) > 1 else best
     slower = [error for error in refused if isinstance(error, NothingFaster)]
     if not slower:
         raise refused[0]
@@ -179,15 +203,14 @@ def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> 
 
 
 def _plan_in_order(
-    asked: PlanRequest, stages: int | None, presets: BestUnderPresets | None, *, faster_than_seconds: float
+    hosts: _InOrder, stages: int | None, presets: BestUnderPresets | None, *, faster_than_seconds: float
 ) -> Planning:
     """The fastest plan whose stages follow the hosts in their order.
 
     A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
     schedule. Where that is too much, the search is repeated with less memory.
     """
-    programs = StepPrograms(asked, stages, microbatch_counts(asked))
-    memory = PlanMemory(asked.cluster.device.platform, asked.tell)
+    _, asked, programs, memory = hosts
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,

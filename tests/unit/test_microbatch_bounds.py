@@ -79,7 +79,7 @@ def takes(count: int, order: Any) -> float:
 @pytest.mark.parametrize("fills_ends", [False, True])
 def test_bounds_hold_for_the_orders_that_are_asked_for(fills_ends: bool) -> None:
     bounds, _ = bounds_of(fills_ends=fills_ends)
-    expected = bounds.of_all(inf)
+    expected = bounds.told_by(1, COUNTS, inf)
     best = min(takes(count, "one_f_one_b") for count in COUNTS)
     for count in COUNTS:
         least = takes(count, "one_f_one_b")
@@ -89,14 +89,13 @@ def test_bounds_hold_for_the_orders_that_are_asked_for(fills_ends: bool) -> None
         assert 0 < expected[count] <= least * (1 + 1e-9) or (not fills_ends and least > 2.5 * best)
 
 
-@pytest.mark.parametrize("fills_ends", [False, True])
-def test_the_search_begins_where_a_pipeline_is_full(fills_ends: bool) -> None:
-    """A split backward makes the bound of few microbatches low: that is no reason to begin with them."""
-    bounds, _ = bounds_of(fills_ends=fills_ends)
-    expected = bounds.of_all(inf)
-    # (B + 7) / B is within a quarter of (128 + 7) / 128 from 32 on; 64 is the one in the middle.
-    assert bounds.promising(COUNTS, expected, inf, None, first=True) == 64
-    assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
+def test_the_search_begins_in_the_middle() -> None:
+    bounds, _ = bounds_of(fills_ends=False)
+    expected = dict.fromkeys(COUNTS, 1.0)
+    assert bounds.promising(COUNTS, expected, inf, None) == 8
+    assert bounds.promising([2, 4, 8], expected, inf, None) == 4
+    # Where that has no plan, the next finer number is the next.
+    assert bounds.promising([1, 2, 4, 16, 32, 64, 128], expected, inf, 8) == 16
 
 
 def test_the_search_goes_on_around_the_best_plan() -> None:
@@ -106,7 +105,7 @@ def test_the_search_goes_on_around_the_best_plan() -> None:
     expected = bounds.told_by(1, COUNTS, best)
 
     def promising(left: list[int]) -> int:
-        return bounds.promising(left, expected, best, 32, first=False)
+        return bounds.promising(left, expected, best, 32)
 
     assert promising(COUNTS) == 32
     assert promising([1, 2, 4, 64, 128]) == 64
@@ -118,8 +117,6 @@ def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
     best = takes(64, "one_f_one_b")
     expected = bounds.told_by(1, COUNTS, best)
     assert expected[1] < best, "a bound as loose as this rules nothing out"
-    assert bounds.promising(COUNTS, expected, inf, None, first=False) == 128
-    assert bounds.promising([1, 2, 32], expected, inf, None, first=False) == 32
     for count in (1, 2, 4, 8):
         # Of 1F1B it is known that it takes longer than this, and no more.
         assert best < bounds.with_split(count, best) <= 1.25 * best
@@ -149,7 +146,7 @@ def test_bounds_are_of_the_memory_that_there_was() -> None:
     bounds.told_by(1, COUNTS, 0.5)
     bounds.reset()
     assert bounds.with_split(1, 0.05) == 0.0
-    assert bounds.promising(COUNTS, dict.fromkeys(COUNTS, 1.0), inf, None, first=False) == 128
+    assert bounds.promising([1, 128], dict.fromkeys(COUNTS, 1.0), 1.0, 4) == 1
 
 
 def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() -> None:

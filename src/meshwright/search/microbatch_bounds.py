@@ -88,47 +88,27 @@ class MicrobatchBounds:
         return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
 
     def promising(
-        self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None, *, first: bool
+        self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None
     ) -> int:
         """Which number of microbatches to look at.
 
         What finer ones lose is in no bound: the nearest to the number that has the best plan comes first, but for those
-        that only a split backward may make fast. Where there is no plan it is one in the middle of those that may be
-        the best, then that with the least seconds; of equals the most microbatches.
+        that only a split backward may make fast; of equals the most microbatches.
 
         Args:
           left: to choose from.
           expected: bounds.
           best_seconds: of the best plan that is known.
-          near: its number of microbatches; None where there is none.
-          first: whether none has been looked at.
+          near: its number of microbatches, or where to look; None to begin in the middle.
         """
+        if near is None:
+            return sorted(left)[(len(left) - 1) // 2]
         guesses = {count: max(expected[count], self._whole.get(count, 0.0)) for count in left}
-        if near is not None:
-            return min(left, key=lambda n: (guesses[n] > best_seconds, max(n / near, near / n), guesses[n], -n))
-        best = min(left, key=lambda count: (guesses[count], -count))
-        if not first:
-            return best
-        middle = sorted(count for count in left if guesses[count] <= _MAY_BE_BEST * guesses[best])
-        return middle[(len(middle) - 1) // 2]
-
-    def of_all(self, best_seconds: float) -> dict[int, float]:
-        """Seconds that each number of microbatches takes at least, infinite where nothing fits or is as fast.
-
-        The most that have been searched and are no more say so, or else the fewest there are.
-
-        Args:
-          best_seconds: of the best plan that is known.
-        """
-        sources = sorted({self._costs.counts[0], *self.searched})
-        found: dict[int, float] = {}
-        for source, following in zip(sources, [*sources[1:], inf], strict=True):
-            found |= self.told_by(source, [n for n in self._costs.counts if source <= n < following], best_seconds)
-        return found
+        return min(left, key=lambda n: (guesses[n] > best_seconds, max(n / near, near / n), guesses[n], -n))
 
     def of(self, count: int, best_seconds: float) -> float:
         """Seconds that a number of microbatches takes at least, as those say that have been searched and are no more
-        than these; infinite as in `of_all`.
+        than these; infinite where nothing fits or is as fast.
 
         Args:
           count: the number.

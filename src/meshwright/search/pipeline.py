@@ -214,27 +214,20 @@ class StageSearch:
             splits = "zero_bubble" in self._schedules
             self.bounds.splits = handicap("zero_bubble") if splits else None
             self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
-            if self.near() is None and not self.over:
-                with self._in_time(self.bounds.floor):
-                    expected = self.bounds.of_all(self.best.objective)
-            self.unsearched = min(self.unsearched, self.bounds.given_up)
-        left = sorted(self.counts, reverse=True)
-        for count in [count for count in left if not isfinite(expected[count])]:
-            left.remove(count)
-            self.considered.append(f"{count} microbatches: {_NOTHING}")
-        refused = self._search_each(left, expected, bounded=bounded)
+        refused = self._search_each(sorted(self.counts, reverse=True), expected, bounded=bounded)
         if refused is not None and not self.costs.all:
             raise refused
 
     def _search_each(self, left: list[int], expected: dict[int, float], *, bounded: bool) -> PlanError | None:
         """Look at these numbers of microbatches, in the order of what they promise; what was wrong with the first of
         those into which the step cannot be cut."""
-        tried = 0
+        last: int | None = None  # where there is no plan yet the next finer number is the next best guess
         refused: PlanError | None = None
         while left:
-            count = self.bounds.promising(left, expected, self.best.objective, self.near(), first=not tried)
+            count = last = self.bounds.promising(left, expected, self.best.objective, self.near() or last)
             left.remove(count)
-            if bounded and expected[count] <= self.best.worth_searching and not self.over:
+            known = bounded and isfinite(self.best.objective)
+            if known and expected[count] <= self.best.worth_searching and not self.over:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best.objective))
@@ -253,7 +246,6 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
-            tried += 1
             self.bounds.searched.add(count)
             self.costs.refined.add(count)
             if not bounded:
