@@ -12,7 +12,7 @@ fills them too; where others are asked for as well, it is tried in numbers that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
+from math import inf
 
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
@@ -24,7 +24,7 @@ from .stage_costs import StageCosts
 # Labels of a state: a plan is only wanted to compare numbers of microbatches.
 _FEW = 8
 
-# Numbers of microbatches whose best plan may take this much longer than another one's may be the best of all.
+# What takes this much longer than the best plan is not looked at any closer.
 _MAY_BE_BEST = 1.25
 
 # So many numbers of microbatches are worth a look at the finest of them first: where that is too slow, all are.
@@ -32,9 +32,6 @@ _MANY = 3
 
 # If a number says no more of the finest than this share of the best plan's seconds, the next seldom rules them out.
 _FAR = 0.9
-
-# What is expected of finer microbatches leaves out what they lose: plans may take this much longer than expected.
-_AT_MOST = 2.5
 
 
 class MicrobatchBounds:
@@ -49,7 +46,6 @@ class MicrobatchBounds:
       searched: numbers of microbatches of which ranges have been looked at.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
-      given_up: seconds that numbers take at least of which nothing more is known.
     """
 
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
@@ -67,7 +63,6 @@ class MicrobatchBounds:
         # What any order counts for at least, by the number that says so and the one of which it says it.
         self._told: dict[tuple[int, int], float] = {}
         self._finest_told: set[int] = set()
-        self.given_up = inf
 
     @property
     def floor(self) -> float:
@@ -82,8 +77,7 @@ class MicrobatchBounds:
 
     @property
     def looked_at(self) -> list[int]:
-        """Numbers of microbatches of which more is known than what fewer say, the fewest first: those that their own
-        estimates have ruled out too, which say more of finer ones than what was searched and is coarser."""
+        """Numbers of microbatches that have been searched, and the fewest, whose estimates bound all others; ascending."""
         fewest = self._costs.counts[0]
         return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
 
@@ -108,7 +102,7 @@ class MicrobatchBounds:
 
     def of(self, count: int, best_seconds: float) -> float:
         """Seconds that a number of microbatches takes at least, as those say that have been searched and are no more
-        than these; infinite where nothing fits or is as fast.
+        than these; where that is much more than the best plan takes, no more is said than that.
 
         Args:
           count: the number.
@@ -123,11 +117,11 @@ class MicrobatchBounds:
         told = self._told_of_finer(count)
         if told is not None and told > best_seconds:
             return told
-        return self.told_by(source, [count], best_seconds)[count]
+        return self.told_by(source, count, best_seconds)
 
     def _tell(self, source: int, count: int, best_seconds: float) -> None:
         """Find out what a number says of coarser ones."""
-        self.told_by(source, [count], best_seconds)
+        self.told_by(source, count, best_seconds)
         if self._is_known(source) and self.splits is not None:
             most = _MAY_BE_BEST * best_seconds
             split = self._least(source, count, "zero_bubble", most / self.splits)
@@ -152,34 +146,22 @@ class MicrobatchBounds:
         """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""
         return source != self._costs.counts[0] or self._costs.base is not None
 
-    def told_by(self, source: int, counts: Sequence[int], best_seconds: float) -> dict[int, float]:
-        """The same of multiples of a number of microbatches, as that one says.
+    def told_by(self, source: int, count: int, best_seconds: float) -> float:
+        """The same of a multiple of a number of microbatches, as that one says.
 
         Args:
           source: the number.
-          counts: the multiples.
+          count: the multiple.
           best_seconds: of the best plan that is known.
         """
         if len(self._costs.counts) == 1 or not self._is_known(source):
-            return dict.fromkeys(counts, 0.0)
-        found: dict[int, float] = {}
-        fastest = inf
-        # Where the most microbatches fit and fewer do not, it is good to know soon.
-        for count in sorted(counts, reverse=True):
-            filled = self._filled(source, count)
-            bound = min(_MAY_BE_BEST * best_seconds, _AT_MOST * fastest)
-            whole = self._least(source, count, "one_f_one_b", bound)
-            fastest = min(fastest, whole)
-            if whole == inf and isfinite(bound):
-                if filled < 1:
-                    whole = bound
-                else:
-                    self.given_up = min(self.given_up, bound)
-            self._whole[count] = max(min(whole, bound), self._whole.get(count, 0.0))
-            found[count] = filled * whole
-            if not self.fills_ends:
-                self._told[source, count] = min(whole, bound)
-        return found
+            return 0.0
+        bound = _MAY_BE_BEST * best_seconds
+        whole = min(self._least(source, count, "one_f_one_b", bound), bound)
+        self._whole[count] = max(whole, self._whole.get(count, 0.0))
+        if not self.fills_ends:
+            self._told[source, count] = whole
+        return self._filled(source, count) * whole
 
     def with_split(self, count: int, best_seconds: float) -> float:
         """What a number of microbatches counts for at least, a split backward among its orders: asked last, since there

@@ -231,7 +231,6 @@ class StageSearch:
                 with self._in_time(expected[count]):
                     expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
                     expected[count] = max(expected[count], self.bounds.with_split(count, self.best.objective))
-                self.unsearched = min(self.unsearched, self.bounds.given_up)
             if self._is_slower(count, expected[count]):
                 continue
             if self.over:
@@ -264,8 +263,7 @@ class StageSearch:
         if least <= self.best.worth_searching:
             return False
         self.unsearched = min(self.unsearched, least)
-        why = f"not searched, {least:.6g} s at the very least" if isfinite(least) else _NOTHING
-        self.considered.append(f"{count} microbatches: {why}")
+        self.considered.append(f"{count} microbatches: not searched, {least:.6g} s at the very least")
         return True
 
     @contextmanager
