@@ -77,7 +77,7 @@ class MicrobatchBounds:
 
     @property
     def looked_at(self) -> list[int]:
-        """Numbers of microbatches that have been searched, and the fewest, whose estimates bound all others; ascending."""
+        """Numbers of microbatches that have been searched, and the fewest, whose estimates bound all others."""
         fewest = self._costs.counts[0]
         return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
 
