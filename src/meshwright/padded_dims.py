@@ -19,7 +19,7 @@ from .program.graph import Graph, Operator
 from .program.origins import Indices
 from .replicated_work import SHARE, DimNames, padded_extent, padded_words, stage_graphs
 from .report.table import format_seconds
-from .search.hierarchical import HierarchicalSearch, SearchRequest
+from .search.one_stage import OneStageSearch, SearchRequest
 from .search.parameters import parameter_infos
 from .search.submeshes import Submesh, Submeshes
 
@@ -83,9 +83,9 @@ def _seconds(asked: PlanRequest, found: Planning, stage: Stage, graph: Graph) ->
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))], pins=asked.pins,
         remat="layer" if stage.rematerialised else "none",
         carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims if one else (),
-        time_limit_seconds=max(asked.left_seconds, 0.0),
     )  # fmt: skip
-    predicted = HierarchicalSearch(request).plan(stage.memory_limit_bytes).plan.predicted
+    search = OneStageSearch({plan.microbatches: request}, time_limit_seconds=max(asked.left_seconds, 0.0))
+    predicted = search.run(lambda count: stage.memory_limit_bytes).plan.predicted
     assert predicted is not None  # the search prices what it finds
     return predicted.step_seconds
 

@@ -34,7 +34,7 @@ from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .replicated_work import replicated_work
 from .runtime.devices import named_devices
 from .search.alternative import TOO_LITTLE, Alternative, merged
-from .search.hierarchical import mesh_argument
+from .search.one_stage import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
 from .search.roles import Roles

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from .graph import Graph, Operator, Path
+from .graph import Graph, Operator, Path, once_for_each
 from .residuals import kept_values
 
 Segments = Mapping[Path, Sequence[tuple[int, int]]]
@@ -20,6 +20,7 @@ Segments = Mapping[Path, Sequence[tuple[int, int]]]
 _MAX_BORDERS = 160
 
 
+@once_for_each
 def layer_segments(graph: Graph) -> dict[Path, tuple[tuple[int, int], ...]]:
     """Segments for rematerialisation: runs of top-level equations, and whole bodies of the scans among them."""
     found: dict[Path, tuple[tuple[int, int], ...]] = {}

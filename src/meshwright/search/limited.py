@@ -1,0 +1,258 @@
+"""An intra-operator problem under a limit of memory, solved by prices of memory.
+
+Whatever memory costs, the layouts that are then best are found without a limit: by forests, and by elimination where
+there are few nodes (`priced`). At every price they bound from below what any layouts within a limit take; at a price at
+which they fit, they are a solution (Everett, 1963). Only what prices leave open is left to the general solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from ..solve import Problem, Solution
+from ..solve.flat import FlatNodes
+from ..solve.improve import improve
+from .choices import ParameterChoice
+from .intra_op import IntraOpProblem, IntraOpSolution
+from .priced import FEW_NODES, Priced, PricedProblem
+
+# Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
+_FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
+_ROUNDS_OF_PRICES = 3
+
+# Where a forest leaves more than this open, relative, another one is tried; and then elimination, if there are few
+# nodes, as where a scan runs over the layers.
+_CLOSE = 1e-3
+
+# For what is left open where layouts that fit are known: seldom is it what the best plan is made of. Of gpt3-15b on 32
+# V100 (`benchmarks/planning_time.py --tight`) MILP closed nothing in twenty seconds, twice, and no time was left for
+# plans that are an eighth faster.
+_SECONDS_FOR_THE_REST = 5.0
+
+
+class _Within(NamedTuple):
+    """What prices of memory say of layouts within a limit.
+
+    Args:
+      found: the best that fits, if any was found.
+      least_seconds: all that fit take so long at least.
+      price: the one that proves it, in seconds a byte.
+    """
+
+    found: IntraOpSolution | None
+    least_seconds: float
+    price: float
+
+
+class LimitedProblem(IntraOpProblem):
+    """The problem of one stage on one logical mesh, as `IntraOpProblem`, for limits and prices of memory.
+
+    Attributes:
+      in_flight: how many microbatches are kept where a limit is asked for.
+    """
+
+    in_flight = 1
+
+    @property
+    def _once_bytes(self) -> Sequence[np.ndarray]:
+        """Bytes that each choice of each node holds throughout, on one device."""
+        return super()._memory()
+
+    @cached_property
+    def _each_bytes(self) -> Sequence[np.ndarray]:
+        """The same for each microbatch in flight."""
+        return [np.zeros(len(row)) for row in self._once_bytes]
+
+    def _memory(self) -> tuple[np.ndarray, ...]:
+        """With `in_flight` microbatches kept."""
+        return tuple(c + self.in_flight * k for c, k in zip(self._once_bytes, self._each_bytes, strict=True))
+
+    @cached_property
+    def _known(self) -> dict[tuple[float, int, float], _Within]:
+        """What prices have found, by limit, microbatches in flight and gap."""
+        return {}
+
+    @cached_property
+    def _free(self) -> PricedProblem:
+        """The problem without a limit, made ready for prices."""
+        plain = Problem.unchecked(costs=tuple(self._seconds), edges=dict(self._edges))
+        return PricedProblem(plain, constant=self._once_bytes, kept=self._each_bytes)
+
+    def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
+        """The best choice of each node where memory has no limit but a price: `PricedProblem.best`.
+
+        Args:
+          prices: in seconds per byte, each with the microbatches in flight.
+          gap: at which to stop, relative to the seconds without what bytes cost.
+          time_limit_seconds: for each price, where the graph is too wide to be solved exactly.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._free.best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
+
+    @cached_property
+    def fastest(self) -> Priced:
+        """The fastest layouts, whatever their memory, as far as forests find them.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._free.relaxed([(0.0, 1)], gap=_CLOSE)[0]
+
+    def needs_at_best(self, in_flight: int) -> float:
+        """Bytes on a device, workspace included, of the fastest layouts.
+
+        Args:
+          in_flight: microbatches kept.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        free = self.fastest
+        return self._held(free.choices, in_flight) if free.choices is not None else 0.0
+
+    def within(self, limit_bytes: float, *, gap: float) -> IntraOpSolution | None:
+        """The best solution within a limit of memory that forests, and elimination if there are few nodes, find at
+        prices of memory (Everett, 1963), with `in_flight` microbatches kept, and what they prove: at every price what
+        is best there bounds all that fits from below.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          gap: relative, between the best found and the best bound, at which to stop.
+
+        Returns:
+          None where nothing is found, which says nothing of whether there is a solution.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._known_within(limit_bytes, gap).found
+
+    def bounded_within(self, limit_bytes: float, *, gap: float) -> tuple[IntraOpSolution | None, float]:
+        """As `within`, and the seconds that any layouts within the limit take at least."""
+        known = self._known_within(limit_bytes, gap)
+        return known.found, known.least_seconds
+
+    def proven(self, limit_bytes: float, *, gap: float, time_limit_seconds: float) -> IntraOpSolution:
+        """The best solution within a limit of memory, solved until no more than a gap is left open or the time is over;
+        with `in_flight` microbatches kept.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          gap: relative.
+          time_limit_seconds: for what `within` leaves open.
+
+        Raises:
+          solve.Infeasible: if no choice fits.
+          solve.Unsolved: if none was found in time.
+        """
+        known = self._known_within(limit_bytes, gap)
+        found, price = known.found, known.price
+        if found is None:
+            return self.solve(limit_bytes, gap=gap, time_limit_seconds=time_limit_seconds)
+        if found.solution.proven:
+            return found
+        if len(self.choices) > FEW_NODES:
+            paid = price * limit_bytes
+            unpassed = Priced(choices=found.solution.choices, bound=found.solution.lower_bound + paid)
+            passed = self._free.passed((price, self.in_flight), unpassed)
+            # What is better with what its bytes cost there may be too large, or slower.
+            tried = [found.solution.choices, *([passed.choices] if passed.choices is not None else [])]
+            fitting = [one for one in tried if self._held(one, self.in_flight) <= limit_bytes]
+            found = self._bounded(min(fitting, key=self._free.seconds), passed.bound - paid, gap)
+            if found.solution.proven:
+                return found
+        choices, bound = found.solution.choices, found.solution.lower_bound
+        seconds = min(time_limit_seconds, _SECONDS_FOR_THE_REST)
+        solved = self.solve(limit_bytes, gap=gap, time_limit_seconds=seconds, known=choices)
+        # What prices prove holds for whatever was found then.
+        proven = min(max(solved.solution.lower_bound, bound), solved.solution.objective)
+        return replace(solved, solution=replace(solved.solution, lower_bound=proven))
+
+    def _known_within(self, limit_bytes: float, gap: float) -> _Within:
+        """What prices find and prove within a limit."""
+        if limit_bytes <= 0:
+            return _Within(None, inf, 0.0)
+        key = limit_bytes, self.in_flight, gap
+        if key not in self._known:
+            self._known[key] = self._by_prices(limit_bytes, gap)
+        return self._known[key]
+
+    def _by_prices(self, limit_bytes: float, gap: float) -> _Within:
+        ready, in_flight = self._free, self.in_flight
+        few = len(self.choices) <= FEW_NODES
+        free = self.fastest
+        unit = max(free.bound, 1e-12) / limit_bytes
+        cheap, dear = 0.0, inf
+        best: tuple[float, tuple[int, ...]] | None = None
+        over, bound, at_price = free.choices, free.bound, 0.0
+        if over is not None and self._held(over, in_flight) <= limit_bytes:
+            over, best = None, (ready.seconds(over), over)
+        prices = unit * np.array(_FIRST_PRICES)
+        for _ in range(_ROUNDS_OF_PRICES):
+            at = [(price, in_flight) for price in prices.tolist()]
+            found = ready.relaxed(at, gap=_CLOSE)
+            if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
+                found = ready.best(at, gap=_CLOSE)
+            for price, one in zip(prices.tolist(), found, strict=True):
+                if one.bound - price * limit_bytes > bound:
+                    bound, at_price = one.bound - price * limit_bytes, price
+                if one.choices is None:
+                    continue
+                if self._held(one.choices, in_flight) > limit_bytes:
+                    cheap, over = (price, one.choices) if price >= cheap else (cheap, over)
+                else:
+                    dear = min(dear, price)
+                    seconds = ready.seconds(one.choices)
+                    best = min(best, (seconds, one.choices)) if best is not None else (seconds, one.choices)
+            if best is None or not cheap < dear or best[0] - bound <= gap * abs(best[0]):
+                break
+            prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
+        if best is None:
+            return _Within(None, bound, at_price)
+        if best[0] - bound > _CLOSE * abs(best[0]):
+            # Prices alone miss what uses the last bytes of memory.
+            choices = improve(self.problem(limit_bytes), heavy=over, light=[best[1]])
+            best = min(best, (ready.seconds(choices), choices))
+        return _Within(self._bounded(best[1], bound, gap), bound, at_price)
+
+    def _bounded(self, choices: tuple[int, ...], bound: float, gap: float) -> IntraOpSolution:
+        """Choices as a solution, where no other takes less than so many seconds."""
+        seconds = self._free.seconds(choices)
+        share = min(max(bound / seconds, 0.0), 1.0) if seconds > 0 else 1.0
+        return self.chosen(choices, share, proven=share >= 1 - gap)
+
+    @cached_property
+    def _flat(self) -> FlatNodes:
+        """Bytes held throughout, and for each microbatch in flight."""
+        return FlatNodes(self._once_bytes, self._each_bytes)
+
+    def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
+        once, each = self._flat.sum(np.array(choices, dtype=int)).tolist()
+        return once + in_flight * each
+
+    def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
+        """These choices as a solution, of whose seconds no other takes less than this share."""
+        objective = self._free.seconds(choices)
+        solution = Solution(
+            choices=choices, objective=objective, method="prices", proven=proven, seconds=0.0,
+            lower_bound=share * objective,
+            memory=self._held(choices, self.in_flight),
+        )  # fmt: skip
+        graph = self.graph
+        picked = [row[c] for row, c in zip(self.choices, choices, strict=True)]
+        inputs = [picked[self.input_node[value]] for value in graph.inputs]
+        return IntraOpSolution(
+            operators=self.operator_choices(choices),
+            settled={value: picked[node] for value, node in self.shared_node.items()},
+            parameters=tuple(inputs[position] for position in graph.parameters),
+            inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
+            solution=solution,
+        )

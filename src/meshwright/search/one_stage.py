@@ -1,0 +1,496 @@
+"""The search for a plan of one stage: microbatches, logical meshes and rematerialisation, best first.
+
+A queue holds what is known of each way to run the step, the one that may be the fastest first. It takes at least what
+the fastest layouts take, whatever they hold; then what prices of memory prove (`limited`); then what a solution takes.
+The first solution that comes out of the queue is the best plan. More microbatches never take less, if memory is left
+aside: their kernels and messages are smaller. So a number of them is not looked at before the fewer ones promise no
+better plan than it may have.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil, inf, isfinite, prod
+from typing import Literal
+
+from ..cluster import Cluster, LogicalMesh
+from ..errors import MemoryExceeded, PlanError, size_words
+from ..plan import Plan, Prediction, Stage
+from ..program.graph import Graph
+from ..program.segments import Segments, layer_segments, rematerialise
+from ..solve import Infeasible
+from .account import account
+from .alternative import Alternative, nearest, one_stage_words
+from .best_known import gap_of
+from .intra_op import IntraOpSolution, ParameterInfo
+from .limited import LimitedProblem
+from .passes import Passes
+from .pins import Pins
+from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
+
+# Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
+_SMALL_PROGRAM = 150
+
+# What a problem gets at least when the time is over, so that there is a plan at all.
+_LEAST_SECONDS = 1.0
+
+# The relative gap to which problems are solved, and what each axis of a mesh beyond the first has to gain, relative:
+# less than the cost model knows.
+_GAP, _WORTH_AN_AXIS = 2e-3, 2e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """A step in a number of microbatches, to be planned as one stage.
+
+    Args:
+      graph: the program at the size of one microbatch.
+      fingerprint: of the program.
+      parameters: what belongs to each differentiated input.
+      cluster: where it runs.
+      microbatches: how many parts the batch is cut into.
+      mesh: logical meshes to consider, as (names, sizes); empty for all factorisations of the devices.
+      pins: what is fixed.
+      remat: "none", "layer", or None for the planner's choice.
+      carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
+      split_dims: for the leading inputs, the dim that microbatches cut, or None.
+    """
+
+    graph: Graph
+    fingerprint: str
+    parameters: Sequence[ParameterInfo]
+    cluster: Cluster
+    microbatches: int
+    mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
+    pins: Pins
+    remat: str | None
+    carried: int = 0
+    split_dims: Sequence[int | None] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """A plan and what finding it took."""
+
+    plan: Plan
+    considered: tuple[str, ...]
+    alternatives: tuple[Alternative, ...] = ()
+
+
+_Known = Literal["nothing", "fastest", "prices"]
+
+
+class _Way:
+    """A way to run the step: a number of microbatches on a logical mesh, rematerialised or not. Its problem is built
+    when it is first asked for.
+
+    Args:
+      request: the step in this number of microbatches.
+      mesh: logical mesh.
+      remat: "none" or "layer".
+    """
+
+    def __init__(self, request: SearchRequest, mesh: LogicalMesh, remat: str) -> None:
+        self.request, self.mesh, self.remat = request, mesh, remat
+        self._pins = request.pins
+        self._problem: LimitedProblem | None = None
+
+    @cached_property
+    def segments(self) -> Segments:
+        """What is rematerialised."""
+        return layer_segments(self.request.graph) if self.remat == "layer" else {}
+
+    @property
+    def words(self) -> str:
+        axes = [(axis.name, axis.size) for axis in self.mesh.axes]
+        return one_stage_words(self.request.microbatches, axes, rematerialised=self.remat == "layer")
+
+    @property
+    def problem(self) -> LimitedProblem:
+        if self._problem is None:
+            request, segments = self.request, self.segments
+            self._problem = LimitedProblem(
+                rematerialise(request.graph, segments) if segments else request.graph, self.mesh,
+                request.cluster.device, parameters=request.parameters, microbatches=request.microbatches,
+                pins=self._pins, carried=request.carried,
+                split_dims=request.split_dims if request.microbatches > 1 else (),
+            )  # fmt: skip
+        return self._problem
+
+    def relax(self) -> bool:
+        """Whether a ZeRO stage that no layout has can be asked for less strictly; from now on it is."""
+        if self._pins.zero not in (1, 2) or not self._pins.strict:
+            return False
+        self._pins, self._problem = replace(self._pins, strict=False), None
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """A solution of a way to run the step."""
+
+    way: _Way
+    chosen: IntraOpSolution
+
+    @property
+    def seconds(self) -> float:
+        return self.chosen.solution.objective
+
+    @property
+    def least_seconds(self) -> float:
+        return self.seconds * (1 - self.chosen.solution.gap)
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    """What is known of a way to run the step, or of a number of microbatches.
+
+    Args:
+      weight: its least seconds, with what further axes have to gain.
+      number: of two of the same weight the first is the simpler one.
+      least_seconds: it takes so long at least.
+      what: a number of microbatches, or a way to run the step in one.
+      known: of a way, how far it has been looked at: what the fastest layouts take, what prices of memory prove.
+    """
+
+    weight: float
+    number: int
+    least_seconds: float = field(compare=False)
+    what: int | _Way = field(compare=False)
+    known: _Known = field(compare=False, default="nothing")
+
+
+class OneStageSearch:
+    """The search over one step, for as many limits of memory as are asked: problems are built, and what they take
+    whatever they hold is found, once.
+
+    Args:
+      requests: the step in each number of microbatches to be considered; made when first asked for.
+      time_limit_seconds: for all runs together. The search goes on until there is a plan.
+      tell: called with a few words at each part of the work.
+    """
+
+    def __init__(
+        self, requests: Mapping[int, SearchRequest], *, time_limit_seconds: float,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self._requests, self._tell = requests, tell
+        self.counts = sorted(requests)
+        self._deadline = time.perf_counter() + time_limit_seconds
+        self._ways: dict[int, tuple[_Way, ...]] = {}
+
+    def run(self, limit_bytes: Callable[[int], float]) -> SearchResult:
+        """The fastest plan within limits of memory.
+
+        Args:
+          limit_bytes: what the search may count on a device, for each number of microbatches.
+
+        Raises:
+          PlanError: if the request makes no sense, or the step cannot be cut into any of these numbers.
+          MemoryExceeded: if nothing fits, with the least memory that would do.
+        """
+        run = _Run(self, limit_bytes)
+        best = run.best()
+        if best is None:
+            raise run.nothing()
+        plan = _assemble(best, gap=gap_of(best.seconds, run.least_seconds))
+        seconds = {one.way.words: one.seconds for one in run.solved}
+        alternatives = nearest(seconds, but=best.way.words)
+        return SearchResult(plan=plan, considered=tuple(run.considered(best)), alternatives=alternatives)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() > self._deadline
+
+    @property
+    def left_seconds(self) -> float:
+        """What one problem may take now."""
+        return max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
+
+    def next_count(self, count: int) -> int | None:
+        """The next number of microbatches."""
+        return next((more for more in self.counts if more > count), None)
+
+    def ways(self, count: int) -> tuple[_Way, ...]:
+        """To run the step in so many microbatches, the simplest first.
+
+        Raises:
+          PlanError: if the step cannot be cut so.
+        """
+        if count not in self._ways:
+            request = self._requests[count]
+            wanted = ("none", "layer") if request.remat is None else (request.remat,)
+            if request.remat == "layer" and not layer_segments(request.graph):
+                raise PlanError(
+                    refused='remat="layer"', got="a program in which no cut into layers saves memory",
+                    needed="several layers whose results are kept for the backward pass", where="the loss function",
+                    try_='remat="none"',
+                )  # fmt: skip
+            self._ways[count] = tuple(_Way(request, mesh, remat) for mesh in _meshes(request) for remat in wanted)
+        return self._ways[count]
+
+    def tell(self, way: _Way) -> None:
+        """Tell what is looked at."""
+        self._tell(f"solving {way.words}")
+
+
+class _Run:
+    """One run of a search.
+
+    Args:
+      search: whose problems these are.
+      limit_bytes: as of `OneStageSearch.run`.
+
+    Attributes:
+      solved: the solutions that were found.
+    """
+
+    def __init__(self, search: OneStageSearch, limit_bytes: Callable[[int], float]) -> None:
+        self._search, self._limit_bytes = search, limit_bytes
+        self._queue: list[_Entry] = []
+        self._pushed = 0
+        self.solved: list[_Solved] = []
+        self._refused: PlanError | None = None
+        self._least_bytes: dict[int, float] = {}
+
+    def best(self) -> _Solved | None:
+        """The best solution; None if there is none."""
+        search = self._search
+        self._push(0.0, search.next_count(0))
+        while self._queue:
+            entry = self._queue[0]
+            known = min(self.solved, key=_weight, default=None)
+            if known is not None and (search.late or _weight(known) <= entry.weight):
+                return known
+            heapq.heappop(self._queue)
+            if isinstance(entry.what, int):
+                self._look_at_count(entry.what, entry.least_seconds)
+            elif isinstance(entry.what, _Way):
+                self._look_at_way(entry.what, entry)
+        return min(self.solved, key=_weight, default=None)
+
+    def _push(self, least_seconds: float, what: int | _Way | None, known: _Known = "nothing") -> None:
+        if what is None:
+            return
+        axes = len(what.mesh.axes) if isinstance(what, _Way) else 1
+        self._pushed += 1
+        heapq.heappush(
+            self._queue,
+            _Entry(least_seconds * (1 + _WORTH_AN_AXIS * (axes - 1)), self._pushed, least_seconds, what, known),
+        )
+
+    def _look_at_count(self, count: int, least_seconds: float) -> None:
+        """What a number of microbatches promises: of each mesh, what the fastest layouts take."""
+        search = self._search
+        try:
+            ways = search.ways(count)
+        except PlanError as error:
+            if count == search.counts[0]:
+                raise
+            # More microbatches were our idea.
+            self._refused = self._refused or error
+            return
+        first = ways[0].remat
+        floors = {}
+        for way in ways:
+            if way.remat == first:
+                floor = self._fastest(way)
+                floors[way.mesh] = max(floor, least_seconds) if isfinite(floor) else floor
+            if isfinite(floors[way.mesh]):
+                self._push(floors[way.mesh], way, "fastest" if way.remat == first else "nothing")
+        finite = [floor for floor in floors.values() if isfinite(floor)]
+        self._push(min(finite, default=least_seconds), search.next_count(count))
+
+    def _look_at_way(self, way: _Way, entry: _Entry) -> None:
+        """Find out the next thing about a way to run the step."""
+        limit = self._limit_bytes(way.request.microbatches)
+        self._search.tell(way)
+        if entry.known == "nothing":
+            if way.remat == "none" or way.segments:
+                self._push(max(self._fastest(way), entry.least_seconds), way, "fastest")
+            return
+        try:
+            if entry.known == "fastest":
+                chosen, least_seconds = way.problem.bounded_within(limit, gap=_GAP)
+                if chosen is None or not chosen.solution.proven:
+                    self._push(max(least_seconds, entry.least_seconds), way, "prices")
+            else:
+                seconds = self._search.left_seconds
+                chosen = way.problem.proven(limit, gap=_GAP, time_limit_seconds=seconds)
+        except Infeasible as error:
+            if error.least_memory is not None and isfinite(error.least_memory):
+                self._needs(way, error.least_memory)
+            elif way.relax():
+                self._push(entry.least_seconds, way)
+            return
+        if chosen is not None:
+            self.solved = [one for one in self.solved if one.way is not way]
+            self.solved.append(_Solved(way=way, chosen=chosen))
+
+    def _fastest(self, way: _Way) -> float:
+        """What any layouts take at least; infinite if there are none."""
+        try:
+            return way.problem.fastest.bound
+        except Infeasible:
+            return self._fastest(way) if way.relax() else inf
+
+    def _needs(self, way: _Way, least_bytes: float) -> None:
+        count = way.request.microbatches
+        self._least_bytes[count] = min(least_bytes, self._least_bytes.get(count, inf))
+
+    @property
+    def least_seconds(self) -> float:
+        """What every plan takes at least."""
+        return min((one.least_seconds for one in (*self.solved, *self._queue)), default=0.0)
+
+    def considered(self, best: _Solved) -> Iterator[str]:
+        """A line for each solution, and for each that was not searched."""
+        for one in sorted(self.solved, key=lambda one: one.seconds):
+            why = ""
+            if one is best:
+                why = " (chosen)"
+            elif one.seconds < best.seconds:
+                why = f" (faster by less than {_WORTH_AN_AXIS:.1%}: the simpler mesh is taken)"
+            yield f"{one.way.words}: {one.seconds:.6g} s{why}"
+        late = ", out of time" if self._search.late else ""
+        for entry in sorted(self._queue):
+            if isinstance(entry.what, int):
+                what = f"{entry.what} microbatches and more"
+            elif any(one.way is entry.what for one in self.solved):
+                continue
+            else:
+                what = entry.what.words
+            yield f"{what}: not searched{late}, {entry.least_seconds:.6g} s at the very least"
+
+    def nothing(self) -> PlanError:
+        """Why there is no plan."""
+        if not self._least_bytes:
+            return _contradiction(self._search.ways(self._search.counts[0])[0].request)
+        count = min(self._least_bytes, key=lambda count: (self._least_bytes[count], count))
+        (way, *_) = self._search.ways(count)
+        error = _nothing_fits(way.request, self._limit_bytes(count), self._least_bytes[count])
+        if self._refused is not None:
+            return error.but(f"more microbatches are out of the question: {self._refused}")
+        return error
+
+
+def _weight(one: _Solved) -> float:
+    return one.seconds * (1 + _WORTH_AN_AXIS * (len(one.way.mesh.axes) - 1))
+
+
+def _meshes(request: SearchRequest) -> list[LogicalMesh]:
+    cluster = request.cluster
+    if request.mesh:
+        return [cluster.logical_mesh(sizes, names) for names, sizes in request.mesh]
+    meshes: list[LogicalMesh] = []
+    seen: set[object] = set()
+    for shape in cluster.logical_shapes(max_axes=3 if len(request.graph.operators) <= _SMALL_PROGRAM else 2):
+        mesh = cluster.logical_mesh(shape)
+        # Meshes whose axes differ only in their order give the same plans.
+        key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
+        if key not in seen:
+            seen.add(key)
+            meshes.append(mesh)
+    return meshes
+
+
+def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryExceeded:
+    device = request.cluster.device
+    graph = request.graph
+    largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
+    what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
+    error = MemoryExceeded(
+        refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
+        got=f"{size_words(limit)} usable on a device",
+        needed=f"at least {size_words(least)} on a device, with {request.microbatches} microbatches{what}",
+        where="stage 1 of 1",
+        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
+    )
+    # No layout needs less than in proportion to the microbatch.
+    error.fewest_microbatches = ceil(request.microbatches * least / device.usable_memory_bytes)
+    return error
+
+
+def _contradiction(request: SearchRequest) -> PlanError:
+    return PlanError(
+        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
+        needed="wishes that some layouts satisfy",
+        where="pins=, zero=",
+        try_="leaving one of them out",
+    )
+
+
+def _assemble(best: _Solved, *, gap: float) -> Plan:
+    request, problem, chosen = best.way.request, best.way.problem, best.chosen
+    graph = problem.graph
+    totals, solution = account(problem, chosen), chosen.solution
+    passes = Passes(problem).seconds(solution.choices, solution.objective)
+    infos = request.parameters
+    num_devices = prod(problem.sizes.values())
+    stage = Stage(
+        layers=(0, 1),
+        devices=tuple(range(num_devices)),
+        mesh=tuple(problem.sizes.items()),
+        operators=operator_plans(graph, chosen),
+        settled=tuple(sorted(chosen.settled.items())),
+        parameters=parameter_plans(graph, chosen, infos, [None] * len(infos), problem),
+        inputs=input_plans(graph, chosen),
+        rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in best.way.segments.items())),
+        memory=counted_memory(graph, chosen, infos, problem, chosen.solution.memory),
+        memory_limit_bytes=request.cluster.device.usable_memory_bytes,
+        device_kind=request.cluster.device_kinds,
+        communication=totals.collectives,
+        flops=totals.flops,
+        compute_seconds=totals.compute_seconds,
+        communication_seconds=totals.communication_seconds,
+        forward_seconds=passes.forward,
+        backward_seconds=passes.backward,
+        weight_seconds=passes.weight,
+        synchronise_seconds=passes.synchronise,
+        update_seconds=passes.update,
+        gradient_exchange=problem.gradient_exchange,
+    )
+    seconds = chosen.solution.objective
+    model_flops = request.graph.flops * request.microbatches * (3 if graph.parameters else 1)
+    return Plan(
+        program=request.fingerprint,
+        cluster=request.cluster.name,
+        cluster_fingerprint=request.cluster.fingerprint(),
+        microbatches=request.microbatches,
+        schedule="none",
+        stages=(stage,),
+        predicted=Prediction(
+            step_seconds=seconds,
+            tflops_per_device=model_flops / max(seconds, 1e-30) / num_devices / 1e12,
+            flops_per_device=totals.flops,
+            optimality_gap=gap,
+        ),
+    )
+
+
+def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """A user's `mesh=`: None, a shape, a mapping of axis names to sizes, or a list of those."""
+    if mesh is None:
+        return []
+    sizes = list(mesh.values()) if isinstance(mesh, Mapping) else []
+    if sizes and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        assert isinstance(mesh, Mapping)
+        return [(tuple(mesh), tuple(int(n) for n in mesh.values()))]
+    if isinstance(mesh, Sequence) and mesh and all(isinstance(n, int) for n in mesh):
+        names = ("x", "y", "z")
+        return [(names[: len(mesh)], tuple(mesh))]
+    if isinstance(mesh, Sequence) and not isinstance(mesh, str):
+        return [entry for one in mesh for entry in mesh_argument(one)]
+    raise PlanError(
+        refused="the logical mesh",
+        got=repr(mesh),
+        needed="a shape, or axis names with sizes",
+        where="mesh=",
+        try_='mesh=(2, 4) or mesh={"data": 2, "model": 4}',
+    )
