@@ -27,8 +27,8 @@ from meshwright.program.residuals import is_fusible, kept_values, needed_again, 
 from meshwright.program.trace import trace_program
 from meshwright.search import intra_op
 from meshwright.search.choices import values_of_parameters
-from meshwright.search.hierarchical import HierarchicalSearch, SearchRequest
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
+from meshwright.search.one_stage import OneStageSearch, SearchRequest
 from meshwright.search.pins import Pins
 from meshwright.search.wiring import wiring_of
 from meshwright.sharding import Spec, convert
@@ -197,13 +197,13 @@ class Priced:
         self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
         self.parameter_seconds = lru_cache(maxsize=None)(self._parameter_seconds)
 
-    def search(self) -> HierarchicalSearch:
+    def search(self) -> OneStageSearch:
         request = SearchRequest(
             graph=self.graph, fingerprint="f", parameters=self.parameters, cluster=self.cluster,
             microbatches=self.case.microbatches, mesh=[(self.mesh.axis_names, self.mesh.shape)],
-            pins=Pins(layouts=self.case.pins), remat="none", carried=self.carried, gap=0.0,
+            pins=Pins(layouts=self.case.pins), remat="none", carried=self.carried,
         )  # fmt: skip
-        return HierarchicalSearch(request)
+        return OneStageSearch({self.case.microbatches: request}, gap=0.0)
 
     def assignments(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*(range(len(choices)) for choices in self.problem.choices))
@@ -406,14 +406,14 @@ def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
     search = priced.search()
     for limit in limits:
         expected = seconds[memory <= limit].min()
-        plan = search.plan(limit).plan
+        plan = search.run(lambda count, limit=limit: limit).plan
         assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9), limit
         assert plan.predicted.optimality_gap <= 1e-9
         assert plan.stages[0].memory.total <= limit * (1 + 1e-9)
         chosen = priced.problem.solve(limit).solution.choices
         assert priced.price(chosen)[0] == pytest.approx(expected, rel=1e-9)
     with pytest.raises(MemoryExceeded):
-        search.plan(0.99 * least_memory)
+        search.run(lambda count: 0.99 * least_memory)
 
 
 def test_memory_decides_in_most_cases() -> None:

@@ -160,7 +160,7 @@ class LimitedProblem(IntraOpProblem):
         if found.solution.proven:
             return found
         if len(self.choices) > FEW_NODES:
-            paid = price * limit_bytes
+            paid = _paid(price, limit_bytes)
             unpassed = Priced(choices=found.solution.choices, bound=found.solution.lower_bound + paid)
             passed = self._free.passed((price, self.in_flight), unpassed)
             # What is better with what its bytes cost there may be too large, or slower.
@@ -202,8 +202,8 @@ class LimitedProblem(IntraOpProblem):
             if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
                 found = ready.best(at, gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
-                if one.bound - price * limit_bytes > bound:
-                    bound, at_price = one.bound - price * limit_bytes, price
+                if (least := one.bound - _paid(price, limit_bytes)) > bound:
+                    bound, at_price = least, price
                 if one.choices is None:
                     continue
                 if self._held(one.choices, in_flight) > limit_bytes:
@@ -256,3 +256,8 @@ class LimitedProblem(IntraOpProblem):
             inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
             solution=solution,
         )
+
+
+def _paid(price: float, limit_bytes: float) -> float:
+    """What a limit costs at a price; nothing where memory is free, unlimited memory included."""
+    return price * limit_bytes if price else 0.0

@@ -172,13 +172,14 @@ class OneStageSearch:
       requests: the step in each number of microbatches to be considered; made when first asked for.
       time_limit_seconds: for all runs together. The search goes on until there is a plan.
       tell: called with a few words at each part of the work.
+      gap: to which problems are solved, relative.
     """
 
     def __init__(
-        self, requests: Mapping[int, SearchRequest], *, time_limit_seconds: float,
-        tell: Callable[[str], None] = lambda text: None,
+        self, requests: Mapping[int, SearchRequest], *, time_limit_seconds: float = inf,
+        tell: Callable[[str], None] = lambda text: None, gap: float = _GAP,
     ) -> None:  # fmt: skip
-        self._requests, self._tell = requests, tell
+        self._requests, self._tell, self.gap = requests, tell, gap
         self.counts = sorted(requests)
         self._deadline = time.perf_counter() + time_limit_seconds
         self._ways: dict[int, tuple[_Way, ...]] = {}
@@ -316,12 +317,12 @@ class _Run:
             return
         try:
             if entry.known == "fastest":
-                chosen, least_seconds = way.problem.bounded_within(limit, gap=_GAP)
+                chosen, least_seconds = way.problem.bounded_within(limit, gap=self._search.gap)
                 if chosen is None or not chosen.solution.proven:
                     self._push(max(least_seconds, entry.least_seconds), way, "prices")
             else:
                 seconds = self._search.left_seconds
-                chosen = way.problem.proven(limit, gap=_GAP, time_limit_seconds=seconds)
+                chosen = way.problem.proven(limit, gap=self._search.gap, time_limit_seconds=seconds)
         except Infeasible as error:
             if error.least_memory is not None and isfinite(error.least_memory):
                 self._needs(way, error.least_memory)
