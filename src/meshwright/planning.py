@@ -38,6 +38,7 @@ from .search.one_stage import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
 from .search.roles import Roles
+from .search.stage_request import check_remat
 from .stage_planning import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
@@ -164,6 +165,7 @@ def plan_without_advice(
     _check_types(where, pins, preset)
     check_time_limit(time_limit_seconds)
     check_batch_axis(args, batch_axis)
+    check_remat(remat)
     if memory_per_device is not None:
         where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
     meshes = mesh_argument(mesh)

@@ -22,6 +22,7 @@ from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.search.inter_op_problem import Crossing
 from meshwright.search.intra_op import IntraOpProblem
+from meshwright.search.limited import LimitedProblem
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.priced import Priced
@@ -376,7 +377,7 @@ def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatc
     """Where forests find what is far from the best, a stage is as fast as on the best of all logical meshes solved to
     the end, within what that is worth, and nothing that is uncertain is offered."""
     submesh, in_flight = Submesh(0, 16), 2
-    plain = vars(StageProblem)["fastest"].func  # of a cached property
+    plain = vars(LimitedProblem)["fastest"].func  # of a cached property
 
     def poor(problem: StageProblem) -> Priced:
         """Layouts that save memory, which are slower."""

@@ -11,7 +11,7 @@ import pytest
 from meshwright.cluster import load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.search import stage_problem
+from meshwright.search import limited
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pins import Pins
 from meshwright.search.priced import Priced, PricedProblem
@@ -84,7 +84,7 @@ def test_prices_of_memory_trade_it_for_seconds() -> None:
 
 def test_what_prices_leave_open_is_solved_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """By message passing, or where that does not prove it by elimination and the like."""
-    monkeypatch.setattr(stage_problem, "FEW_NODES", 0)
+    monkeypatch.setattr(limited, "FEW_NODES", 0)
     plain = PricedProblem.relaxed
 
     def loose(problem: PricedProblem, prices: Any, **options: Any) -> list[Priced]:
@@ -111,7 +111,7 @@ def test_what_prices_leave_open_is_solved_to_the_end(monkeypatch: pytest.MonkeyP
 
 def test_what_forests_leave_open_of_a_small_problem_elimination_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     def shares(few_nodes: int) -> list[float]:
-        monkeypatch.setattr(stage_problem, "FEW_NODES", few_nodes)
+        monkeypatch.setattr(limited, "FEW_NODES", few_nodes)
         problem = problem_of_a_layer()
         least, most = problem.least_bytes.held(1), problem.needs_at_best(1)
         found = [problem.within(least + part * (most - least), gap=1e-2) for part in (0.3, 0.6, 0.9)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf, isfinite, prod
-from typing import Literal
+from typing import Literal, get_args
 
 from ..cluster import Cluster, LogicalMesh
 from ..errors import MemoryExceeded, PlanError, size_words
@@ -27,6 +27,7 @@ from .account import account
 from .alternative import Alternative, nearest, one_stage_words
 from .best_known import gap_of
 from .intra_op import IntraOpSolution, ParameterInfo
+from .least_work import least_work_seconds
 from .limited import LimitedProblem
 from .passes import Passes
 from .pins import Pins
@@ -82,6 +83,7 @@ class SearchResult:
 
 
 _Known = Literal["nothing", "fastest", "prices"]
+_KNOWN: tuple[_Known, ...] = get_args(_Known)
 
 
 class _Way:
@@ -264,16 +266,22 @@ class _Run:
         search = self._search
         self._push(0.0, search.next_count(0))
         while self._queue:
-            entry = self._queue[0]
             known = min(self.solved, key=_weight, default=None)
-            if known is not None and (search.late or _weight(known) <= entry.weight):
+            if known is not None and (search.late or _weight(known) <= self._queue[0].weight):
                 return known
-            heapq.heappop(self._queue)
+            entry = heapq.heappop(self._queue) if not search.late else self._nearest()
             if isinstance(entry.what, int):
                 self._look_at_count(entry.what, entry.least_seconds)
-            elif isinstance(entry.what, _Way):
+            else:
                 self._look_at_way(entry.what, entry)
         return min(self.solved, key=_weight, default=None)
+
+    def _nearest(self) -> _Entry:
+        """Out of the queue, what has been looked at most: it is soon a plan."""
+        entry = min(self._queue, key=lambda one: (-_KNOWN.index(one.known), one))
+        self._queue.remove(entry)
+        heapq.heapify(self._queue)
+        return entry
 
     def _push(self, least_seconds: float, what: int | _Way | None, known: _Known = "nothing") -> None:
         if what is None:
@@ -296,16 +304,17 @@ class _Run:
             # More microbatches were our idea.
             self._refused = self._refused or error
             return
-        first = ways[0].remat
-        floors = {}
+        request = ways[0].request
+        floor = max(least_seconds, least_work_seconds(request.graph, count, request.cluster))
+        floors: dict[LogicalMesh, float] = {}
         for way in ways:
-            if way.remat == first:
-                floor = self._fastest(way)
-                floors[way.mesh] = max(floor, least_seconds) if isfinite(floor) else floor
-            if isfinite(floors[way.mesh]):
-                self._push(floors[way.mesh], way, "fastest" if way.remat == first else "nothing")
-        finite = [floor for floor in floors.values() if isfinite(floor)]
-        self._push(min(finite, default=least_seconds), search.next_count(count))
+            if way.remat != ways[0].remat or (floors and search.late):
+                # Rematerialised it takes no less.
+                self._push(floors.get(way.mesh, floor), way)
+            elif isfinite(fastest := self._fastest(way)):
+                floors[way.mesh] = max(fastest, floor)
+                self._push(floors[way.mesh], way, "fastest")
+        self._push(min(floors.values(), default=floor), search.next_count(count))
 
     def _look_at_way(self, way: _Way, entry: _Entry) -> None:
         """Find out the next thing about a way to run the step."""

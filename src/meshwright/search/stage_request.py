@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError, size_words
@@ -95,6 +96,19 @@ def schedules_for(request: StageRequest, program: StagedProgram | None) -> tuple
     return tuple(name for name in asked if name != "zero_bubble")
 
 
+def check_remat(remat: Any) -> None:
+    """Refuse what is no kind of rematerialisation.
+
+    Raises:
+      PlanError: for anything but "none", "layer" and None.
+    """
+    if remat not in (None, "none", "layer"):
+        raise PlanError(
+            refused="the rematerialisation", got=repr(remat), needed='"none", "layer" or None', where="remat=",
+            try_="remat=None",
+        )  # fmt: skip
+
+
 def check_request(request: StageRequest) -> None:
     """Refuse a request that makes no sense.
 
@@ -127,11 +141,7 @@ def check_request(request: StageRequest) -> None:
             got=f"{sum(request.submeshes)} devices in all", needed=f"the {devices} of cluster {request.cluster.name}",
             where=where, try_="submeshes=None",
         )  # fmt: skip
-    if request.remat not in (None, "none", "layer"):
-        raise PlanError(
-            refused="the rematerialisation", got=repr(request.remat), needed='"none", "layer" or None', where="remat=",
-            try_="remat=None",
-        )  # fmt: skip
+    check_remat(request.remat)
     for name in request.schedules or ("",):
         if name not in SIMULATED:
             raise PlanError(
