@@ -104,7 +104,6 @@ class StageSearch:
         self.considered: list[str] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
-        self._interleaving.forget()
 
     @property
     def late(self) -> bool:
