@@ -37,14 +37,12 @@ class MicrobatchBounds:
         program's.
 
     Attributes:
-      searched: numbers of microbatches of which ranges have been looked at.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
     """
 
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
         self._costs, self._problem = costs, problem
-        self.searched: set[int] = set()
         self.fills_ends = False
         self.splits: float | None = None
         self._floor: float | None = None
@@ -70,7 +68,7 @@ class MicrobatchBounds:
     def looked_at(self) -> list[int]:
         """Numbers of microbatches that have been searched, and the fewest, whose estimates bound all others."""
         fewest = self._costs.counts[0]
-        return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
+        return sorted({*self._costs.searched, *([fewest] if self._is_known(fewest) else [])})
 
     def promising(
         self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None
@@ -109,7 +107,7 @@ class MicrobatchBounds:
 
     def _nearest(self, count: int) -> int:
         """The most microbatches that have been searched and are no more than these, or else the fewest there are."""
-        return max((one for one in self.searched if one <= count), default=self._costs.counts[0])
+        return max((one for one in self._costs.searched if one <= count), default=self._costs.counts[0])
 
     def _is_known(self, source: int) -> bool:
         """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""

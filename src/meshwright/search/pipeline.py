@@ -244,8 +244,7 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
-            self.bounds.searched.add(count)
-            self.costs.refined.add(count)
+            self.costs.searched.add(count)
             if not bounded:
                 costs.forget_estimates()
             for problem in self.problems_of(count, costs):
