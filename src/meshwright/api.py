@@ -33,7 +33,7 @@ from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of
 from .runtime.agree import agree, exchange_texts
-from .runtime.devices import Placed, devices_for, named_devices
+from .runtime.devices import Placed, devices_for, lies_as_planned, named_devices
 from .runtime.executable import Executable, check_devices, executable, needed_devices
 from .runtime.watch import watch
 
@@ -173,7 +173,7 @@ class Parallelized:
         if not all(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) for leaf in given):
             leaves = jax.tree.leaves(abstract(tuple(args)))
         shapes = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        key = (shapes, tuple(map(placement, leaves)), self._devices(given, shapes))
+        key = (shapes, tuple(map(placement, leaves)), self._devices(given, tree))
         planned = self._steps.get(key)
         if planned is None:
             planned = next((old for known, old in self._steps.items() if _serves(known, old, key)), None)
@@ -185,12 +185,15 @@ class Parallelized:
             self._steps[key] = planned
         return planned
 
-    def _devices(self, leaves: Sequence[Any], shapes: Any) -> tuple[jax.Device, ...]:
-        """The devices to run on."""
+    def _devices(self, leaves: Sequence[Any], tree: Any) -> tuple[jax.Device, ...]:
+        """The devices to run on: those that are named, those of an earlier plan whose arrays these are, or those of the
+        arguments."""
         if self._named is not None:
             return self._named
-        earlier = (devices for known, _, devices in reversed(self._steps) if known == shapes)
-        return devices_for(Placed(leaves), self._wanted, earlier)
+        for ((known, _), _, devices), planned in reversed(self._steps.items()):
+            if known == tree and lies_as_planned(leaves, planned.in_shardings, devices):
+                return devices
+        return devices_for(Placed(leaves), self._wanted)
 
     @cached_property
     def _wanted(self) -> int | None:
