@@ -99,7 +99,7 @@ def program_of(
 
 
 _Flags = tuple[bool, bool]
-"""Of an input: whether it is donated, and whether it is in the host's memory."""
+"""Of one input of a program: (is donated, is in the host's memory)."""
 
 
 def _unwrapped(jaxpr: Any, flags: list[_Flags], partitioned: bool) -> tuple[Any, list[_Flags], bool]:
