@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
-from .._jax.effects import NO_EFFECTS, Effects
+from .._jax.effects import NO_EFFECTS, Effects, with_examples
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
 from .._jax.lifting import lift_from_loss
 from .._jax.placement import cut_placement, placement
 from ..errors import PlanError
-from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
+from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics, with_whole_literals
 from .build import build_graph
 from .donation import named_inputs
 from .graph import Graph
@@ -206,13 +206,13 @@ def trace_program(
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
-        small_call, in_loss = lift_from_loss(small_call, microbatches)
+        small_call, in_loss = lift_from_loss(small_call, microbatches, effects.lifted)
+        effects = with_examples(effects, in_loss, microbatches)
         effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         # Who says how microbatches combine lets each have statistics of its own.
-        found = None
-        if reduction is None:
-            found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules)
+        core = with_whole_literals(full_core, core)
+        found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules, sizes_alone=given)
         degrees: tuple[int, ...] = ()
         if found is not None:
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
@@ -222,7 +222,8 @@ def trace_program(
             piece, reduction = results.piece, loss_reduction(results)
         else:
             notes += (*_accepted(results, reduction), *_groups(results, full_call, split_dims, reduction))
-        combined = aux_reductions(results, each=in_loss.count, accepted=given)
+        combined, said = aux_reductions(results, each=in_loss.count, accepted=given)
+        notes += said
         core = placed(full_core, core, microbatches, whole.rules)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
