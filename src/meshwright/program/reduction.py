@@ -10,13 +10,14 @@ maximum is neither. Counts and other statistics that depend on the batch alone a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from .._jax.jaxpr import ClosedJaxpr, Jaxpr, is_literal, open_jaxpr, source_line
+from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, calling_line, is_literal, open_jaxpr, source_line
+from .._jax.plain import programs_in
 from ..errors import PlanError
 from .growth import Growth, Walk, growths_of, is_batched
 from .rules import Rules
@@ -88,6 +89,21 @@ def loss_reduction(results: Results) -> str:
             try_="jax.vmap, jax.lax.map or whole arrays in place of Python code that asks for the batch size; another "
             'number of microbatches; or reduction="mean" or "sum"',
         )  # fmt: skip
+    if loss.meet is not None and (found := _check_at(a, loss.meet)) is not None:
+        check, caller = found
+        made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
+        of = next(
+            (line for e in _behind(a, made, caller.invars[::-1]) if (line := calling_line(e))), "the loss function"
+        )
+        raise PlanError(
+            refused=f"microbatches={microbatches}",
+            got=f"a check of values of the batch in the loss function ({check.primitive.name} in a branch that they "
+            "choose, as equinox.error_if has it), which a microbatch makes of its own examples alone",
+            needed="a loss whose examples do not need those of other microbatches",
+            where=f"{of}, checked at {source_line(check)}",
+            try_="a check of what the loss function returns, outside of it; microbatches=1; or "
+            'reduction="mean" to check, and to let examples meet, within each microbatch alone',
+        )  # fmt: skip
     if loss.meet is not None:
         raise PlanError(
             refused=f"microbatches={microbatches}", got="a loss whose examples meet each other in the batch (they are "
@@ -113,6 +129,20 @@ def _first_other(full: Jaxpr, small: Jaxpr) -> str | None:
         if number >= len(small.eqns) or small.eqns[number].primitive.name != equation.primitive.name:
             return f"first {equation.primitive.name} at {source_line(equation) or 'the loss function'}"
     return None if len(full.eqns) == len(small.eqns) else "more of them at the end"
+
+
+def _check_at(program: Any, line: str) -> tuple[Equation, Equation] | None:
+    """The callback in a branch at a line, where that is why examples meet there, and the equation of the program that
+    has it."""
+    for equation in open_jaxpr(program).eqns:
+        for one in programs_in(equation):
+            if equation.primitive.name == "cond" and source_line(equation) == line:
+                for inside in open_jaxpr(one).eqns:
+                    if inside.primitive.name in ("pure_callback", "io_callback"):
+                        return inside, equation
+            if (found := _check_at(one, line)) is not None:
+                return found[0], equation
+    return None
 
 
 # Of truths one is the largest where any is, the least where all are.
@@ -196,11 +226,14 @@ def _extreme(full: Jaxpr, small: Jaxpr, made: Mapping[Any, int], atom: Any) -> R
 
 def _line(jaxpr: Jaxpr, made: Mapping[Any, int], atom: Any) -> str:
     """The user's line nearest to where `atom` is computed (JAX's own functions have none)."""
-    waiting = [atom]
+    return next((line for one in _behind(jaxpr, made, [atom]) if (line := source_line(one))), "the loss function")
+
+
+def _behind(jaxpr: Jaxpr, made: Mapping[Any, int], atoms: Sequence[Any]) -> Iterator[Equation]:
+    """The equations that make some values, the nearest first; not all of a large program."""
+    waiting = list(atoms)
     for one in waiting:
         if not is_literal(one) and one in made:
             equation = jaxpr.eqns[made[one]]
-            if line := source_line(equation):
-                return line
+            yield equation
             waiting.extend(equation.invars if len(waiting) < 100 else ())
-    return "the loss function"

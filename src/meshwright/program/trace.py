@@ -27,7 +27,7 @@ from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statis
 from .build import build_graph
 from .donation import named_inputs
 from .graph import Graph
-from .marking import HOW_TO_MARK, marks_words
+from .marking import NO_MARKS, Marks
 from .places import notes_on_draws, placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
@@ -67,6 +67,7 @@ class Program:
       notes: what a plan in these microbatches has to say of the step.
       effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
       piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if any.
+      marks: of a step that is planned whole, the marks that it has.
     """
 
     outer: ClosedJaxpr
@@ -95,6 +96,7 @@ class Program:
     notes: tuple[str, ...] = ()
     effects: Effects = NO_EFFECTS
     piece: int = 0
+    marks: Marks = NO_MARKS
 
     @property
     def marked(self) -> bool:
@@ -186,9 +188,8 @@ def trace_program(
         if microbatches > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=marks_words(whole.outer), needed="exactly one, outside of loops",
-                where=getattr(step, "__name__", "the step"),
-                try_=f"{HOW_TO_MARK}, or microbatches=1",
+                got=whole.marks.got, needed="exactly one, outside of loops",
+                where=getattr(step, "__name__", "the step"), try_=f"{whole.marks.advice}; or microbatches=1",
             )  # fmt: skip
         return _uncut(whole, donated, notes)
     outer, marker, sources = whole.outer, markers[0], whole.sources
@@ -323,6 +324,7 @@ def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -
         host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
         fingerprint=fingerprint(core), reduction="mean", notes=(*notes, *notes_on_draws(core)), effects=effects,
+        marks=whole.marks,
     )  # fmt: skip
 
 
