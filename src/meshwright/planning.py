@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 from ._jax.context import no_mesh
+from ._jax.jitted import bound_to_static
 from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
@@ -116,7 +117,9 @@ def plan_for(
         "memory_per_device": memory_per_device, "batch_axis": batch_axis, "reduction": reduction, "stages": stages,
         "schedule": schedule, "submeshes": submeshes, "preset": preset, "devices": devices, "refine": refine,
     }  # fmt: skip
-    traces, started = traces_of(step, donate), time.perf_counter()
+    bound = bound_to_static(step, args)
+    traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
+    args = bound.args
     try:
         return plan_without_advice(traces, args, **options, time_limit_seconds=time_limit_seconds, tell=tell)
     except MemoryExceeded as refused:

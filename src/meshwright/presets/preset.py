@@ -9,7 +9,6 @@ from typing import Any
 
 from ..errors import PlanError
 from ..program.graph import Value
-from ..program.marking import HOW_TO_MARK, UNMARKED
 from ..program.trace import Program
 from ..search.roles import Role, Roles
 
@@ -135,9 +134,9 @@ class Preset:
         """
         if not program.marked:
             raise PlanError(
-                refused=f"the preset {self}", got=UNMARKED,
+                refused=f"the preset {self}", got=program.marks.got,
                 needed="a step whose loss function is marked, so that its parameters are known", where=where,
-                try_=f"{HOW_TO_MARK}; or, for a step without gradients, mesh= or pins= in place of preset=",
+                try_=f"{program.marks.advice}; or, for a step without gradients, mesh= or pins= in place of preset=",
             )  # fmt: skip
         roles = Roles(
             axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
