@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
+from .errors import PlanError
 from .plan_request import PlanRequest
 from .program.batch import batch_extents
 
@@ -14,10 +15,27 @@ _MOST_MICROBATCHES = 1024
 
 def microbatch_counts(asked: PlanRequest) -> list[int]:
     """The number asked for; or of those that divide the batch about one for each power of two, with a preset enough for
-    its stages, and each to be cut into its blocks."""
+    its stages, and each to be cut into its blocks; of interleaved stages multiples of the ranks.
+
+    Raises:
+      PlanError: if the batch cannot be cut so for interleaved stages.
+    """
     if asked.microbatches is not None:
         return [asked.microbatches]
     preset, extents = asked.preset, batch_extents(asked.args, asked.batch_axis)
+    if preset is not None and preset.chunks > 1:
+        each = gcd(*extents) // preset.stages
+        found = _dividing(asked, [preset.stages * n for n in even_divisors(each, each)]) if each else []
+        if not found:
+            block = preset.stages * preset.blocks
+            larger = " and ".join(str(-(-extent // block) * block) for extent in extents)
+            raise PlanError(
+                refused=f"the preset {preset}", got=f"a batch of {' and '.join(map(str, extents))}",
+                needed=f"one that {block} divides: stages are interleaved, so that microbatches are a multiple of "
+                f"{preset.stages}, each in {preset.blocks} blocks", where="the arguments",
+                try_=f"a batch of {larger}, or chunks=1",
+            )  # fmt: skip
+        return found
     most = _MOST_MICROBATCHES if preset is None else max(extents, default=1)
     found = _dividing(asked, even_divisors(gcd(*extents), most)) or [1]
     return [m for m in found if preset is None or m >= preset.stages] or found[-1:]

@@ -7,7 +7,7 @@ the dim as it is and longer; of a plan of one stage once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from math import lcm, prod
 
@@ -22,8 +22,8 @@ from .search.parameters import parameter_infos
 from .search.roles import Roles
 from .search.submeshes import Submesh, Submeshes
 
-# Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles is
-# preferred where the dim becomes longer by less than the 2 % that two plans have to differ by (`search.hierarchical`).
+# Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles
+# is named too where it is longer by less than the 2 % that two plans have to differ by (`search.hierarchical`).
 _TILE, _HARDLY = 128, 1.02
 
 
@@ -96,7 +96,7 @@ class DimNames:
         size = operator.rule.factors[factor].size
         index = dim_index(graph, operator.index, factor)
         extent, name, times = known.get(index, (size, f"a dim of {size}", 1))
-        return (name, times) if extent == size else (f"{name}, {size} blocks,", 1)
+        return (name, times) if extent == size else (f"{name} in {size} blocks", 1)
 
 
 def stage_graphs(program: Program, plan: Plan) -> Iterator[tuple[Stage, Graph]]:
@@ -158,21 +158,21 @@ def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Grap
     return predicted.step_seconds
 
 
-def padded_graph(graph: Graph, index: int, extent: int, longer: int) -> Graph:
-    """A graph with a dim made longer, wherever it is.
+def padded_graph(graph: Graph, indices: Collection[int], extent: int, longer: int) -> Graph:
+    """A graph with dims made longer, wherever they are.
 
     Args:
       graph: of a program or a stage.
-      index: of the dim (`dim_index`).
-      extent: of it; dims of the same index that are a multiple of it (merged with others) grow in proportion.
-      longer: its new extent.
+      indices: of the dims (`dim_index`).
+      extent: of them; dims of these indices that are a multiple of it (merged with others) grow in proportion.
+      longer: their new extent.
     """
     shapes = [list(value.shape) for value in graph.values]
     grown: set[tuple[int, int]] = set()
     operators = []
     for op in graph.operators:
         sizes = [one.size for one in op.rule.factors]
-        mine = {f for f, n in enumerate(sizes) if n % extent == 0 and dim_index(graph, op.index, f) == index}
+        mine = {f for f, n in enumerate(sizes) if n % extent == 0 and dim_index(graph, op.index, f) in indices}
         if not mine:
             operators.append(op)
             continue

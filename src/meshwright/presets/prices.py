@@ -35,6 +35,7 @@ from ..search.stage_costs import option_of
 from ..search.stage_solver import Kinds, StageSolver
 from ..search.staged_timing import best_schedule, staged_timing
 from ..search.submeshes import Submesh, Submeshes
+from .leaner import leaner_words
 from .least import Floor, StageLeast, least_step_seconds, searched_schedule
 from .preset import Preset
 from .priced import PlacedPreset, PricedPreset
@@ -403,7 +404,7 @@ class PresetPrices:
             got=f"{size_words(limit)} usable on a device",
             needed=f"at least {size_words(held)} on a device, in {stages.microbatches} microbatches",
             where="the stages of the preset",
-            try_="a preset that splits the model or its optimizer state further, a smaller batch",
+            try_=leaner_words(stages.preset, self.cluster.num_devices),
         )  # fmt: skip
 
     def _stages(self, preset: Preset, microbatches: int, *, unlike: bool = False) -> PresetStages:
