@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from .errors import PlanError
 from .plan_request import PlanRequest
+from .presets.other_sizes import check_interleaved
 from .program.batch import batch_extents
 
 # Microbatches tried where the user names none.
@@ -18,23 +18,17 @@ def microbatch_counts(asked: PlanRequest) -> list[int]:
     its stages, and each to be cut into its blocks; of interleaved stages multiples of the ranks.
 
     Raises:
-      PlanError: if the batch cannot be cut so for interleaved stages.
+      PlanError: if interleaved stages cannot have that number, or any.
     """
-    if asked.microbatches is not None:
-        return [asked.microbatches]
     preset, extents = asked.preset, batch_extents(asked.args, asked.batch_axis)
+    if asked.microbatches is not None:
+        if preset is not None:
+            check_interleaved(preset, asked.microbatches, extents)
+        return [asked.microbatches]
     if preset is not None and preset.chunks > 1:
         each = gcd(*extents) // preset.stages
         found = _dividing(asked, [preset.stages * n for n in even_divisors(each, each)]) if each else []
-        if not found:
-            block = preset.stages * preset.blocks
-            larger = " and ".join(str(-(-extent // block) * block) for extent in extents)
-            raise PlanError(
-                refused=f"the preset {preset}", got=f"a batch of {' and '.join(map(str, extents))}",
-                needed=f"one that {block} divides: stages are interleaved, so that microbatches are a multiple of "
-                f"{preset.stages}, each in {preset.blocks} blocks", where="the arguments",
-                try_=f"a batch of {larger}, or chunks=1",
-            )  # fmt: skip
+        check_interleaved(preset, found[0] if found else 1, extents)
         return found
     most = _MOST_MICROBATCHES if preset is None else max(extents, default=1)
     found = _dividing(asked, even_divisors(gcd(*extents), most)) or [1]

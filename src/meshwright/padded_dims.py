@@ -7,13 +7,13 @@ the dim as it is and longer; of a plan of one stage once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from math import lcm, prod
 
-from .plan import Plan, Stage
+from .plan import Plan
 from .plan_request import Planning, PlanRequest
-from .program.graph import Graph, Operator
+from .program.graph import Graph
 from .program.origins import indices_of
 from .program.staged import staged_program
 from .program.trace import Program
@@ -24,96 +24,69 @@ from .search.submeshes import Submesh, Submeshes
 
 # Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles
 # is named too where it is longer by less than the 2 % that two plans have to differ by (`search.hierarchical`).
-_TILE, _HARDLY = 128, 1.02
+TILE, _HARDLY = 128, 1.02
 
 
-def padded_extent(extent: int, unit: int) -> int:
-    """The next size that `unit` divides, a multiple of whole tiles where that is hardly larger.
+def padded_extents(extent: int, unit: int) -> tuple[int, int]:
+    """The next size that `unit` divides, and the next one of whole tiles where that is hardly larger, or else the same.
 
-    >>> padded_extent(50257, 8), padded_extent(25, 8)
-    (50304, 32)
+    >>> padded_extents(50257, 8), padded_extents(25, 8)
+    ((50264, 50304), (32, 32))
 
     Args:
       extent: of a dim.
       unit: into how many blocks it is to be cut.
     """
-    tiled = -(-extent // lcm(unit, _TILE)) * lcm(unit, _TILE)
-    return tiled if tiled <= _HARDLY * extent else -(-extent // unit) * unit
+    least, tiled = (-(-extent // size) * size for size in (unit, lcm(unit, TILE)))
+    return least, tiled if tiled <= _HARDLY * extent else least
 
 
-def padded_words(extent: int, unit: int, times: int = 1) -> str:
-    """The sizes that `unit` divides, for a note.
-
-    >>> padded_words(50257, 8), padded_words(25, 8), padded_words(15, 8, times=4)
-    ('50264, or 50304 for whole tiles of 128,', '32', '64')
-
-    Args:
-      extent: as of `padded_extent`.
-      unit: the same.
-      times: of a batch, how many microbatches of this extent it is cut into.
-    """
-    least, padded = (times * size for size in (-(-extent // unit) * unit, padded_extent(extent, unit)))
-    return f"{least}" if least == padded else f"{least}, or {padded} for whole tiles of {_TILE},"
+def _whole(graph: Graph) -> Graph:
+    """The graph of the whole program, whatever part of it a graph is."""
+    return graph.part_of[0] if graph.part_of is not None else graph
 
 
 def dim_index(graph: Graph, operator: int, factor: int) -> int:
-    """The index (`program.origins`) of an operator's factor in the whole program, whatever part of it a graph is."""
-    whole, places = graph.part_of or (graph, None)
-    return indices_of(whole).of(operator if places is None else places[operator], factor)
+    """The index (`program.origins`) of an operator's factor in the whole program."""
+    place = operator if graph.part_of is None else graph.part_of[1][operator]
+    return indices_of(_whole(graph)).of(place, factor)
 
 
-class DimNames:
-    """What users call the dims of a program's operators.
+def dim_names(program: Program, graph: Graph) -> dict[int, tuple[int, str, int]]:
+    """What users call the indices of a program: for each the extent and the name of the first parameter's, or else
+    input's, dim that it is, and into how many microbatches that is cut.
 
     Args:
       program: as it was planned.
+      graph: of it, or of one of its stages.
     """
-
-    def __init__(self, program: Program) -> None:
-        self._known: dict[int, dict[int, tuple[int, str, int]]] = {}
-        inputs = [program.graph.values[v].name for v in program.graph.inputs]
-        self._batch = set(zip(inputs, program.split_dims, strict=False)) if program.microbatches > 1 else set()
-        self._microbatches = program.microbatches
-
-    def of(self, graph: Graph, operator: Operator, factor: int) -> tuple[str, int]:
-        """The first parameter's, or else input's, dim that a factor is, or of which it counts the blocks, or its size;
-        and into how many microbatches that dim is cut.
-
-        Args:
-          graph: of the program or a stage of it.
-          operator: of the graph.
-          factor: of its rule.
-        """
-        whole = graph.part_of[0] if graph.part_of is not None else graph
-        known = self._known.setdefault(id(whole), {})
-        for position in sorted(range(len(whole.inputs)), key=lambda p: p not in whole.parameters) if not known else ():
-            value = whole.values[whole.inputs[position]]
-            for dim, extent in enumerate(value.shape):
-                index = indices_of(whole).of_dim(value.index, dim)
-                if index is not None:
-                    times = self._microbatches if (value.name, dim) in self._batch else 1
-                    known.setdefault(index, (extent, f"dim {dim} ({times * extent}) of {value.name}", times))
-        size = operator.rule.factors[factor].size
-        index = dim_index(graph, operator.index, factor)
-        extent, name, times = known.get(index, (size, f"a dim of {size}", 1))
-        return (name, times) if extent == size else (f"{name} in {size} blocks", 1)
+    names = [program.graph.values[v].name for v in program.graph.inputs]
+    batch = set(zip(names, program.split_dims, strict=False)) if program.microbatches > 1 else set()
+    found: dict[int, tuple[int, str, int]] = {}
+    whole = _whole(graph)
+    for position in sorted(range(len(whole.inputs)), key=lambda position: position not in whole.parameters):
+        value = whole.values[whole.inputs[position]]
+        for dim, extent in enumerate(value.shape):
+            index = indices_of(whole).of_dim(value.index, dim)
+            if index is not None:
+                times = program.microbatches if (value.name, dim) in batch else 1
+                found.setdefault(index, (extent, f"dim {dim} ({times * extent}) of {value.name}", times))
+    return found
 
 
-def stage_graphs(program: Program, plan: Plan) -> Iterator[tuple[Stage, Graph]]:
-    """Each stage of a plan with its graph.
+def stage_graphs(program: Program, plan: Plan) -> list[Graph]:
+    """The graph of each stage of a plan.
 
     Args:
       program: it is for.
       plan: the plan.
     """
-    if len(plan.stages) == 1 and plan.stages[0].equations is None:
-        yield plan.stages[0], program.graph
-        return
-    cuts = [stage.equations[0] for stage in plan.stages[1:] if stage.equations is not None and not plan.shares]
+    ranges = [stage.equations for stage in plan.stages if stage.equations is not None]
+    if len(plan.stages) == 1 and not ranges:
+        return [program.graph]
+    cuts = [] if plan.shares else [first for first, _ in ranges[1:]]
     staged = staged_program(program, layers=1, cuts=cuts, scan_splits=dict(plan.scan_splits))
-    for stage in plan.stages:
-        assert stage.equations is not None  # plans of several stages have them
-        yield stage, staged.cutter.cut(*stage.equations).graph
+    return [staged.cutter.cut(*equations).graph for equations in ranges]
 
 
 def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles: Roles | None) -> float:
@@ -137,11 +110,12 @@ def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Grap
         info.name: (info, prod(program.graph.values[program.graph.inputs[position]].shape))
         for info, position in zip(parameter_infos(program), program.graph.parameters, strict=True)
     }
-    parameters = []
-    for planned in stage.parameters:
-        info, elements = known[planned.name]
-        share = prod(planned.shape) / elements  # of a stacked parameter, the rows of the stage
-        parameters.append(replace(info, optimizer_bytes=info.optimizer_bytes * share))
+    parameters = [
+        # Of a stacked parameter, the rows of the stage.
+        replace(info, optimizer_bytes=info.optimizer_bytes * prod(planned.shape) / elements)
+        for planned in stage.parameters
+        for info, elements in (known[planned.name],)
+    ]
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
     request = SearchRequest(
         graph=graph, fingerprint=program.fingerprint, parameters=parameters,

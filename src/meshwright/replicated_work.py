@@ -18,21 +18,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
 from .cost.efficiency import profile_of
 from .cost.kernels import kernel_seconds
 from .errors import PlanError
-from .padded_dims import (
-    DimNames,
-    dim_index,
-    padded_extent,
-    padded_graph,
-    padded_words,
-    solved_seconds,
-    stage_graphs,
-)
+from .padded_dims import TILE, dim_index, dim_names, padded_extents, padded_graph, solved_seconds, stage_graphs
 from .plan_request import Planning, PlanRequest
 from .program.graph import Graph, Operator
 from .program.origins import Origin, operator_origins
@@ -53,42 +46,25 @@ _MOST = 0.5
 
 
 class _Uneven(NamedTuple):
-    """A dim that axes do not divide, in an operator.
+    """A dim that axes do not divide, as a factor of an operator."""
 
-    Args:
-      index: of the dim in the program.
-      factor: of the operator's rule.
-      size: of that.
-      split: into how many parts it is.
-      unit: into how many it would be.
-      parts: into how many parts the operator's work would be more than now: 1 where devices do none of it alike.
-    """
-
-    index: int
+    index: int  # of the dim in the program
     factor: int
-    size: int
-    split: int
-    unit: int
-    parts: int
+    size: int  # of the factor
+    split: int  # into how many parts it is
+    unit: int  # into how many it would be
+    parts: int  # into how many parts the operator's work would be more than now; 1 where devices do none of it alike
 
 
 class _Work(NamedTuple):
-    """An operator of a stage.
-
-    Args:
-      operator: of the graph.
-      taken: seconds on a device of so much of its FLOPs and bytes; a launch takes as long.
-      seconds: of all of it.
-      alike: how many devices do it alike, against what could be.
-      whole: whether no dim of it may be split.
-      uneven: its uneven dims.
-    """
+    """An operator of a stage."""
 
     operator: Operator
-    taken: Callable[[float], float]
-    seconds: float
-    alike: int
-    whole: bool
+    line: str  # of the user's, with that of the outermost scan it is in
+    taken: Callable[[float], float]  # seconds on a device of so much of its FLOPs and bytes; a launch takes as long
+    seconds: float  # of all of it
+    alike: int  # how many devices do it alike, against what could be
+    whole: bool  # whether no dim of it may be split
     uneven: tuple[_Uneven, ...]
 
     @property
@@ -97,29 +73,21 @@ class _Work(NamedTuple):
         return self.seconds - self.taken(1 / self.alike)
 
 
-class _Dims:
+class _Dims(NamedTuple):
     """Uneven dims of a stage that stand for the same (`program.origins`) and are of one size, such as the feed-forward
-    widths of all layers.
+    widths of all layers, and the operators that have them."""
 
-    Args:
-      stage: its number.
-      extent: of the dims; of one that operators have in blocks too (heads), the number of these.
-    """
-
-    def __init__(self, stage: int, extent: int) -> None:
-        self.stage, self.extent = stage, extent
-        self.stake = 0.0  # seconds of compute and communication that are saved if they are divided, a rough estimate
-        self.works: dict[int, tuple[_Work, _Uneven]] = {}
+    stage: int
+    extent: int  # the smallest that operators have it in: the number of heads, not of all their elements
+    works: dict[int, tuple[_Work, _Uneven]]
 
     def saved(self, work: _Work, dim: _Uneven) -> float:
         """Seconds of an operator's compute that longer dims save at most; negative where they cost more."""
-        return work.seconds - work.taken(padded_extent(self.extent, dim.unit) / self.extent / dim.parts)
+        return work.seconds - work.taken(padded_extents(self.extent, dim.unit)[1] / self.extent / dim.parts)
 
-    @property
-    def worst(self) -> tuple[_Work, _Uneven]:
-        """The costliest operator, and the dim there."""
-        mine = (one for one in self.works.values() if one[1].size == self.extent)
-        return max(mine, key=lambda one: (one[0].seconds, -one[0].operator.index))
+    def stake(self, moving: float) -> float:
+        """Seconds that longer dims may save, roughly: of compute, and of communication in proportion to it."""
+        return sum(self.saved(work, dim) + moving * work.seconds for work, dim in self.works.values())
 
 
 def replicated_work(asked: PlanRequest, found: Planning, roles: Roles | None) -> tuple[str, ...]:
@@ -135,7 +103,7 @@ def replicated_work(asked: PlanRequest, found: Planning, roles: Roles | None) ->
     """
     if found.plan.predicted is None or found.plan.num_devices == 1:
         return ()
-    graphs = [graph for _, graph in stage_graphs(found.program, found.plan)]
+    graphs = stage_graphs(found.program, found.plan)
     works = [list(_works(asked, found, number, graph, roles)) for number, graph in enumerate(graphs)]
     notes, noted = _uneven_notes(asked, found, graphs, roles, works)
     rest = [(n, w) for n, each in enumerate(works) for w in each if w.alike > 1 and (n, w.operator.index) not in noted]
@@ -145,21 +113,20 @@ def replicated_work(asked: PlanRequest, found: Planning, roles: Roles | None) ->
     return tuple(notes)
 
 
-def _uneven_dims(found: Planning, graphs: list[Graph], works: list[list[_Work]]) -> list[_Dims]:
-    """All uneven dims, those with the most at stake first."""
-    dims: dict[tuple[int, int, Origin], _Dims] = {}
+def _uneven_dims(found: Planning, graphs: list[Graph], works: list[list[_Work]]) -> Iterator[tuple[float, _Dims]]:
+    """All uneven dims with what is at stake."""
     for number, graph in enumerate(graphs):
         moving = found.plan.stages[number].communication_seconds / (sum(w.seconds for w in works[number]) or 1.0)
+        uneven = [(work, dim) for work in works[number] for dim in work.uneven]
         extents: dict[int, int] = {}
-        for dim in [dim for one in works[number] for dim in one.uneven]:
+        for _, dim in uneven:
             extents[dim.index] = min(dim.size, extents.get(dim.index, dim.size))
-        for work, dim in [(one, dim) for one in works[number] for dim in one.uneven]:
+        dims: dict[tuple[int, Origin], _Dims] = {}
+        for work, dim in uneven:
             extent, place = extents[dim.index], work.operator.index
-            key = number, extent, operator_origins(graph)[place][dim.factor]
-            same = dims.setdefault(key, _Dims(number, extent))
-            if same.works.setdefault(place, (work, dim))[1] is dim:
-                same.stake += same.saved(work, dim) + moving * work.seconds
-    return sorted(dims.values(), key=lambda one: -one.stake)
+            key = extent, operator_origins(graph)[place][dim.factor]
+            dims.setdefault(key, _Dims(number, extent, {})).works.setdefault(place, (work, dim))
+        yield from ((one.stake(moving), one) for one in dims.values())
 
 
 def _uneven_notes(
@@ -167,42 +134,41 @@ def _uneven_notes(
 ) -> tuple[list[str], set[tuple[int, int]]]:
     """Notes on uneven dims, and the operators they are about: for the dims with the most at stake of what the search
     finds, for others of what is bounded."""
-    step, names = found.step_seconds, DimNames(found.program)
+    step, names = found.step_seconds, dim_names(found.program, graphs[0])
     most, least = _MOST * sum(work.seconds for each in works for work in each), SHARE * step
-    notes: dict[str, str] = {}
+    notes: dict[int, str] = {}
     noted: set[tuple[int, int]] = set()
-    for rank, dims in enumerate(_uneven_dims(found, graphs, works)):
-        if dims.stake < least:
-            break
-        number, graph, gain = dims.stage, graphs[dims.stage], ""
-        worst, dim = dims.worst
-        indices = {one.index for _, one in dims.works.values()}
-        alike = {(number, place): one for place, one in dims.works.items() if one[1].parts > 1}
-        name, times = names.of(graph, worst.operator, dim.factor)
-        if name in notes:  # of another stage
+    ranked = sorted(_uneven_dims(found, graphs, works), key=lambda one: -one[0])
+    for rank, dims in enumerate(dims for stake, dims in ranked if stake >= least):
+        number, extent, places = dims
+        graph, indices = graphs[number], {dim.index for _, dim in places.values()}
+        alike = {(number, place): one for place, one in places.items() if one[1].parts > 1}
+        worst, dim = max((one for one in places.values() if one[1].size == extent), key=lambda one: one[0].seconds)
+        if dim.index in notes:  # of another stage
             noted |= alike.keys()
             continue
+        padded, tiled = padded_extents(extent, dim.unit)
+        saved = sum(dims.saved(*one) for place, one in alike.items() if place not in noted)
+        gain = f"save at most {format_seconds(saved)} of {format_seconds(step)} a step, of compute"
         if rank == 0 and asked.left_seconds > 0:
-            longer = padded_graph(graph, indices, dims.extent, padded_extent(dims.extent, dim.unit))
-            try:
+            longer = padded_graph(graph, indices, extent, tiled)
+            with suppress(PlanError):  # pins, or memory
                 before, after = (solved_seconds(asked, found, number, one, roles) for one in (graph, longer))
-            except PlanError:
-                pass  # pins, or memory
-            else:
-                if before - after < least and sum(one.seconds for one, _ in alike.values()) < most:
-                    continue
                 work = "a step" if len(graphs) == 1 else f"of a step of {format_seconds(step)} for stage {number + 1}"
                 gain = f"take {format_seconds(after)} in place of {format_seconds(before)} {work}, on the same mesh"
-        bound = sum(dims.saved(*one) for place, one in alike.items() if place not in noted)
-        if not gain and bound < least:
+                saved = before - after if sum(one.seconds for one, _ in alike.values()) < most else least
+        if saved < least:
             continue
-        gain = gain or f"save at most {format_seconds(bound)} of {format_seconds(step)} a step, of compute"
+        whole, name, times = names.get(dim.index, (dim.size, f"a dim of {dim.size}", 1))
+        times = times if whole == extent else 1
+        blocks = f" in {extent} blocks" if whole != extent else ""
         more = f" (and {len(indices) - 1} more)" if len(indices) > 1 else ""
         split = "not split over" if dim.split == 1 else f"split over {dim.split} of"
         part = f", its part in each of {times} microbatches" if times > 1 else ""
-        notes[name] = (
-            f"{name}{more} is {split} {dim.unit} devices ({worst.operator.source}): {dim.unit} does not divide "
-            f"{dims.extent}{part}; {padded_words(dims.extent, dim.unit, times)} would {gain}"
+        tiles = f", or {times * tiled} for whole tiles of {TILE}," if tiled > padded else ""
+        notes[dim.index] = (
+            f"{name}{blocks}{more} is {split} {dim.unit} devices ({worst.operator.source}): {dim.unit} does not "
+            f"divide {extent}{part}; {times * padded}{tiles} would {gain}"
         )
         noted |= alike.keys()
     return list(notes.values()), noted
@@ -213,11 +179,10 @@ def _other_notes(found: Planning, works: list[_Work], compute: float, *, whole: 
     seconds, saved = sum(work.seconds for work in works), sum(work.saved for work in works)
     if not works or (saved < SHARE * found.step_seconds if whole else seconds < _MOST * compute):
         return []
-    worst = max(works, key=lambda work: (work.saved, -work.operator.index))
-    operator = worst.operator
+    worst = max(works, key=lambda work: work.saved)
     less = f"it would take at most {format_seconds(saved)} of {format_seconds(found.step_seconds)} a step less"
     if whole:
-        text = f"{operator.name} at {operator.source} runs whole on"
+        text = f"{worst.operator.name} at {worst.operator.source} runs whole on"
         warnings.warn(f"{text} every device: no dim of it can be split", ReplicationWarning, stacklevel=4)
         return [f"{text} {worst.alike} devices: no dim of it can be split; split, {less}"]
     assert found.plan.predicted is not None
@@ -229,15 +194,8 @@ def _other_notes(found: Planning, works: list[_Work], compute: float, *, whole: 
         )
     return [
         f"{worst.alike} devices do the same work: {100 * seconds / compute:.0f} % of the compute, most of it at "
-        f"{_with_scan(found, operator)}; {known} by the cost model, with what moving data takes; without that, {less}"
+        f"{worst.line}; {known} by the cost model, with what moving data takes; without that, {less}"
     ]
-
-
-def _with_scan(found: Planning, operator: Operator) -> str:
-    """The line of an operator, with that of the outermost scan it is in."""
-    scans = {op.path[: op.path.index(-1)]: op.source for op in found.program.graph.operators if op.is_link}
-    outer = next((p for n in range(1, len(operator.path)) if (p := operator.path[:n]) in scans), None)
-    return operator.source if outer is None else f"{operator.source} in the scan at {scans[outer]}"
 
 
 def _works(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles: Roles | None) -> Iterator[_Work]:
@@ -245,6 +203,7 @@ def _works(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles
     stage, microbatches = found.plan.stages[number], found.plan.microbatches_of(number)
     sizes, device = stage.sizes, asked.cluster.device_at(stage.devices[0])
     profile = profile_of(device)
+    scans = {op.path[: op.path.index(-1)]: op.source for op in graph.operators if op.is_link}
     for operator, algorithm in zip(graph.operators, algorithms_of(graph, stage, number), strict=True):
         made = [graph.values[v] for v in operator.results if v is not None]
         if operator.is_link or not made or all(value.constant for value in made):
@@ -276,4 +235,6 @@ def _works(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles
         # Not to be split are single elements, and what a preset has whole.
         meant = all(one.size == 1 for one in factors) or (able and not any(wanted[axis] for axis in free))
         alike = 1 if meant else prod(sizes[axis] for axis in free)
-        yield _Work(operator, taken, taken(1.0), alike, not able, tuple(uneven))
+        outer = next((scans[p] for n in range(1, len(operator.path)) if (p := operator.path[:n]) in scans), None)
+        line = operator.source if outer is None else f"{operator.source} in the scan at {outer}"
+        yield _Work(operator, line, taken, taken(1.0), alike, not able, tuple(uneven))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
+from ..errors import PlanError
 from ..program.trace import Program
 from ..search.roles import Roles
 
@@ -28,7 +29,7 @@ def for_devices(preset: Preset, devices: int) -> str:
     given = [axis for axis in preset.axes if axis.size is not None]
     known = preset.stages * prod(axis.size or 1 for axis in given)
     found = []
-    for axis in given if len(given) == len(preset.axes) else ():
+    for axis in given if len(given) == len(preset.axes) and preset.with_stages is None else ():
         rest = known // (axis.size or 1)
         if devices % rest == 0:
             found.append(str(_sized(preset, {axis.name: devices // rest})))
@@ -61,14 +62,18 @@ def for_program(preset: Preset, program: Program, roles: Roles, axis: PresetAxis
     """
     data = preset.axes[0]
     devices = prod(one.size or 1 for one in preset.axes)
+    graph = program.graph
+    extents = {extent for p in graph.parameters for extent in graph.values[graph.inputs[p]].shape}
     for size in sorted(_divisors(devices), key=lambda n: (abs(n - (axis.size or 1)), n)):
         # What the axis does not take is left to the data axis, which has to have something to split itself.
         left = devices // size
-        splits = size == 1 or (size != axis.size and roles.can_split(program.graph, axis.role, size))
-        if splits and (left == 1 or roles.can_split(program.graph, "batch", left)):
+        splits = size == 1 or (size != axis.size and roles.can_split(graph, axis.role, size))
+        if splits and (left == 1 or roles.can_split(graph, "batch", left)):
             if size == preset.stages == 1 and not preset.zero:
                 return "data_parallel()"
-            return str(_sized(preset, {axis.name: size, data.name: left}))
+            other = _sized(preset, {axis.name: size, data.name: left})
+            stored = not preset.zero or left == 1 or any(extent % left == 0 for extent in extents)
+            return str(other) if stored else without_zero(other)
     return "leaving out preset="
 
 
@@ -99,6 +104,32 @@ def without_zero(preset: Preset) -> str:
         return "data_parallel()"
     pipeline = f", pp={preset.stages}" if preset.stages > 1 else ""
     return f"megatron(tp={preset.size('tensor')}{pipeline}, dp={preset.size('batch')})"
+
+
+def check_interleaved(preset: Preset, microbatches: int, extents: Sequence[int]) -> None:
+    """Refuse numbers of microbatches that ranks with several stages each cannot take turns with.
+
+    Args:
+      preset: with all sizes.
+      microbatches: in a step.
+      extents: of the batch.
+
+    Raises:
+      PlanError: if it is no multiple of the ranks.
+    """
+    ranks, block = preset.stages, preset.stages * preset.blocks
+    if preset.chunks == 1 or microbatches % ranks == 0:
+        return
+    batch = gcd(*extents)
+    counts = [n for n in range(ranks, batch + 1, ranks) if batch % (n * preset.blocks) == 0]
+    nearest = min(counts, key=lambda n: (abs(n - microbatches), n), default=None)
+    larger = " and ".join(str(-(-extent // block) * block) for extent in extents)
+    raise PlanError(
+        refused=f"the preset {preset}", got=f"{microbatches} microbatches",
+        needed=f"a multiple of {ranks}: stages are interleaved", where="microbatches=",
+        try_=f"microbatches={nearest}, or chunks=1" if nearest is not None
+        else f"chunks=1, or microbatches={ranks} and a batch of {larger}",
+    )  # fmt: skip
 
 
 def _sized(preset: Preset, sizes: dict[str, int]) -> Preset:

@@ -114,8 +114,10 @@ class Preset:
                 try_=f"giving {' or '.join(names)}",
             )  # fmt: skip
         follows = self.with_stages is not None or bool(missing)
-        if devices % known or (not follows and known != devices):
-            product = f"a multiple of {known}" if follows else str(known)
+        # A pipeline whose stages follow has two of them at least.
+        one = self.with_stages is not None and len(self.axes) == 1 and devices == known
+        if devices % known or one or (not follows and known != devices):
+            product = f"at least {2 * known}" if one else f"a multiple of {known}" if follows else str(known)
             sizes = [f"{name}={size}" for name, size in self.shown if name in ("pp", "stages")]
             sizes += [f"{axis.argument}={axis.size}" for axis in self.axes if axis.size is not None]
             raise PlanError(
