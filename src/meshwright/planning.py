@@ -18,7 +18,6 @@ from .errors import MemoryExceeded, PlanError, size_words
 from .garbage import seldom_collected
 from .microbatch_counts import microbatch_counts
 from .one_stage_planning import plan_one_stage
-from .padded_dims import padding_note
 from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
@@ -215,9 +214,7 @@ def plan_without_advice(
         found = _beside_one_kind(asked, stages, found)
     notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     notes += storage_notes(found.plan, zero, preset)
-    notes += replicated_work(found.program, found.plan, where, _roles(asked, found.program)) or padding_note(
-        asked, found
-    )
+    notes += replicated_work(asked, found, _roles(asked, found.program))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)
