@@ -71,8 +71,8 @@ GAP = 0.01
 # How often a published plan is searched with less memory until its programs fit.
 ATTEMPTS = 3
 
-# Shares of a cell's time: for our plan and the published one, each; presets have what is left.
-PLAN_SHARE = 0.2
+# Seconds for a cell, and the share of them for our plan and for the published one, each; presets have what is left.
+CELL_SECONDS, PLAN_SHARE = 600.0, 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +429,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cells such as gpt:8, or families, comma-separated; all if none")
     parser.add_argument("--results", type=Path, help="folder that keeps rows, and from which known ones are taken")
-    parser.add_argument("--cell-seconds", type=float, default=600.0, help="time limit of a cell")
+    parser.add_argument("--cell-seconds", type=float, default=CELL_SECONDS, help="time limit of a cell")
     parser.add_argument("--markdown", action="store_true", help="print a table in place of JSON")
     parser.add_argument("--cell", choices=sorted(CELLS), help="run this cell in this process and print its row alone")
     given = parser.parse_args()

@@ -131,6 +131,15 @@ def is_shared() -> bool:
         return False
 
 
+def machine() -> dict[str, object]:
+    """What the figures were taken on."""
+    return {
+        "processor": processor(), "load": os.getloadavg()[0],
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "python": f"{platform.python_version()}{' in a shared library' * is_shared()}", "jax": version("jax"),
+    }  # fmt: skip
+
+
 def main() -> int:
     """Time all cases and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -139,12 +148,7 @@ def main() -> int:
     parser.add_argument("--tight", action="store_true", help="models that memory binds, in the place of large ones")
     given = parser.parse_args()
     only = {name for name in given.only.split(",") if name}
-    machine = {
-        "processor": processor(), "load": os.getloadavg()[0],
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": f"{platform.python_version()}{' in a shared library' * is_shared()}", "jax": version("jax"),
-    }  # fmt: skip
-    rows = []
+    where, rows = machine(), []
     for case in TIGHT if given.tight else CASES:
         if not only or case.target in only:
             rows.append(timed(case, case.target))
@@ -159,7 +163,7 @@ def main() -> int:
                 file.write_text(DEEPER.format(layers=layers))
                 case = Case(target=f"gpt3-39b with {layers} layers", cluster="p3.16xlarge:32")
                 growth["layers"].append(timed(case, f"{file}:make"))
-    print(json.dumps({"machine": machine, "cases": rows, "growth": growth}, indent=2))
+    print(json.dumps({"machine": where, "cases": rows, "growth": growth}, indent=2))
     return 0 if all(row["in_time"] for row in rows) else 1
 
 

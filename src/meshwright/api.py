@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from ._jax.context import no_mesh
 from ._jax.grad import value_and_grad as value_and_grad
 from ._jax.jaxpr import is_traced
+from ._jax.jitted import as_one_call, bound_to_static
 from ._jax.placement import placement
 from ._jax.trace import trace
 from .calibrate.origin import check_origin
@@ -33,7 +34,7 @@ from .planning import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of
 from .runtime.agree import agree, exchange_texts
-from .runtime.devices import Placed, devices_for, named_devices
+from .runtime.devices import Placed, devices_for, lies_as_planned, named_devices
 from .runtime.executable import Executable, check_devices, executable, needed_devices
 from .runtime.watch import watch
 
@@ -54,23 +55,39 @@ class Parallelized:
         if isinstance(plan, (str, Path)):
             plan = load_plan(plan)
         functools.update_wrapper(self, step)
-        self._function = step
+        self._function = as_one_call(step)
         self._options = dict(options)
         self._given = plan
         self._steps: dict[Any, Executable] = {}
+        self._by_static: dict[Any, Parallelized] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step on arguments as the step itself takes them; the first call plans.
 
         What is donated (`donate` of `plan_for`), as a rule the training state, is gone afterwards.
         """
-        if kwargs:
-            args = self._positional(args, kwargs)
-        self._check_arrays(args)
-        return self._planned(args)(*args)
+        one, args, named = self._bound(args, kwargs)
+        if named:
+            args = one._positional(args, named)
+        one._check_arrays(args)
+        return one._planned(args)(*args)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)
+
+    def _bound(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[Parallelized, tuple[Any, ...], Mapping[str, Any]]:
+        """The step for the static arguments among these (`static_argnums` of `jax.jit`), and the other ones."""
+        bound = bound_to_static(self._function, args, kwargs)
+        if bound.step is self._function:
+            return self, bound.args, bound.kwargs
+        if bound.key not in self._by_static:
+            options = {**self._options}
+            if "donate" in options:
+                options["donate"] = bound.donate(options["donate"])
+            self._by_static[bound.key] = Parallelized(bound.step, options, self._given)
+        return self._by_static[bound.key], bound.args, bound.kwargs
 
     def _check_arrays(self, args: Sequence[Any]) -> None:
         for leaf in jax.tree.leaves(tuple(args)):
@@ -87,11 +104,12 @@ class Parallelized:
 
     def plan(self, *args: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or `ShapeDtypeStruct`s)."""
-        return self._planned(args).plan
+        return self.planned(*args).plan
 
     def planned(self, *args: Any) -> Executable:
         """The executable step for arguments of these shapes."""
-        return self._planned(args)
+        one, args, _ = self._bound(args)
+        return one._planned(args)
 
     def init(self, make_state: Callable[..., Any], *args: Any, batch: Any = None) -> Any:
         """The state `make_state(*args)`, created already sharded, never whole on one device.
@@ -142,7 +160,7 @@ class Parallelized:
                     needed="the shapes of a batch, to plan by", where=where,
                     try_=f"{where}(make_state, *args, batch=batch)",
                 )  # fmt: skip
-            planned = self._planned((state, *(batch if isinstance(batch, tuple) else (batch,))))
+            planned = self.planned(state, *(batch if isinstance(batch, tuple) else (batch,)))
         return planned
 
     def _positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -158,7 +176,8 @@ class Parallelized:
 
     def _with_state(self, leaves: Sequence[Any], tree: Any) -> Executable | None:
         """The latest planned step whose first argument looks like this."""
-        for planned in reversed(self._steps.values()):
+        every = [planned for one in (self, *self._by_static.values()) for planned in one._steps.values()]
+        for planned in reversed(every):
             program = planned.program
             shapes = planned.avals()[: program.state_inputs]
             same = [(a.shape, a.dtype) for a in shapes] == [(x.shape, x.dtype) for x in leaves]
@@ -173,7 +192,7 @@ class Parallelized:
         if not all(isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) for leaf in given):
             leaves = jax.tree.leaves(abstract(tuple(args)))
         shapes = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        key = (shapes, tuple(map(placement, leaves)), self._devices(given, shapes))
+        key = (shapes, tuple(map(placement, leaves)), self._devices(given, tree))
         planned = self._steps.get(key)
         if planned is None:
             planned = next((old for known, old in self._steps.items() if _serves(known, old, key)), None)
@@ -185,12 +204,15 @@ class Parallelized:
             self._steps[key] = planned
         return planned
 
-    def _devices(self, leaves: Sequence[Any], shapes: Any) -> tuple[jax.Device, ...]:
-        """The devices to run on."""
+    def _devices(self, leaves: Sequence[Any], tree: Any) -> tuple[jax.Device, ...]:
+        """The devices to run on: those that are named, those of an earlier plan whose arrays these are, or those of the
+        arguments."""
         if self._named is not None:
             return self._named
-        earlier = (devices for known, _, devices in reversed(self._steps) if known == shapes)
-        return devices_for(Placed(leaves), self._wanted, earlier)
+        for ((known, _), _, devices), planned in reversed(self._steps.items()):
+            if known == tree and lies_as_planned(leaves, planned.in_shardings, devices):
+                return devices
+        return devices_for(Placed(leaves), self._wanted)
 
     @cached_property
     def _wanted(self) -> int | None:

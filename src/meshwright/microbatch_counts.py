@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import gcd
 
 from .plan_request import PlanRequest
+from .presets.other_sizes import check_interleaved
 from .program.batch import batch_extents
 
 # Microbatches tried where the user names none.
@@ -14,10 +15,21 @@ _MOST_MICROBATCHES = 1024
 
 def microbatch_counts(asked: PlanRequest) -> list[int]:
     """The number asked for; or of those that divide the batch about one for each power of two, with a preset enough for
-    its stages, and each to be cut into its blocks."""
-    if asked.microbatches is not None:
-        return [asked.microbatches]
+    its stages, and each to be cut into its blocks; of interleaved stages multiples of the ranks.
+
+    Raises:
+      PlanError: if interleaved stages cannot have that number, or any.
+    """
     preset, extents = asked.preset, batch_extents(asked.args, asked.batch_axis)
+    if asked.microbatches is not None:
+        if preset is not None:
+            check_interleaved(preset, asked.microbatches, extents)
+        return [asked.microbatches]
+    if preset is not None and preset.chunks > 1:
+        each = gcd(*extents) // preset.stages
+        found = _dividing(asked, [preset.stages * n for n in even_divisors(each, each)]) if each else []
+        check_interleaved(preset, found[0] if found else 1, extents)
+        return found
     most = _MOST_MICROBATCHES if preset is None else max(extents, default=1)
     found = _dividing(asked, even_divisors(gcd(*extents), most)) or [1]
     return [m for m in found if preset is None or m >= preset.stages] or found[-1:]

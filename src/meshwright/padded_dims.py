@@ -1,120 +1,152 @@
-"""What a dim that nothing divides costs a plan of one stage: the search once more, as if the dim were padded.
+"""A dim made longer so that mesh axes divide it: what it is called, its next size, and what a step takes with it.
 
-A product over a dim that no axis divides (a vocabulary of 50257) can be split along its other dims, so that no device
-idles, and yet be slower than it had to be: what is summed or gathered instead is as large as the dim is long. No bound
-tells by how much, so the search says: the graph of the program is data, in which the dim is made longer, and the
-layouts on the plan's own mesh are solved again, of several stages those of one. One or two solutions of one mesh, for
-the dim with the most FLOPs alone, and only where it has a good part of them.
+The graph of a program is data, in which a dim is made longer wherever it is. The layouts on the mesh of a finished
+plan are then solved again, under the same pins and roles: of a plan of several stages those of one stage, twice, with
+the dim as it is and longer; of a plan of one stage once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
-from .errors import PlanError
-from .plan import Stage
+from .plan import Plan
 from .plan_request import Planning, PlanRequest
-from .program.graph import Graph, Operator
-from .program.origins import Indices
-from .replicated_work import SHARE, DimNames, padded_extent, padded_words, stage_graphs
-from .report.table import format_seconds
+from .program.graph import Graph
+from .program.origins import indices_of
+from .program.staged import staged_program
+from .program.trace import Program
 from .search.one_stage import OneStageSearch, SearchRequest
 from .search.parameters import parameter_infos
+from .search.roles import Roles
 from .search.submeshes import Submesh, Submeshes
 
+# Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles
+# is named too where it is longer by less than 2 %, less than predictions are off by (docs/calibration.md).
+TILE, _HARDLY = 128, 1.02
 
-def padding_note(asked: PlanRequest, found: Planning) -> tuple[str, ...]:
-    """A note on the dim with the most FLOPs that no axis divides, if the step were faster with a longer one.
+
+def padded_extents(extent: int, unit: int) -> tuple[int, int]:
+    """The next size that `unit` divides, and the next one of whole tiles where that is hardly larger, or else the same.
+
+    >>> padded_extents(50257, 8), padded_extents(25, 8)
+    ((50264, 50304), (32, 32))
+
+    Args:
+      extent: of a dim.
+      unit: into how many blocks it is to be cut.
+    """
+    least, tiled = (-(-extent // size) * size for size in (unit, lcm(unit, TILE)))
+    return least, tiled if tiled <= _HARDLY * extent else least
+
+
+def _whole(graph: Graph) -> Graph:
+    """The graph of the whole program, whatever part of it a graph is."""
+    return graph.part_of[0] if graph.part_of is not None else graph
+
+
+def dim_index(graph: Graph, operator: int, factor: int) -> int:
+    """The index (`program.origins`) of an operator's factor in the whole program."""
+    place = operator if graph.part_of is None else graph.part_of[1][operator]
+    return indices_of(_whole(graph)).of(place, factor)
+
+
+def dim_names(program: Program, graph: Graph) -> dict[int, tuple[int, str, int]]:
+    """What users call the indices of a program: for each the extent and the name of the first parameter's, or else
+    input's, dim that it is, and into how many microbatches that is cut.
+
+    Args:
+      program: as it was planned.
+      graph: of it, or of one of its stages.
+    """
+    names = [program.graph.values[v].name for v in program.graph.inputs]
+    batch = set(zip(names, program.split_dims, strict=False)) if program.microbatches > 1 else set()
+    found: dict[int, tuple[int, str, int]] = {}
+    whole = _whole(graph)
+    for position in sorted(range(len(whole.inputs)), key=lambda position: position not in whole.parameters):
+        value = whole.values[whole.inputs[position]]
+        for dim, extent in enumerate(value.shape):
+            index = indices_of(whole).of_dim(value.index, dim)
+            if index is not None:
+                times = program.microbatches if (value.name, dim) in batch else 1
+                found.setdefault(index, (extent, f"dim {dim} ({times * extent}) of {value.name}", times))
+    return found
+
+
+def stage_graphs(program: Program, plan: Plan) -> list[Graph]:
+    """The graph of each stage of a plan.
+
+    Args:
+      program: it is for.
+      plan: the plan.
+    """
+    ranges = [stage.equations for stage in plan.stages if stage.equations is not None]
+    if len(plan.stages) == 1 and not ranges:
+        return [program.graph]
+    cuts = [] if plan.shares else [first for first, _ in ranges[1:]]
+    staged = staged_program(program, layers=1, cuts=cuts, scan_splits=dict(plan.scan_splits))
+    return [staged.cutter.cut(*equations).graph for equations in ranges]
+
+
+def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles: Roles | None) -> float:
+    """What the work of a stage takes in a step with the best layouts of a graph on the stage's mesh.
 
     Args:
       asked: the request.
-      found: its plan; of several stages the costliest is looked at.
+      found: its plan.
+      number: of the stage.
+      graph: of the stage, or that with a dim made longer.
+      roles: of the mesh axes, where a preset gives them some.
+
+    Raises:
+      PlanError: if nothing fits, or pins or roles leave no layout.
     """
-    plan, program = found.plan, found.program
-    if plan.num_devices == 1 or asked.preset is not None or asked.left_seconds <= 0:
-        return ()
-    dims = [
-        (flops, -number, graph, operator, factor)
-        for number, (stage, graph) in enumerate(stage_graphs(program, plan))
-        for flops, operator, factor in _indivisible(graph, [size for _, size in stage.mesh if size > 1])
-    ]
-    flops, number, graph, operator, factor = max(dims, key=lambda one: one[:2], default=(0.0, 0, None, None, 0))
-    if graph is None or operator is None or flops < SHARE * program.graph.flops:
-        return ()
-    stage = plan.stages[-number]
-    extent, devices = operator.rule.factors[factor].size, prod(stage.sizes.values())
-    longer = _padded(graph, operator, factor, padded_extent(extent, devices))
-    try:
-        before, after = (_seconds(asked, found, stage, one) for one in (graph, longer))
-    except PlanError:
-        return ()  # pins, or memory
-    step = found.step_seconds
-    if before - after < SHARE * step:
-        return ()
-    name = DimNames(graph).of(operator, factor)
-    work = "a step" if len(plan.stages) == 1 else f"of a step of {format_seconds(step)} for stage {1 - number}"
-    return (
-        f"{name} is not split ({operator.source}): no axis of the {devices} devices divides {extent}; "
-        f"{padded_words(extent, devices)} would take {format_seconds(after)} in place of {format_seconds(before)} "
-        f"{work}, on the same mesh",
-    )
-
-
-def _seconds(asked: PlanRequest, found: Planning, stage: Stage, graph: Graph) -> float:
-    """What the work of a stage takes in a step, its layouts solved for this graph."""
-    plan, program = found.plan, found.program
-    if len(plan.stages) == 1 and graph is program.graph:
+    plan, program, stage = found.plan, found.program, found.plan.stages[number]
+    one = len(plan.stages) == 1
+    if graph is program.graph:
         return found.step_seconds
     known = {
         info.name: (info, prod(program.graph.values[program.graph.inputs[position]].shape))
         for info, position in zip(parameter_infos(program), program.graph.parameters, strict=True)
     }
-    parameters = []
-    for planned in stage.parameters:
-        info, elements = known[planned.name]
-        share = prod(planned.shape) / elements  # of a stacked parameter, the rows of the stage
-        parameters.append(replace(info, optimizer_bytes=info.optimizer_bytes * share))
-    one = len(plan.stages) == 1
+    parameters = [
+        # Of a stacked parameter, the rows of the stage.
+        replace(info, optimizer_bytes=info.optimizer_bytes * prod(planned.shape) / elements)
+        for planned in stage.parameters
+        for info, elements in (known[planned.name],)
+    ]
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
     request = SearchRequest(
         graph=graph, fingerprint=program.fingerprint, parameters=parameters,
-        cluster=asked.cluster if one else Submeshes(asked.cluster).part(where), microbatches=plan.microbatches,
-        mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))], pins=asked.pins,
+        cluster=asked.cluster if one else Submeshes(asked.cluster).part(where),
+        microbatches=plan.microbatches_of(number),
+        mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],
+        pins=replace(asked.pins, roles=roles, gradient_exchange=stage.gradient_exchange),
         remat="layer" if stage.rematerialised else "none",
         carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims if one else (),
     )  # fmt: skip
-    search = OneStageSearch({plan.microbatches: request}, time_limit_seconds=max(asked.left_seconds, 0.0))
+    search = OneStageSearch({request.microbatches: request}, time_limit_seconds=max(asked.left_seconds, 0.0))
     predicted = search.run(lambda count: stage.memory_limit_bytes).plan.predicted
     assert predicted is not None  # the search prices what it finds
     return predicted.step_seconds
 
 
-def _indivisible(graph: Graph, axes: list[int]) -> list[tuple[float, Operator, int]]:
-    """The factors of products that none of these axes divides: FLOPs of all products that have it, and one of them."""
-    indices = Indices(graph)
-    flops: dict[tuple[int, int], float] = {}
-    places: dict[tuple[int, int], tuple[Operator, int]] = {}
-    for operator in graph.operators:
-        for factor in operator.rule.splittable if operator.matmul and axes else ():
-            size = operator.rule.factors[factor].size
-            if all(size % axis for axis in axes):
-                key = indices.of(operator.index, factor), size
-                flops[key] = flops.get(key, 0.0) + operator.repeats * operator.flops
-                places.setdefault(key, (operator, factor))
-    return [(found, *places[key]) for key, found in flops.items()]
+def padded_graph(graph: Graph, indices: Collection[int], extent: int, longer: int) -> Graph:
+    """A graph with dims made longer, wherever they are.
 
-
-def _padded(graph: Graph, operator: Operator, factor: int, longer: int) -> Graph:
-    """The graph with a dim made longer, wherever it is."""
-    indices = Indices(graph)
-    index, extent = indices.of(operator.index, factor), operator.rule.factors[factor].size
+    Args:
+      graph: of a program or a stage.
+      indices: of the dims (`dim_index`).
+      extent: of them; dims of these indices that are a multiple of it (merged with others) grow in proportion.
+      longer: their new extent.
+    """
     shapes = [list(value.shape) for value in graph.values]
     grown: set[tuple[int, int]] = set()
     operators = []
     for op in graph.operators:
         sizes = [one.size for one in op.rule.factors]
-        mine = {f for f, n in enumerate(sizes) if n % extent == 0 and indices.of(op.index, f) == index}
+        mine = {f for f, n in enumerate(sizes) if n % extent == 0 and dim_index(graph, op.index, f) in indices}
         if not mine:
             operators.append(op)
             continue
@@ -128,6 +160,7 @@ def _padded(graph: Graph, operator: Operator, factor: int, longer: int) -> Graph
                     if value is not None and mine.intersection(those) and (value, dim) not in grown:
                         grown.add((value, dim))
                         shapes[value][dim] = shapes[value][dim] // extent * longer
-        operators.append(replace(op, rule=replace(op.rule, factors=factors), flops=op.flops / extent * longer))
-    longer_values = tuple(replace(v, shape=tuple(shape)) for v, shape in zip(graph.values, shapes, strict=True))
-    return replace(graph, values=longer_values, operators=tuple(operators))
+        flops = op.flops * (longer / extent) ** len(mine)
+        operators.append(replace(op, rule=replace(op.rule, factors=factors), flops=flops))
+    values = tuple(replace(v, shape=tuple(shape)) for v, shape in zip(graph.values, shapes, strict=True))
+    return replace(graph, values=values, operators=tuple(operators))

@@ -10,12 +10,12 @@ from math import inf
 from typing import Any
 
 from ._jax.context import no_mesh
+from ._jax.jitted import bound_to_static
 from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .microbatch_counts import microbatch_counts
 from .one_stage_planning import plan_one_stage
-from .padded_dims import padding_note
 from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
@@ -114,7 +114,9 @@ def plan_for(
         "memory_per_device": memory_per_device, "batch_axis": batch_axis, "reduction": reduction, "stages": stages,
         "schedule": schedule, "submeshes": submeshes, "preset": preset, "devices": devices, "refine": refine,
     }  # fmt: skip
-    traces, started = traces_of(step, donate), time.perf_counter()
+    bound = bound_to_static(step, args)
+    traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
+    args = bound.args
     try:
         return plan_without_advice(traces, args, **options, time_limit_seconds=time_limit_seconds, tell=tell)
     except MemoryExceeded as refused:
@@ -210,9 +212,7 @@ def plan_without_advice(
         found = _beside_one_kind(asked, stages, found)
     notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     notes += storage_notes(found.plan, zero, preset)
-    notes += replicated_work(found.program, found.plan, where, _roles(asked, found.program)) or padding_note(
-        asked, found
-    )
+    notes += replicated_work(asked, found, _roles(asked, found.program))
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)

@@ -1,275 +1,240 @@
-"""Work that devices of a finished plan do alike: notes that say where, why, and what would split it.
+"""What hinders a finished plan from splitting work: notes that say where, why, and what another size would gain.
 
-An operator that a mesh axis does not split is run whole by all devices along it. Much of that is meant: it is little,
-or moving its operands would take longer. A note is due where it is a good part of the step, for one of these reasons:
+A dim is *uneven* to an operator if a mesh axis that does not split it there, though it may, does not divide what is
+left of it: a vocabulary of 50257 over 8 devices, a batch of 30 of which 2 of 8 devices have a part. Devices then do
+work alike, or another dim is split, and more is moved. The search says how much that costs: it is solved again with the
+uneven dim that has the most at stake made longer (`padded_dims`), once or twice. What it does not get to is said as a
+bound, on the compute alone.
 
-* a dim that no remaining axis divides (a vocabulary of 50257 over 8 devices): the note names the dim, and the next size
-  that would do;
-* an operator without a dim that may be split (a factorisation, a loop, a kernel without a rule): a `ReplicationWarning`
-  besides, as such operators get elsewhere;
-* nothing at all: layouts that split it were looked at, and none is faster. That is noted where most of the work is done
-  by devices alike, however little a split would save: more devices are of no use then.
+Work that all devices along an axis do alike for other reasons is noted too: an operator without a dim that may be split
+(a factorisation, a loop, a kernel without a rule), with a `ReplicationWarning` as such operators get elsewhere; and
+where it is most of the compute, work that layouts could split which are no faster, as far as the search knows.
 
-Seconds are the cost model's, of the compute of one device in one step, both passes. What a split would save is what
-kernels with a share of the FLOPs and bytes take less (a launch takes as long); what moving operands would take is not
-in it, so that a gain is said to be one *at most*. Work inside rematerialised regions counts once, and what is
+Seconds are the cost model's, of one step, both passes. Work inside rematerialised regions counts once, and what is
 around the loss function (the optimizer) not at all.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from math import lcm, prod
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from math import prod
+from typing import Any, NamedTuple
 
-from .cluster import Cluster, Device
 from .cost.efficiency import profile_of
 from .cost.kernels import kernel_seconds
-from .plan import Plan, Stage
+from .errors import PlanError
+from .padded_dims import TILE, dim_index, dim_names, padded_extents, padded_graph, solved_seconds, stage_graphs
+from .plan_request import Planning, PlanRequest
 from .program.graph import Graph, Operator
-from .program.origins import Indices, operator_origins
+from .program.origins import Origin, operator_origins
 from .program.residuals import is_stored
 from .program.rules import ReplicationWarning
-from .program.staged import staged_program
-from .program.trace import Program
 from .report.table import format_seconds
 from .runtime.plan_fits import algorithms_of
-from .search.operator_kernels import KernelsOf, parts_of
+from .search.operator_kernels import KernelsOf
 from .search.roles import Roles
-from .sharding import Algorithm
 
-# A note is due where splitting the work would save this share of a step at least: more than two plans of like speed
-# differ by (`search.hierarchical`), and enough to change a model or a cluster for.
+# A note is due where it is about this share of a step at least: about what predictions are off by
+# (docs/calibration.md), and enough to change a model or a cluster for.
 SHARE = 0.05
 
-# Notes of one plan at most, the costliest first.
-_MOST = 3
-
-# Where most of the compute is done by all devices alike, whatever the reason.
-_MOSTLY = 0.5
-
-# Matrix units take tiles of so many; a padded dim that has whole ones is named too, where that is hardly larger.
-_TILE, _HARDLY = 128, 1.01
+# Work that devices do alike though splitting it gains nothing is noted where it is most of the compute: then more
+# devices are of no use.
+_MOST = 0.5
 
 
-class _Reason(NamedTuple):
-    """Why devices do work alike; work of one reason is one note.
+class _Uneven(NamedTuple):
+    """A dim that axes do not divide, as a factor of an operator."""
+
+    index: int  # of the dim in the program
+    factor: int
+    size: int  # of the factor
+    split: int  # into how many parts it is
+    unit: int  # into how many it would be
+    parts: int  # into how many parts the operator's work would be more than now; 1 where devices do none of it alike
+
+
+class _Work(NamedTuple):
+    """An operator of a stage."""
+
+    operator: Operator
+    line: str  # of the user's, with that of the outermost scan it is in
+    taken: Callable[[float], float]  # seconds on a device of so much of its FLOPs and bytes; a launch takes as long
+    seconds: float  # of all of it
+    alike: int  # how many devices do it alike, against what could be
+    whole: bool  # whether no dim of it may be split
+    uneven: tuple[_Uneven, ...]
+
+    @property
+    def saved(self) -> float:
+        """Seconds of compute that splitting it over the devices that do it alike saves at most."""
+        return self.seconds - self.taken(1 / self.alike)
+
+
+class _Dims(NamedTuple):
+    """Uneven dims of a stage that stand for the same (`program.origins`) and are of one size, such as the feed-forward
+    widths of all layers, and the operators that have them."""
+
+    stage: int
+    extent: int  # the smallest that operators have it in: the number of heads, not of all their elements
+    works: dict[int, tuple[_Work, _Uneven]]
+
+    def saved(self, work: _Work, dim: _Uneven) -> float:
+        """Seconds of an operator's compute that longer dims save at most; negative where they cost more."""
+        return work.seconds - work.taken(padded_extents(self.extent, dim.unit)[1] / self.extent / dim.parts)
+
+    def stake(self, moving: float) -> float:
+        """Seconds that longer dims may save, roughly: of compute, and of communication in proportion to it."""
+        return sum(self.saved(work, dim) + moving * work.seconds for work, dim in self.works.values())
+
+
+def replicated_work(asked: PlanRequest, found: Planning, roles: Roles | None) -> tuple[str, ...]:
+    """Notes on what hinders a plan from splitting work.
 
     Args:
-      kind: "dim", "whole", or "choice".
-      extent: of the dim; 0 where the reason is another.
-      unit: what has to divide it.
-      source: of what is whole, the user's line.
-      devices: that do it alike.
-    """
-
-    kind: str
-    extent: int
-    unit: int
-    source: str
-    devices: int
-
-
-class _Alike(NamedTuple):
-    """An operator that devices do alike.
-
-    Args:
-      reason: why.
-      name: of the dim, or of the operator.
-      source: the user's line; of an operator in scans, that of the outermost one besides.
-    """
-
-    reason: _Reason
-    name: str
-    source: str
-
-
-def replicated_work(program: Program, plan: Plan, cluster: Cluster, roles: Roles | None = None) -> tuple[str, ...]:
-    """Notes on the work that devices do alike, the costliest first.
-
-    Args:
-      program: as it was planned.
-      plan: for it, priced.
-      cluster: it is for.
+      asked: the request.
+      found: its plan, priced.
       roles: of the mesh axes, where a preset gives them some.
 
     Warns:
       ReplicationWarning: for operators without a dim that could be split.
     """
-    if plan.predicted is None or plan.num_devices == 1:
+    if found.plan.predicted is None or found.plan.num_devices == 1:
         return ()
-    step = plan.predicted.step_seconds
-    saved: dict[_Reason, dict[_Alike, float]] = {}
-    compute = alike = 0.0
-    for number, (stage, graph) in enumerate(stage_graphs(program, plan)):
-        device = cluster.device_at(stage.devices[0])
-        algorithms = algorithms_of(graph, stage, number)
-        for found, seconds, idle in _work(graph, stage, algorithms, plan.microbatches_of(number), device, roles):
-            compute += seconds
-            alike += seconds * (found is not None)
-            if found is not None:
-                of = saved.setdefault(found.reason, {})
-                of[found] = of.get(found, 0.0) + idle
-    notes = []
-    for reason, places in sorted(saved.items(), key=lambda one: (-sum(one[1].values()), one[0])):
-        seconds = sum(places.values())
-        due = alike >= _MOSTLY * compute if reason.kind == "choice" else seconds >= SHARE * step
-        if not due or len(notes) == _MOST:
-            continue
-        worst = max(places, key=lambda place: (places[place], place))
-        if reason.kind == "whole":
-            text = f"{worst.name} at {worst.source} runs whole on every device: no dim of it can be split"
-            warnings.warn(text, ReplicationWarning, stacklevel=3)
-        gain = f"at most {format_seconds(seconds)} of {format_seconds(step)} a step"
-        notes.append(_note(worst, gain, alike / compute))
+    graphs = stage_graphs(found.program, found.plan)
+    works = [list(_works(asked, found, number, graph, roles)) for number, graph in enumerate(graphs)]
+    notes, noted = _uneven_notes(asked, found, graphs, roles, works)
+    rest = [(n, w) for n, each in enumerate(works) for w in each if w.alike > 1 and (n, w.operator.index) not in noted]
+    compute = sum(work.seconds for each in works for work in each)
+    for whole in (True, False):
+        notes += _other_notes(found, [work for _, work in rest if work.whole is whole], compute, whole=whole)
     return tuple(notes)
 
 
-def _note(worst: _Alike, gain: str, share: float) -> str:
-    reason = worst.reason
-    match reason.kind:
-        case "dim":
-            return (
-                f"{worst.name} is not split over {reason.devices} devices, which do the same work there "
-                f"({worst.source}): {reason.unit} does not divide {reason.extent}; "
-                f"{padded_words(reason.extent, reason.unit)} would save {gain}"
-            )
-        case "whole":
-            return (
-                f"{worst.name} at {worst.source} runs whole on {reason.devices} devices: no dim of it can be split; "
-                f"split, it would take {gain} less"
-            )
-    return (
-        f"{reason.devices} devices do the same work: {100 * share:.0f} % of the compute, most of it at {worst.source}; "
-        f"no layout that splits it is faster by the cost model, with what moving data takes; without that it would "
-        f"save {gain}"
-    )
+def _uneven_dims(found: Planning, graphs: list[Graph], works: list[list[_Work]]) -> Iterator[tuple[float, _Dims]]:
+    """All uneven dims with what is at stake."""
+    for number, graph in enumerate(graphs):
+        moving = found.plan.stages[number].communication_seconds / (sum(w.seconds for w in works[number]) or 1.0)
+        uneven = [(work, dim) for work in works[number] for dim in work.uneven]
+        extents: dict[int, int] = {}
+        for _, dim in uneven:
+            extents[dim.index] = min(dim.size, extents.get(dim.index, dim.size))
+        dims: dict[tuple[int, Origin], _Dims] = {}
+        for work, dim in uneven:
+            extent, place = extents[dim.index], work.operator.index
+            key = extent, operator_origins(graph)[place][dim.factor]
+            dims.setdefault(key, _Dims(number, extent, {})).works.setdefault(place, (work, dim))
+        yield from ((one.stake(moving), one) for one in dims.values())
 
 
-def padded_extent(extent: int, unit: int) -> int:
-    """The next size that `unit` divides, a multiple of whole tiles where that is hardly larger.
+def _uneven_notes(
+    asked: PlanRequest, found: Planning, graphs: list[Graph], roles: Roles | None, works: list[list[_Work]]
+) -> tuple[list[str], set[tuple[int, int]]]:
+    """Notes on uneven dims, and the operators they are about: for the dims with the most at stake of what the search
+    finds, for others of what is bounded."""
+    step, names = found.step_seconds, dim_names(found.program, graphs[0])
+    most, least = _MOST * sum(work.seconds for each in works for work in each), SHARE * step
+    notes: dict[int, str] = {}
+    noted: set[tuple[int, int]] = set()
+    ranked = sorted(_uneven_dims(found, graphs, works), key=lambda one: -one[0])
+    for rank, dims in enumerate(dims for stake, dims in ranked if stake >= least):
+        number, extent, places = dims
+        graph, indices = graphs[number], {dim.index for _, dim in places.values()}
+        alike = {(number, place): one for place, one in places.items() if one[1].parts > 1}
+        worst, dim = max((one for one in places.values() if one[1].size == extent), key=lambda one: one[0].seconds)
+        if dim.index in notes:  # of another stage
+            noted |= alike.keys()
+            continue
+        padded, tiled = padded_extents(extent, dim.unit)
+        saved = sum(dims.saved(*one) for place, one in alike.items() if place not in noted)
+        gain = f"save at most {format_seconds(saved)} of {format_seconds(step)} a step, of compute"
+        if rank == 0 and asked.left_seconds > 0:
+            longer = padded_graph(graph, indices, extent, tiled)
+            with suppress(PlanError):  # pins, or memory
+                before, after = (solved_seconds(asked, found, number, one, roles) for one in (graph, longer))
+                work = "a step" if len(graphs) == 1 else f"of a step of {format_seconds(step)} for stage {number + 1}"
+                gain = f"take {format_seconds(after)} in place of {format_seconds(before)} {work}, on the same mesh"
+                saved = before - after if sum(one.seconds for one, _ in alike.values()) < most else least
+        if saved < least:
+            continue
+        whole, name, times = names.get(dim.index, (dim.size, f"a dim of {dim.size}", 1))
+        times = times if whole == extent else 1
+        blocks = f" in {extent} blocks" if whole != extent else ""
+        more = f" (and {len(indices) - 1} more)" if len(indices) > 1 else ""
+        split = "not split over" if dim.split == 1 else f"split over {dim.split} of"
+        part = f", its part in each of {times} microbatches" if times > 1 else ""
+        tiles = f", or {times * tiled} for whole tiles of {TILE}," if tiled > padded else ""
+        notes[dim.index] = (
+            f"{name}{blocks}{more} is {split} {dim.unit} devices ({worst.operator.source}): {dim.unit} does not "
+            f"divide {extent}{part}; {times * padded}{tiles} would {gain}"
+        )
+        noted |= alike.keys()
+    return list(notes.values()), noted
 
-    >>> padded_extent(50257, 8), padded_extent(25, 8)
-    (50304, 32)
 
-    Args:
-      extent: of a dim.
-      unit: into how many blocks it is to be cut.
-    """
-    tiled = -(-extent // lcm(unit, _TILE)) * lcm(unit, _TILE)
-    return tiled if tiled <= _HARDLY * extent else -(-extent // unit) * unit
-
-
-def padded_words(extent: int, unit: int) -> str:
-    """The sizes that `unit` divides, for a note.
-
-    >>> padded_words(50257, 8), padded_words(25, 8)
-    ('50264, or 50304 for whole tiles of 128,', '32')
-
-    Args:
-      extent: as of `padded_extent`.
-      unit: the same.
-    """
-    least, padded = -(-extent // unit) * unit, padded_extent(extent, unit)
-    return f"{least}" if least == padded else f"{least}, or {padded} for whole tiles of {_TILE},"
-
-
-def stage_graphs(program: Program, plan: Plan) -> Iterator[tuple[Stage, Graph]]:
-    """Each stage of a plan with its graph.
-
-    Args:
-      program: it is for.
-      plan: the plan.
-    """
-    if len(plan.stages) == 1 and plan.stages[0].equations is None:
-        yield plan.stages[0], program.graph
-        return
-    cuts = [stage.equations[0] for stage in plan.stages[1:] if stage.equations is not None and not plan.shares]
-    staged = staged_program(program, layers=1, cuts=cuts, scan_splits=dict(plan.scan_splits))
-    for stage in plan.stages:
-        assert stage.equations is not None  # plans of several stages have them
-        yield stage, staged.cutter.cut(*stage.equations).graph
+def _other_notes(found: Planning, works: list[_Work], compute: float, *, whole: bool) -> list[str]:
+    """A note on the work that devices do alike though no uneven dim is why, if it is worth one."""
+    seconds, saved = sum(work.seconds for work in works), sum(work.saved for work in works)
+    if not works or (saved < SHARE * found.step_seconds if whole else seconds < _MOST * compute):
+        return []
+    worst = max(works, key=lambda work: work.saved)
+    less = f"it would take at most {format_seconds(saved)} of {format_seconds(found.step_seconds)} a step less"
+    if whole:
+        text = f"{worst.operator.name} at {worst.operator.source} runs whole on"
+        warnings.warn(f"{text} every device: no dim of it can be split", ReplicationWarning, stacklevel=4)
+        return [f"{text} {worst.alike} devices: no dim of it can be split; split, {less}"]
+    assert found.plan.predicted is not None
+    gap = found.plan.predicted.optimality_gap
+    known = "the search did not find out whether a layout that splits it is faster"
+    if gap < SHARE:
+        known = (
+            f"the search proved that no layout that was asked for is faster by more than {100 * max(gap, 1e-3):.1f} %"
+        )
+    return [
+        f"{worst.alike} devices do the same work: {100 * seconds / compute:.0f} % of the compute, most of it at "
+        f"{worst.line}; {known} by the cost model, with what moving data takes; without that, {less}"
+    ]
 
 
-def _work(
-    graph: Graph, stage: Stage, algorithms: Sequence[Algorithm], microbatches: int, device: Device, roles: Roles | None
-) -> Iterator[tuple[_Alike | None, float, float]]:
-    """Of each operator, if devices do it alike, why; its seconds on a device, and those that a split would save."""
-    sizes, profile = stage.sizes, profile_of(device)
-    devices = prod(sizes.values())
-    names = DimNames(graph)
+def _works(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles: Roles | None) -> Iterator[_Work]:
+    """The operators of a stage, but for those whose results are known before the step."""
+    stage, microbatches = found.plan.stages[number], found.plan.microbatches_of(number)
+    sizes, device = stage.sizes, asked.cluster.device_at(stage.devices[0])
+    profile = profile_of(device)
     scans = {op.path[: op.path.index(-1)]: op.source for op in graph.operators if op.is_link}
-    for operator, algorithm in zip(graph.operators, algorithms, strict=True):
+    for operator, algorithm in zip(graph.operators, algorithms_of(graph, stage, number), strict=True):
         made = [graph.values[v] for v in operator.results if v is not None]
         if operator.is_link or not made or all(value.constant for value in made):
             continue
         kernels = KernelsOf(graph, operator, sizes, device, stored=is_stored(graph, operator))(algorithm)
-        parts = parts_of(algorithm, sizes)
-        seconds = saved = 0.0
-        for kernel, runs in ((kernels.forward, 1.0), *((one.kernel, one.runs) for one in kernels.gradients)):
-            times = microbatches * operator.repeats * runs
-            seconds += times * kernel_seconds(kernel, device, profile)
-            share = parts / devices  # of what it does now; a launch is none
-            shared = kernel._replace(flops=share * kernel.flops, moved_bytes=share * kernel.moved_bytes)
-            saved += times * (kernel_seconds(kernel, device, profile) - kernel_seconds(shared, device, profile))
-        found = _alike(graph, operator, algorithm, stage, roles, names, scans) if parts < devices else None
-        yield found, seconds, saved
+        runs = [(kernels.forward, 1.0), *((one.kernel, one.runs) for one in kernels.gradients)]
 
+        def taken(share: float, runs: Any = runs, times: float = microbatches * operator.repeats) -> float:
+            parts = ((k._replace(flops=share * k.flops, moved_bytes=share * k.moved_bytes), n) for k, n in runs)
+            return times * sum(n * kernel_seconds(k, device, profile) for k, n in parts)
 
-def _alike(
-    graph: Graph, operator: Operator, algorithm: Algorithm, stage: Stage, roles: Roles | None, names: DimNames,
-    scans: dict[tuple[int, ...], str],
-) -> _Alike | None:  # fmt: skip
-    """Why devices do an operator alike; None where a preset has it so, or there is one element alone."""
-    sizes, rule = stage.sizes, operator.rule
-    split = {axis for axes in algorithm.axes for axis in axes}
-    free = [axis for axis in sizes if axis not in split]
-    devices = prod(sizes[axis] for axis in free)
-    if all(factor.size == 1 for factor in rule.factors):
-        return None
-    able = set(rule.splittable)
-    if not able:
-        return _Alike(_Reason("whole", 0, 0, operator.source, devices), operator.name, operator.source)
-    wanted = dict.fromkeys(free, able)
-    if roles is not None:
-        origins = operator_origins(graph)[operator.index]
-        wanted = {axis: able & roles.wanted(operator, origins, axis) for axis in free}
-        if not any(wanted.values()):
-            return None
-    left = {f: rule.factors[f].size // prod(sizes[a] for a in algorithm.axes[f]) for f in able}
-    if any(left[f] % sizes[axis] == 0 for axis in free for f in wanted[axis]):
-        outer = next((p for n in range(1, len(operator.path)) if (p := operator.path[:n]) in scans), None)
-        inside = f" in the scan at {scans[outer]}" if outer is not None else ""
-        return _Alike(_Reason("choice", 0, 0, "", devices), operator.name, f"{operator.source}{inside}")
-    # The longest dim is what is most easily padded.
-    factor = max(set().union(*wanted.values()), key=lambda f: (left[f], -f))
-    unit = prod(sizes[axis] for axis in (*algorithm.axes[factor], *(a for a in free if factor in wanted[a])))
-    reason = _Reason("dim", rule.factors[factor].size, unit, "", devices)
-    return _Alike(reason, names.of(operator, factor), operator.source)
-
-
-class DimNames:
-    """What users call the dims of a graph's operators.
-
-    Args:
-      graph: of a program or a stage.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._indices = Indices(graph)
-        self._known: dict[int, tuple[int, str]] = {}
-        inputs = sorted(range(len(graph.inputs)), key=lambda position: position not in graph.parameters)
-        for position in inputs:
-            value = graph.values[graph.inputs[position]]
-            for dim, extent in enumerate(value.shape):
-                index = self._indices.of_dim(value.index, dim)
-                if index is not None:
-                    self._known.setdefault(index, (extent, f"dim {dim} ({extent}) of {value.name}"))
-
-    def of(self, operator: Operator, factor: int) -> str:
-        """The first parameter's, or else input's, dim that a factor is, or of which it counts the blocks; or its
-        size."""
-        size = operator.rule.factors[factor].size
-        extent, name = self._known.get(self._indices.of(operator.index, factor), (size, f"a dim of {size}"))
-        return name if extent == size else f"{name}, {size} blocks,"
+        factors = operator.rule.factors
+        able = {f for f in operator.rule.splittable if factors[f].size > 1}
+        wanted = dict.fromkeys(sizes, able)
+        if roles is not None:
+            origins = operator_origins(graph)[operator.index]
+            wanted = {axis: able & roles.wanted(operator, origins, axis) for axis in sizes}
+        free = [axis for axis in sizes if all(axis not in axes for axes in algorithm.axes)]
+        uneven = []
+        for f in sorted(able):
+            split, size = prod(sizes[axis] for axis in algorithm.axes[f]), factors[f].size
+            blocked = [a for a in sizes if f in wanted[a] and a not in algorithm.axes[f] and size // split % sizes[a]]
+            if blocked:
+                # Where devices idle their axes are what is to split it, else all that could.
+                idle = [axis for axis in blocked if axis in free]
+                unit, parts = (prod(sizes[axis] for axis in axes) for axes in (idle or blocked, idle))
+                index = dim_index(graph, operator.index, f)
+                uneven.append(_Uneven(index, f, size, split, split * unit, parts))
+        # Not to be split are single elements, and what a preset has whole.
+        meant = all(one.size == 1 for one in factors) or (able and not any(wanted[axis] for axis in free))
+        alike = 1 if meant else prod(sizes[axis] for axis in free)
+        outer = next((scans[p] for n in range(1, len(operator.path)) if (p := operator.path[:n]) in scans), None)
+        line = operator.source if outer is None else f"{operator.source} in the scan at {outer}"
+        yield _Work(operator, line, taken, taken(1.0), alike, not able, tuple(uneven))

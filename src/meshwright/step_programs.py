@@ -8,7 +8,6 @@ from functools import cached_property
 from .errors import PlanError
 from .plan_request import PlanRequest
 from .program.batch import batch_extents
-from .program.marking import HOW_TO_MARK, UNMARKED
 from .program.staged import StagedProgram
 from .program.trace import Program
 
@@ -65,10 +64,10 @@ class StepPrograms(Mapping[int, StagedProgram]):
         if not program.marked:
             raise PlanError(
                 refused=f"a plan of {self._stages or 'several'} stages",
-                got=UNMARKED,
+                got=program.marks.got,
                 needed="a step whose loss function is marked: its forward program is what is cut",
                 where=getattr(asked.traces, "__name__", "the step"),
-                try_=f"{HOW_TO_MARK}; stages=1; or schedule='inference' for a step that computes no gradients",
+                try_=f"{program.marks.advice}; stages=1; or schedule='inference' for a step that computes no gradients",
             )  # fmt: skip
         return asked.traces.staged(program, like)
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from . import zoo
+from ._jax.jitted import bound_to_static
 from .cluster.errors import near_names
 from .errors import PlanError
 
@@ -97,10 +98,11 @@ def step_target(step: Callable[..., Any], example_args: Sequence[Any], *, name: 
 
     Args:
       step: a function of arrays.
-      example_args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s.
+      example_args: its arguments, pytrees of arrays or `ShapeDtypeStruct`s; static ones as they are.
       name: what to call it.
     """
-    args = tuple(example_args)
+    bound = bound_to_static(step, example_args)
+    step, args = bound.step, bound.args
 
     def make_args() -> tuple[Any, ...]:
         leaves, tree = jax.tree.flatten(args)

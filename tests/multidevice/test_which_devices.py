@@ -123,11 +123,36 @@ def one_on(number: int) -> Any:
 def test_the_rule(leaves: Any, wanted: int | None, found: Any) -> None:
     if found is None:
         with pytest.raises(PlanError, match=r"the places of the arguments.*devices="):
-            devices_for(Placed(leaves()), wanted, [])
+            devices_for(Placed(leaves()), wanted)
     else:
-        assert [d.id for d in devices_for(Placed(leaves()), wanted, [])] == list(found)
+        assert [d.id for d in devices_for(Placed(leaves()), wanted)] == list(found)
 
 
-def test_parts_of_what_an_earlier_call_returned_belong_to_its_devices() -> None:
-    stages = [one_on(4), one_on(5), on(jnp.ones(2), slice(6, 8))]
-    assert devices_for(Placed(stages), None, [jax.devices()[UPPER]]) == tuple(jax.devices()[UPPER])
+def decayed(w: Any, x: Any) -> Any:
+    """A step whose stages all have their part in the first one: it reads all weights, for their decay."""
+
+    def loss(w: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2) + 1e-3 * sum(jnp.sum(leaf**2) for leaf in w.values())
+
+    value, grads = mw.value_and_grad(loss)(w)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stages": 2, "microbatches": 4},
+     pytest.param({"stages": 4, "microbatches": 2}, marks=pytest.mark.slow),
+     pytest.param({"preset": "megatron(tp=2, pp=2)"}, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_state_on_the_first_stage_alone_is_still_that_of_all(options: Any) -> None:
+    """What a pipeline returned says nothing against its plan, replaced leaves and another batch included."""
+    parallel, state, expected = mw.parallelize(decayed, **options), weights(), weights()
+    for number, size in enumerate([16, 16, 16, 8]):
+        x = batch()[:size]
+        (state, value), (expected, wanted) = parallel(state, x), jax.jit(decayed)(expected, x)
+        assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+        assert parallel.plan(state, x).num_devices == 8, number
+        state = {**state, "a": jax.jit(lambda a: a + 0.0)(state["a"])}
+    assert len(numbers(state)) < 8
+    # The user's own choice of devices, which no plan has made.
+    assert parallel.plan(on(expected, UPPER), on(batch(), UPPER)).num_devices == 4

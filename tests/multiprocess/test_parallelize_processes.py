@@ -46,6 +46,17 @@ for _ in range(3):
     expected, wanted = alone(expected, batch)
     np.testing.assert_allclose(float(metrics["loss"]), float(wanted["loss"]), rtol=1e-4)
 print("plan", step.plan(state, batch))
+
+# A state of which each leaf lies in some of the processes alone (no step count, on all devices) is the plan's own.
+def sgd(p, x):
+    value, grads = mw.value_and_grad(lambda p: jax.numpy.mean((jax.numpy.tanh(x @ p["a"]) @ p["b"]) ** 2))(p)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+weights, x = {{"a": np.eye(16, dtype=np.float32), "b": np.eye(16, dtype=np.float32)}}, np.ones((16, 16), np.float32)
+plain, alone = mw.parallelize(sgd, {options}), jax.jit(sgd)
+expected = weights
+for _ in range(3):
+    (weights, value), (expected, wanted) = plain(weights, x), alone(expected, x)
+    np.testing.assert_allclose(float(value), float(wanted), rtol=1e-4)
 """,
     )
     plans = {line for output in found for line in output.splitlines() if line.startswith("plan")}

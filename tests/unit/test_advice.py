@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import meshwright as mw
+from meshwright import presets
 from meshwright.cluster import Cluster
 from meshwright.search.submeshes import Submeshes
 
@@ -180,3 +181,67 @@ def test_a_sequence_that_does_not_divide_is_no_sequence_parallelism() -> None:
         mw.plan_for(step, (p, shape(8, 33, 64)), preset=preset, cluster="p4d.24xlarge:1")
     plan = mw.plan_for(step, (p, shape(8, 40, 64)), preset=preset, cluster="p4d.24xlarge:1").plan
     assert {c.kind for c in plan.stages[0].communication} >= {"all_gather", "reduce_scatter"}
+
+
+SIZES = (
+    "megatron(tp=3)", "megatron(tp=2, pp=2, dp=4)", "megatron(tp=3, dp=3)", "megatron(pp=16)",
+    "megatron(pp=3, chunks=2)", "deepspeed_3d(tp=5, pp=2)", "fsdp_tp(tp=16)", "gpipe(3)", "gpipe(3, dp=2)",
+    "gpipe(dp=5)", "pipedream(dp=8)", "expert_parallel(ep=3)", "expert_parallel(ep=3, dp=3)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_sizes_that_do_not_fit_the_devices_are_refused_with_some_that_do(text: str) -> None:
+    refused = 0
+    for devices in range(1, 17):
+        try:
+            presets.parse_preset(text).on(devices)
+        except mw.PlanError as error:
+            refused += 1
+            for tried in re.findall(r"\w+\([^)]*\)", error.try_):
+                presets.parse_preset(tried).on(devices)
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("preset", "width", "batch"),
+    [
+        ("megatron(tp=8)", 20, 16), ("megatron(tp=8)", 7, 16), ("megatron(tp=8)", 6, 15), ("megatron(tp=4)", 7, 16),
+        ("fsdp_tp(tp=4)", 7, 16), ("expert_parallel(ep=4)", 8, 16), ("expert_parallel(ep=4)", 8, 20),
+    ],
+)  # fmt: skip
+def test_an_axis_that_finds_nothing_to_split_is_refused_with_one_that_does(preset: str, width: int, batch: int) -> None:
+    def step(p: Any, x: Any) -> Any:
+        value, grads = mw.value_and_grad(lambda p: jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"]) ** 2))(p)
+        return jax.tree.map(lambda a, b: a - b, p, grads), value
+
+    args = ({"a": shape(width, width), "b": shape(width, width)}, shape(batch, width))
+    with pytest.raises(mw.PlanError, match="for its axis to split") as refused:
+        mw.plan_for(step, args, preset=preset, cluster="p4d.24xlarge:1")
+    tried = None if refused.value.try_ == "leaving out preset=" else refused.value.try_
+    assert mw.plan_for(step, args, preset=tried, cluster="p4d.24xlarge:1")
+
+
+@pytest.mark.parametrize(("batch", "microbatches"), [(24, 3), (12, None), (36, None), (24, None), (12, 1)])
+def test_interleaved_stages_take_microbatches_that_the_batch_can_be_cut_into(
+    batch: int, microbatches: int | None
+) -> None:
+    """By themselves where there are any, else they are refused with a number and a batch that do."""
+    options = {"preset": "megatron(pp=2, chunks=2)", "cluster": "p4d.24xlarge:1"}
+    step, args = network(width=64, batch=batch)
+    try:
+        count = mw.plan_for(step, args, microbatches=microbatches, **options).plan.microbatches
+    except mw.PlanError as error:
+        found = re.search(r"microbatches=(\d+)(?: and a batch of (\d+))?", error.try_)
+        assert found is not None
+        step, args = network(width=64, batch=int(found[2] or batch))
+        count = mw.plan_for(step, args, microbatches=int(found[1]), **options).plan.microbatches
+        assert batch % 8 or microbatches == 3
+    assert count % 2 == 0
+
+
+@pytest.mark.parametrize("microbatches", [None, 8])
+def test_a_microbatch_of_one_example_is_a_batch(microbatches: int | None) -> None:
+    step, args = network(width=64, batch=8)
+    plan = mw.plan_for(step, args, preset="gpipe(8)", microbatches=microbatches, cluster="p4d.24xlarge:1").plan
+    assert (plan.microbatches, len(plan.stages)) == (8, 8)

@@ -427,21 +427,6 @@ def test_plans_are_saved(tmp_path: Any) -> None:
     assert load_plan(tmp_path / "plan.json") == plan
 
 
-def test_a_stage_with_nothing_to_rematerialise_is_no_reason_to_refuse() -> None:
-    """A stage of one product keeps its operands either way."""
-
-    def step(state: Any, x: Any) -> Any:
-        loss = lambda p: jnp.mean((jax.nn.gelu(x @ p["in"]) @ p["out"]) ** 2)  # noqa: E731
-        value, grads = value_and_grad(loss)(state)
-        return jax.tree.map(lambda p, g: p - g, state, grads), value
-
-    state = {"in": jax.ShapeDtypeStruct((64, 256), jnp.float32), "out": jax.ShapeDtypeStruct((256, 16), jnp.float32)}
-    wishes: dict[str, Any] = {"stages": 2, "microbatches": 2, "remat": "layer", "schedule": "gpipe"}
-    example = (state, jax.ShapeDtypeStruct((32, 64), jnp.float32))
-    plan = plan_for(step, example, cluster="p4d.24xlarge:1", **wishes).plan
-    assert [bool(stage.rematerialised) for stage in plan.stages] == [False, True]
-
-
 # Refusals
 
 

@@ -292,6 +292,29 @@ def test_a_shard_map_beside_other_operations_is_refused() -> None:
         dataflow_of(lambda a: inner(a) + 1, jax.ShapeDtypeStruct((8, 8), jnp.float32))
 
 
+def _constant(value: float = 2.0) -> jax.Array:
+    return lax.broadcast_in_dim(lax.reshape(value, (1, 1)), (4, 4), (0, 1))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: x * _constant(),
+        lambda x: x * lax.squeeze(lax.reshape(lax.expand_dims(2.0, (0,)), (1, 1)), (0, 1)),
+        lambda x: x @ lax.transpose(_constant(), (1, 0)) / _constant(),
+        lambda x: jnp.zeros(()).at[()].add(2.0) + jnp.zeros(()).at[()].add(x[0, 0]),
+        lambda x: lax.scan(lambda c, _: (c * _constant(), lax.reshape(lax.reshape(3.0, (1,)), (1, 1))), x, length=3),
+        lambda x: lax.cond(x[0, 0] > 0, lambda x: x * _constant(), lambda x: _constant(3.0), x),
+        jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(x * _constant())))),
+        lambda x: jax.jit(lambda x: x + jax.jit(lambda: lax.reshape(lax.reshape(2.0, (1,)), (1, 1)))())(x),
+    ],
+)
+def test_what_is_made_of_literals_alone_is_a_constant(made: Any) -> None:
+    x = jnp.ones((4, 4))
+    assert predict(dataflow_of(made, x)).argument_bytes == x.nbytes
+    assert predict(dataflow_of(made, x, platform="gpu")).argument_bytes == x.nbytes
+
+
 def names(flow: Program) -> list[str]:
     return [kernel.operation.name for kernel in Fusion(without_dead_code(flow)).run()]
 

@@ -50,6 +50,7 @@ class Costs:
     def __init__(self, *made: Any) -> None:
         self.counts, self.base, self.num_devices, self.reserve = COUNTS, made[0], STAGES, nothing_reserved
         self._made = {one.program.microbatches: one for one in made}
+        self.searched: set[int] = set()
 
     def __call__(self, count: int) -> Any:
         return self._made[count]
@@ -83,7 +84,7 @@ def test_bounds_hold_for_the_orders_that_are_asked_for(fills_ends: bool) -> None
         least = takes(count, "one_f_one_b")
         if fills_ends:
             least = min(least, takes(count, "zero_bubble"))
-        assert 0 < bounds.told_by(1, count, inf) <= least * (1 + 1e-9)
+        assert 0 < bounds.of(count, inf) <= least * (1 + 1e-9)
 
 
 def test_the_search_begins_in_the_middle() -> None:
@@ -99,7 +100,7 @@ def test_the_search_goes_on_around_the_best_plan() -> None:
     """Bounds do not see what finer microbatches lose, so that the finest always seem the fastest."""
     bounds, _ = bounds_of(fills_ends=True)
     best = takes(32, "one_f_one_b")
-    expected = {count: bounds.told_by(1, count, best) for count in COUNTS}
+    expected = {count: bounds.of(count, best) for count in COUNTS}
 
     def promising(left: list[int]) -> int:
         return bounds.promising(left, expected, best, 32)
@@ -112,14 +113,14 @@ def test_the_search_goes_on_around_the_best_plan() -> None:
 def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
     bounds, _ = bounds_of(fills_ends=True)
     best = takes(64, "one_f_one_b")
-    expected = {count: bounds.told_by(1, count, best) for count in COUNTS}
+    expected = {count: bounds.of(count, best) for count in COUNTS}
     assert expected[1] < best, "a bound as loose as this rules nothing out"
     for count in (1, 2, 4, 8):
         # Of 1F1B it is known that it takes longer than this, and no more.
         assert best < bounds.with_split(count, best) <= 1.25 * best
         near, _ = bounds_of(fills_ends=True)
         known, least = 0.97 * takes(count, "one_f_one_b"), SPLITS * takes(count, "zero_bubble")
-        near.told_by(1, count, known)
+        near.of(count, known)
         assert least < known
         assert near.with_split(count, known) == pytest.approx(least)
         assert near.with_split(count, least * (1 - 1e-9)) == pytest.approx(takes(count, "one_f_one_b"))
@@ -128,21 +129,21 @@ def test_what_only_a_split_backward_makes_fast_is_bounded_by_itself() -> None:
     for share in (1.0, 1.001, 1.01, 1.03):
         bounds, _ = bounds_of(fills_ends=True)
         whole = takes(128, "one_f_one_b")
-        bounds.told_by(1, 128, share * whole)
+        bounds.of(128, share * whole)
         assert bounds.with_split(128, share * whole) == 0.0
 
 
 def test_where_no_split_backward_is_asked_for_none_is_looked_at() -> None:
     bounds, _ = bounds_of(fills_ends=False)
     for count in COUNTS:
-        bounds.told_by(1, count, 0.5)
+        bounds.of(count, 0.5)
     assert bounds.with_split(1, 0.05) == 0.0
 
 
 def test_bounds_are_of_the_memory_that_there_was() -> None:
     bounds, _ = bounds_of(fills_ends=True)
     for count in COUNTS:
-        bounds.told_by(1, count, 0.5)
+        bounds.of(count, 0.5)
     bounds.reset()
     assert bounds.with_split(1, 0.05) == 0.0
     assert bounds.promising([1, 128], dict.fromkeys(COUNTS, 1.0), 1.0, 4) == 1
@@ -163,7 +164,7 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
 
     bounds = MicrobatchBounds(known, problem)
     plain = {count: bounds.of(count, inf) for count in COUNTS}
-    bounds.searched.add(8)
+    known.searched.add(8)
     for count in COUNTS:
         expected = 2 * plain[count] if count >= 8 else plain[count]
         assert bounds.of(count, inf) == pytest.approx(expected)
@@ -178,42 +179,13 @@ def test_what_a_guess_rules_out_may_yet_be_as_fast() -> None:
     assert bounds.of(8, 2 * least) <= least
 
 
-@pytest.mark.parametrize("fills_ends", [False, True])
-def test_what_finer_microbatches_take_bounds_coarser_ones(fills_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the finest are much too slow nothing is asked of the others, and what is said of them is not too much."""
-    bounds, _ = bounds_of(fills_ends=fills_ends)
-    best = 0.8 * takes(128, "one_f_one_b")
-    asked: list[int] = []
-    told_by = MicrobatchBounds.told_by
-    monkeypatch.setattr(
-        MicrobatchBounds,
-        "told_by",
-        lambda self, source, count, best: asked.append(count) or told_by(self, source, count, best),
-    )
-    for count in (16, 32, 64):
-        found = bounds.of(count, best)
-        least = takes(count, "one_f_one_b")
-        if fills_ends:
-            least = min(least, SPLITS * takes(count, "zero_bubble"))
-        assert best < found <= least
-    assert asked == [128]
-
-
 def test_bounds_are_of_the_memory_that_there_is_for_a_number() -> None:
     bounds, base = bounds_of(fills_ends=False)
     bounds._costs.reserve = lambda count: MemoryReserve(plain=float(count))
     reserved: list[MemoryReserve] = []
     base.reserve = reserved.append
-    bounds.told_by(1, 4, 1.0)
+    bounds.of(4, 1.0)
     assert reserved == [MemoryReserve(plain=4.0)]
-
-
-def test_finer_microbatches_in_less_memory_say_nothing_of_coarser_ones() -> None:
-    bounds, _ = bounds_of(fills_ends=False)
-    bounds._costs.reserve = lambda count: MemoryReserve(plain=1.0 if count == 128 else 0.0)
-    bounds._tell(bounds._nearest(128), 128, 0.5)
-    assert bounds._told
-    assert bounds._told_of_finer(64) is None
 
 
 def test_each_bound_is_of_its_own_interest() -> None:
@@ -221,7 +193,7 @@ def test_each_bound_is_of_its_own_interest() -> None:
     bounds, base = bounds_of(fills_ends=True)
     seen: list[str] = []
     base.focus, base.forget_estimates = lambda most: seen.append("focus"), lambda: seen.append("forget")
-    bounds.told_by(1, 4, 0.9 * takes(4, "one_f_one_b"))
+    bounds.of(4, 0.9 * takes(4, "one_f_one_b"))
     assert bounds.with_split(4, 0.9 * takes(4, "one_f_one_b")) > 0
     assert seen.count("focus") == 2
     assert all(seen[at - 1] == "forget" for at, what in enumerate(seen) if what == "focus")

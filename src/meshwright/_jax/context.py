@@ -59,7 +59,8 @@ def no_mesh() -> Iterator[None]:
 
 
 def as_user() -> Callable[[], AbstractContextManager[None]]:
-    """Enters, now and later, the mesh that the user has set around the call that `no_mesh` serves, if any."""
+    """A context manager that sets again the mesh, if any, that the user had set when `no_mesh` was entered. It can be
+    entered more than once, also after `no_mesh` has been left."""
     users = _users.get()
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import PlanError
@@ -25,16 +25,27 @@ class Lifted:
     """One effect that was lifted, for messages.
 
     Args:
-      name: of the function that the user called.
+      primitive: that it is.
       line: where.
       in_loss: whether it stands in a loss function, which every microbatch runs.
       in_remat: whether it stands in a `jax.checkpoint` region inside one.
+      levels: of a call under `jax.vmap`, the dims that it goes through (`unrolled.Series`).
+      times: how often its program runs it, as far as that is known.
+      each_example: whether it runs for each example: as often in microbatches as in the whole batch.
     """
 
-    name: str
+    primitive: str
     line: str
     in_loss: bool = False
     in_remat: bool = False
+    levels: tuple[tuple[tuple[int, ...] | None, ...], ...] = ()
+    times: int = 1
+    each_example: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the function that the user called."""
+        return NAMES[self.primitive]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +65,40 @@ class Effects:
 
 
 NO_EFFECTS = Effects(count=0, run=lambda values, loss: None, lifted=())
+
+
+def with_examples(effects: Effects, in_loss: Effects, microbatches: int) -> Effects:
+    """The effects of a step, of which is known what runs for each example.
+
+    Args:
+      effects: of the step at its full batch.
+      in_loss: those of its loss function at the size of a microbatch.
+      microbatches: how many of these make the batch.
+
+    Raises:
+      PlanError: where a microbatch has other effects.
+    """
+    small, found = list(in_loss.lifted), []
+    for one in effects.lifted:
+        if one.in_loss:
+            other = small.pop(0) if small else None
+            if other is None or (other.primitive, other.line, other.levels) != (one.primitive, one.line, one.levels):
+                raise _other_effects(one, microbatches)
+            one = replace(one, each_example=one.times == other.times * microbatches)
+        found.append(one)
+    if small:
+        raise _other_effects(small[0], microbatches)
+    return replace(effects, lifted=tuple(found))
+
+
+def _other_effects(effect: Lifted, microbatches: int) -> PlanError:
+    return PlanError(
+        refused=f"microbatches={microbatches}",
+        got=f"{effect.name} in the loss function that is called another number of times, or on other values, at the "
+        "size of a microbatch",
+        needed="calls that do not depend on the batch size, or one for each example under jax.vmap or jax.lax.map",
+        where=effect.line or "the step", try_="printing the whole array at once, or microbatches=1",
+    )  # fmt: skip
 
 
 def outside_effects(equation: Equation) -> bool:

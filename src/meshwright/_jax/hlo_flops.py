@@ -37,7 +37,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _dot_flops(left: tuple[int, ...], right: tuple[int, ...], dims: Mapping[str, Sequence[int]]) -> float:
-    """Of a product of operands of these extents.
+    """FLOPs of a matrix product, from the extents of its operands.
 
     Args:
       left: extents of the left operand.
@@ -53,8 +53,8 @@ def _dot_flops(left: tuple[int, ...], right: tuple[int, ...], dims: Mapping[str,
 def _convolution_flops(
     instruction: Instruction, image: tuple[int, ...], kernel: tuple[int, ...], made: tuple[int, ...]
 ) -> float:
-    """Of a convolution of these extents, whose dims are named as in "b01f_01io->b01f"; the kernel's `i` is already per
-    group of features."""
+    """FLOPs of a convolution, from the extents of its operands and result. Dims are named as in "b01f_01io->b01f"; the
+    kernel's `i` is already the number of input features of one group."""
     of_image, of_kernel, of_made = re.split("_|->", instruction.attributes["dim_labels"])
     places = sorted(filter(str.isdigit, of_made))
     rank = len(places)

@@ -24,7 +24,7 @@ _NARROW = ("bf16", "f16")
 
 
 class Origins:
-    """Of the arrays of one program.
+    """Which arrays the arrays of one compiled program were made from.
 
     Args:
       module: the program.

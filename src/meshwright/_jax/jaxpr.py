@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import jax
@@ -72,6 +73,14 @@ def is_dropped(var: Any) -> bool:
 def source_line(equation: Equation) -> str:
     """`file.py:line (function)` of the user code behind an equation."""
     return _line_of(equation.source_info.traceback)
+
+
+def calling_line(equation: Equation) -> str:
+    """As `source_line`, of the innermost code that is in no installed package; "" if there is none."""
+    frames = source_info_util.user_frames(equation.source_info.traceback)
+    mine = (one for one in frames if not {"site-packages", "dist-packages"} & {*PurePath(one.file_name).parts})
+    found = next(mine, None)
+    return "" if found is None else f"{found.file_name}:{found.start_line} ({found.function_name})"
 
 
 # The pieces of a scan and the numbers of microbatches have equations from the same lines.

@@ -18,8 +18,9 @@ derivative of its own, inside a loss function, since its rule runs in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -57,6 +58,7 @@ from .jaxpr import (
 )
 from .manual import is_shard_map
 from .random import is_key
+from .unrolled import Level, Series, series_in
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
@@ -73,14 +75,19 @@ def lift_effects(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Effects]:
     return _lifted(closed, _Place())
 
 
-def lift_from_loss(call: MarkedCall, microbatches: int = 1) -> tuple[MarkedCall, Effects]:
+def lift_from_loss(
+    call: MarkedCall, microbatches: int = 1, whole: Sequence[Lifted] = ()
+) -> tuple[MarkedCall, Effects]:  # fmt: skip
     """As `lift_effects`, of the loss function of a marked call. Its layer boundaries stay where they are.
 
     Args:
       call: at the size of one microbatch.
       microbatches: of a step: so many rows its effects are run on.
+      whole: what was lifted from it at the full batch.
     """
-    place = _Place(in_loss=True, rows=True, differentiated=call.num_consts < len(open_jaxpr(call.jaxpr).invars))
+    differentiated = call.num_consts < len(open_jaxpr(call.jaxpr).invars)
+    known = {(one.primitive, one.line): one.levels for one in whole}
+    place = _Place(in_loss=True, rows=True, differentiated=differentiated, known=known)
     jaxpr, effects = _lifted(call.jaxpr, place)
 
     def run(values: Sequence[Any], loss: Effects | None) -> None:
@@ -110,6 +117,7 @@ class _Place:
       differentiated: whether derivatives are taken of it.
       in_remat: in a `jax.checkpoint` region.
       nested: in a loop or branch.
+      known: as of `series_in`.
     """
 
     in_loss: bool = False
@@ -117,10 +125,11 @@ class _Place:
     differentiated: bool = False
     in_remat: bool = False
     nested: bool = False
+    known: Mapping[tuple[str, str], tuple[Level, ...]] = field(default_factory=dict)
 
     def inside(self, *, remat: bool = False) -> _Place:
         in_remat = self.in_remat or (remat and self.in_loss)
-        return _Place(in_loss=self.in_loss, differentiated=self.differentiated, in_remat=in_remat, nested=True)
+        return replace(self, rows=False, in_remat=in_remat, nested=True)
 
 
 def _lifted(closed: ClosedJaxpr, place: _Place) -> tuple[ClosedJaxpr, Effects]:
@@ -147,14 +156,18 @@ class _Lifting:
         outvars = _all(calls, self._top.outvars)
         self._live = _live(flat, outvars)
         self._gone: set[Any] = set()
-        for equation in flat:
+        for one in series_in(flat, place.known):
+            series = one if isinstance(one, Series) else None
+            equation: Equation = one if series is None else series.equation.replace(invars=list(series.atoms))
             invars = _all(self._env, equation.invars)
             if any(not is_literal(a) and a in self._gone for a in invars):
                 self._gone.update(equation.outvars)
                 continue
             if any(a is not b for a, b in zip(invars, equation.invars, strict=True)):
                 equation = equation.replace(invars=invars)
-            if outside_effects(equation):
+            if series is not None:
+                self._lift_call(equation, series)
+            elif outside_effects(equation):
                 self._lift(equation)
             else:
                 self._equations.append(equation)
@@ -245,7 +258,8 @@ class _Lifting:
                 "leaving it out of the step",
             )  # fmt: skip
 
-    def _lift_call(self, equation: Equation) -> None:
+    def _lift_call(self, equation: Equation, series: Series | None = None) -> None:
+        """Lift a call, or a series of calls of which the equation has the operands."""
         if any(var in self._live for var in equation.outvars):
             raise refusal(
                 equation, "a callback whose result the step reads",
@@ -273,11 +287,13 @@ class _Lifting:
             given = dict(zip(atoms, values, strict=True))
             for atom, kind in kinds.items():
                 given[atom] = jax.random.wrap_key_data(given[atom], impl=kind)
-            bind(called, *(a.val if is_literal(a) else given[a] for a in equation.invars))
+            operands = [a.val if is_literal(a) else given[a] for a in equation.invars]
+            _run_series(called, operands, () if series is None else series.levels)
 
         one = Lifted(
-            name=NAMES[equation.primitive.name], line=source_line(equation), in_loss=self._place.in_loss,
-            in_remat=self._place.in_remat,
+            primitive=equation.primitive.name, line=source_line(equation), in_loss=self._place.in_loss,
+            in_remat=self._place.in_remat, levels=() if series is None else series.levels,
+            times=1 if series is None else prod(series.sizes),
         )  # fmt: skip
         self._add(words_of, Effects(count=len(words_of), run=run, lifted=(one,)), equation)
 
@@ -303,7 +319,8 @@ class _Lifting:
             _repeat(effects, values, loss, length=parts.length, reverse=parts.reverse)
 
         made = self._replace(equation, scanned)
-        self._add(made, replace(effects, run=run), equation)
+        lifted = tuple(replace(one, times=one.times * parts.length) for one in effects.lifted)
+        self._add(made, replace(effects, run=run, lifted=lifted), equation)
 
     def _lift_cond(self, equation: Equation) -> None:
         lifted = [_lifted(branch, self._place.inside()) for branch in equation.params["branches"]]
@@ -404,6 +421,21 @@ class _Lifting:
             self._equations.append(one.replace(invars=_all(env, one.invars), outvars=outvars))
             env.update(zip(one.outvars, outvars, strict=True))
         return _all(env, inner.outvars)
+
+
+def _run_series(called: Equation, operands: Sequence[Any], levels: Sequence[Level]) -> None:
+    """Call for each row of the operands, the outermost level first."""
+    if not levels:
+        bind(called, *operands)
+        return
+    level, *rest = levels
+    rows = {n: lax.transpose(operands[n], dims) for n, dims in enumerate(level) if dims is not None}
+
+    def trip(carry: Any, row: Mapping[int, Any]) -> tuple[Any, None]:
+        _run_series(called, [row.get(n, operand) for n, operand in enumerate(operands)], rest)
+        return carry, None
+
+    lax.scan(trip, 0, rows)
 
 
 def _in_order(equation: Equation) -> Equation:

@@ -99,7 +99,7 @@ def program_of(
 
 
 _Flags = tuple[bool, bool]
-"""Of an input: whether it is donated, and whether it is in the host's memory."""
+"""Of one input of a program: (is donated, is in the host's memory)."""
 
 
 def _unwrapped(jaxpr: Any, flags: list[_Flags], partitioned: bool) -> tuple[Any, list[_Flags], bool]:
@@ -215,6 +215,8 @@ class _Reader(Builder):
         if name in _REDUCES:
             return self.emit(Kind.REDUCE, name, reads, avals, key=key, expensive=True)
         if name == "dynamic_update_slice" or name.startswith("scatter"):
+            if is_literal(equation.invars[0]):
+                reads = [self.read({}, equation.invars[0]), *reads]  # what it writes into is no part of its kernel
             return self.emit(Kind.UPDATE, name, reads, avals, key=key)
         if name == "integer_pow":
             return self.arithmetic(name, reads, avals, key, expensive=params["y"] < 0, library=params["y"] == 2)

@@ -88,8 +88,9 @@ class Builder:
 
         def fits(value: int, total: int) -> bool:
             source = self.source.get(value)
-            scattered = source is not None and source.name == "scatter-add" and source.reads[0] in self.zeros
-            return scattered and readers[value] == 1 and self.types[value] == self.types[total]
+            if source is None or source.kind is not Kind.UPDATE or source.name != "scatter-add":
+                return False
+            return source.reads[0] in self.zeros and readers[value] == 1 and self.types[value] == self.types[total]
 
         changed: list[Operation] = []
         for operation in self.operations:
@@ -176,8 +177,8 @@ class Builder:
 
     def reshaped(self, value: int, shape: tuple[int, ...]) -> int:
         """`value` under another shape; a reshape of a reshape is one reshape."""
-        while (source := self.source.get(value)) is not None and source.name == "reshape":
-            value = source.reads[0]
+        while (source := self.source.get(value)) is not None and source.kind is Kind.VIEW and source.name == "reshape":
+            value = source.reads[0]  # one of a literal is a constant, and no view
         if self.types[value][0] == shape:
             return value
         named = jax.ShapeDtypeStruct(shape, self.types[value][1])

@@ -90,6 +90,12 @@ def _wishes(program: Any) -> Iterator[str]:
             for target in equation.params["devices"]:
                 if target is not None and not isinstance(target, jax.memory.Space):
                     yield f"device_put at {source_line(equation)} to {getattr(target, 'spec', target)}"
+        elif equation.primitive.name in ("jit", "pjit"):
+            for option in ("in_shardings", "out_shardings"):
+                said = [one for one in equation.params[option] if isinstance(one, jax.sharding.Sharding)]
+                if said:
+                    specs = dict.fromkeys(str(getattr(one, "spec", one)) for one in said)
+                    yield f"{option} of jax.jit({equation.params['name']}), {', '.join(specs)}"
         for inside in programs_in(equation) if equation.primitive.name != "shard_map" else ():
             yield from _wishes(inside)
 

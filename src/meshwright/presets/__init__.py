@@ -5,7 +5,8 @@ stage. What it leaves open (layouts inside these limits, where stages begin, mic
 searched as ever, and what comes out is a plan like any other, which says in its notes what it was held to. The search
 alone can find each of these plans; `meshwright compare` shows by how much it does better.
 
-Sizes that are not given follow from the number of devices. Tensor axes lie inside: their devices are neighbours.
+A size that is not given follows from the number of devices, if the others are given. Tensor axes lie inside: their
+devices are neighbours.
 
 `docs/presets.md` says what each restricts, and the communication it shows.
 """

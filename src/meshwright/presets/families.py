@@ -44,15 +44,16 @@ def parameter_server() -> Preset:
 
 
 def megatron(
-    *, tp: int | None = 1, pp: int = 1, dp: int | None = None, zero: int = 0, chunks: int = 1,
+    *, tp: int | None = None, pp: int | None = None, dp: int | None = None, zero: int = 0, chunks: int = 1,
     sequence_parallel: bool = False,
 ) -> Preset:  # fmt: skip
     """Tensor, pipeline and data parallelism (Narayanan et al. 2021).
 
     Args:
-      tp: devices that share every product.
-      pp: stages, or groups of devices that share the stages.
-      dp: devices among which the batch is split.
+      tp: devices that share every product; None for what the others leave of the devices, if `dp` is given, or else 1.
+      pp: stages, or groups of devices that share the stages; None for what the others leave, if both of these are
+        given, or else 1.
+      dp: devices among which the batch is split; None for what the others leave.
       zero: 1 for optimizer state split over the data axis (its distributed optimizer), else 0.
       chunks: stages of each such group, interleaved.
       sequence_parallel: between products the sequence is split over the tensor devices.
@@ -64,11 +65,11 @@ def megatron(
     return three_dimensional("megatron", tp, pp, dp, stage=zero, chunks=chunks, sequence_parallel=sequence_parallel)
 
 
-def deepspeed_3d(*, tp: int | None = 1, pp: int = 1, dp: int | None = None, zero: int = 1) -> Preset:
+def deepspeed_3d(*, tp: int | None = None, pp: int | None = None, dp: int | None = None, zero: int = 1) -> Preset:
     """As `megatron`, with optimizer state split over the data axis.
 
     Args:
-      tp: devices that share every product.
+      tp: as there, like the next two.
       pp: stages.
       dp: devices among which the batch is split.
       zero: the ZeRO stage, 1 or 2.
@@ -80,11 +81,11 @@ def deepspeed_3d(*, tp: int | None = 1, pp: int = 1, dp: int | None = None, zero
     return three_dimensional("deepspeed_3d", tp, pp, dp, stage=zero)
 
 
-def fsdp_tp(*, tp: int | None, dp: int | None = None) -> Preset:
+def fsdp_tp(*, tp: int | None = None, dp: int | None = None) -> Preset:
     """Tensor parallelism inside, ZeRO-3 outside.
 
     Args:
-      tp: devices that share every product.
+      tp: devices that share every product; None for what `dp` leaves of the devices.
       dp: devices among which the batch is split, and over which parameters are stored.
 
     >>> str(fsdp_tp(tp=2).on(8))
@@ -93,12 +94,12 @@ def fsdp_tp(*, tp: int | None, dp: int | None = None) -> Preset:
     return Preset(family="fsdp_tp", axes=(_data(dp), _tensor(tp)), zero=3)
 
 
-def gpipe(stages: int, *, dp: int | None = None) -> Preset:
+def gpipe(stages: int | None = None, *, dp: int | None = None) -> Preset:
     """Stages that see all microbatches forward, then all backward, and compute activations again (Huang et al. 2019).
 
     Args:
-      stages: how many.
-      dp: devices of each stage, among which a microbatch is split.
+      stages: how many; None for what `dp` leaves of the devices.
+      dp: devices of each stage, among which a microbatch is split; None for what the stages leave.
 
     >>> str(gpipe(4))
     'gpipe(stages=4)'
@@ -106,12 +107,12 @@ def gpipe(stages: int, *, dp: int | None = None) -> Preset:
     return _pipeline("gpipe", stages, dp, schedule="gpipe", remat="layer")
 
 
-def pipedream(stages: int, *, dp: int | None = None) -> Preset:
+def pipedream(stages: int | None = None, *, dp: int | None = None) -> Preset:
     """A pipeline that is never drained: an update for each microbatch, weights stashed (Narayanan et al. 2019).
 
     Args:
-      stages: how many.
-      dp: devices of each stage, among which a microbatch is split.
+      stages: how many; None for what `dp` leaves of the devices.
+      dp: devices of each stage, among which a microbatch is split; None for what the stages leave.
 
     >>> str(pipedream(2, dp=4))
     'pipedream(stages=2, dp=4)'
@@ -119,19 +120,19 @@ def pipedream(stages: int, *, dp: int | None = None) -> Preset:
     return _pipeline("pipedream", stages, dp, schedule="pipedream", remat=None)
 
 
-def expert_parallel(*, ep: int | None = None, dp: int | None = 1) -> Preset:
+def expert_parallel(*, ep: int | None = None, dp: int | None = None) -> Preset:
     """Experts split over the devices that share the batch, tokens exchanged between them (Lepikhin et al. 2020).
 
     Args:
-      ep: devices that share the experts.
-      dp: groups of such devices, each with all experts.
+      ep: devices that share the experts; None for what `dp` leaves of the devices, or all of them.
+      dp: groups of such devices, each with all experts; None for what `ep` leaves.
 
-    >>> str(expert_parallel(dp=2).on(8))
-    'expert_parallel(ep=4, dp=2)'
+    >>> str(expert_parallel(dp=2).on(8)), str(expert_parallel(ep=4).on(8)), str(expert_parallel().on(8))
+    ('expert_parallel(ep=4, dp=2)', 'expert_parallel(ep=4, dp=2)', 'expert_parallel(ep=8, dp=1)')
     """
     _check_size("ep", ep)
     expert = PresetAxis(name="expert", size=ep, role="expert", argument="ep")
-    return Preset(family="expert_parallel", axes=(_data(dp), expert))
+    return Preset(family="expert_parallel", axes=(_data(1 if ep is dp is None else dp), expert))
 
 
 def _data(size: int | None, *, shown: bool = True) -> PresetAxis:
@@ -145,7 +146,7 @@ def _tensor(size: int | None) -> PresetAxis:
 
 
 def three_dimensional(
-    family: str, tp: int | None, pp: int, dp: int | None, *, stage: int, chunks: int = 1,
+    family: str, tp: int | None, pp: int | None, dp: int | None, *, stage: int, chunks: int = 1,
     sequence_parallel: bool = False,
 ) -> Preset:  # fmt: skip
     """Tensor, pipeline and data axes with any ZeRO stage: what Megatron-LM and DeepSpeed can be set to between them.
@@ -159,8 +160,16 @@ def three_dimensional(
       chunks: as there.
       sequence_parallel: as there.
     """
-    _check_size("pp", pp, optional=False)
+    _check_size("pp", pp)
     _check_size("chunks", chunks, optional=False)
+    if pp is None and tp is not None and dp is not None:
+        return Preset(
+            family=family, axes=(_data(dp), _tensor(tp)),
+            with_stages=lambda stages: three_dimensional(
+                family, tp, stages, dp, stage=stage, chunks=chunks, sequence_parallel=sequence_parallel
+            ),
+        )  # fmt: skip
+    tp, pp = 1 if tp is dp is None else tp, pp or 1
     if chunks > 1 and pp < 2:
         raise PlanError(
             refused=f"the preset {family}", got=f"chunks={chunks} and pp={pp}",
@@ -177,8 +186,18 @@ def three_dimensional(
     )  # fmt: skip
 
 
-def _pipeline(family: str, stages: int, dp: int | None, *, schedule: str, remat: str | None) -> Preset:
-    _check_size("stages", stages, optional=False)
+def _pipeline(family: str, stages: int | None, dp: int | None, *, schedule: str, remat: str | None) -> Preset:
+    _check_size("stages", stages)
+    if stages is None:
+        if dp is None:
+            raise PlanError(
+                refused=f"the preset {family}", got="neither stages= nor dp=",
+                needed="one of them: the other follows from the devices", where="preset=", try_=f"{family}(2)",
+            )  # fmt: skip
+        return Preset(
+            family=family, axes=(_data(dp),),
+            with_stages=lambda stages: _pipeline(family, stages, dp, schedule=schedule, remat=remat),
+        )  # fmt: skip
     if stages < 2:
         raise PlanError(
             refused=f"the preset {family}", got=f"stages={stages}", needed="at least 2 stages", where="stages=",

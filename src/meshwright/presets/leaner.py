@@ -22,7 +22,7 @@ def leaner(preset: Preset, devices: int) -> Iterator[Preset]:
       devices: that it is for.
     """
     data = next((axis.size or 1 for axis in preset.axes if axis.role == "batch"), 1)
-    if data == 1:
+    if data == 1 or preset.family not in FAMILIES:
         return
     if preset.family in ("data_parallel", "parameter_server", "zero"):
         yield from (zero(stage).on(devices) for stage in (1, 3) if stage > (preset.zero or 0))
@@ -41,3 +41,18 @@ def leaner(preset: Preset, devices: int) -> Iterator[Preset]:
         yield from (changed(**{stages: n * arguments[stages]}, dp=data // n) for n in times)
     if "tp" in arguments:
         yield from (changed(tp=n * arguments["tp"], dp=data // n) for n in times)
+
+
+def leaner_words(preset: Preset, devices: int) -> str:
+    """What to try where a preset does not fit.
+
+    >>> from meshwright.presets import data_parallel, gpipe
+    >>> leaner_words(data_parallel().on(8), 8), leaner_words(gpipe(8).on(8), 8)
+    ('zero(stage=1) or zero(stage=3), or leaving out preset=', 'leaving out preset=, or more devices')
+
+    Args:
+      preset: as of `leaner`.
+      devices: the same.
+    """
+    others = " or ".join(map(str, leaner(preset, devices)))
+    return f"{others}, or leaving out preset=" if others else "leaving out preset=, or more devices"

@@ -14,6 +14,7 @@ from math import inf
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
 from ..runtime.pipeline.stage_memory import StageMemory
+from .leaner import leaner_words
 from .least import Floor
 from .preset import Preset
 from .priced import PricedPreset
@@ -100,7 +101,7 @@ def planned_preset(
         got=f"{size_words(usable)} usable on a device",
         needed=f"about {size_words(leanest)} on a device, the predicted peak of the leanest plan found",
         where="the stages of the preset",
-        try_="a preset that splits the model or its optimizer state further, a smaller batch",
+        try_=leaner_words(preset, prices.cluster.num_devices),
     )  # fmt: skip
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from ..errors import PlanError
 from ..program.graph import Value
-from ..program.marking import HOW_TO_MARK, UNMARKED
 from ..program.trace import Program
 from ..search.roles import Role, Roles
+from . import other_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class Preset:
       sequence_parallel: whether tensor axes also split the sequence between products.
       gradient_exchange: as in `plan.Stage`.
       shown: arguments that are no sizes, as the name shows them.
+      with_stages: where the number of stages follows from the devices, the preset with so many; else None.
 
     >>> from meshwright.presets import megatron
     >>> str(megatron(tp=2, pp=2)), str(megatron(tp=2, pp=2).on(8))
@@ -62,6 +63,7 @@ class Preset:
     sequence_parallel: bool = False
     gradient_exchange: str = "collective"
     shown: tuple[tuple[str, Any], ...] = ()
+    with_stages: Callable[[int], Preset] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         """As it is written in Python."""
@@ -110,15 +112,20 @@ class Preset:
                 needed="all sizes but one: that one follows from the devices", where="preset=",
                 try_=f"giving {' or '.join(names)}",
             )  # fmt: skip
-        if devices % known or (not missing and known != devices):
-            product = f"a multiple of {known}" if missing else str(known)
+        follows = self.with_stages is not None or bool(missing)
+        # A pipeline whose stages follow has two of them at least.
+        one = self.with_stages is not None and len(self.axes) == 1 and devices == known
+        if devices % known or one or (not follows and known != devices):
+            product = f"at least {2 * known}" if one else f"a multiple of {known}" if follows else str(known)
             sizes = [f"{name}={size}" for name, size in self.shown if name in ("pp", "stages")]
             sizes += [f"{axis.argument}={axis.size}" for axis in self.axes if axis.size is not None]
             raise PlanError(
                 refused=f"the preset {self}", got=f"{devices} devices",
                 needed=f"{product} devices, for {' '.join(sizes)}" if sizes else f"{product} devices", where="preset=",
-                try_=f"sizes whose product is {devices}, or leaving one out",
+                try_=other_sizes.for_devices(self, devices),
             )  # fmt: skip
+        if self.with_stages is not None:
+            return self.with_stages(devices // known).on(devices)
         axes = tuple(axis if axis.size is not None else replace(axis, size=devices // known) for axis in self.axes)
         return replace(self, axes=axes)
 
@@ -135,20 +142,23 @@ class Preset:
         """
         if not program.marked:
             raise PlanError(
-                refused=f"the preset {self}", got=UNMARKED,
+                refused=f"the preset {self}", got=program.marks.got,
                 needed="a step whose loss function is marked, so that its parameters are known", where=where,
-                try_=f"{HOW_TO_MARK}; or, for a step without gradients, mesh= or pins= in place of preset=",
+                try_=f"{program.marks.advice}; or, for a step without gradients, mesh= or pins= in place of preset=",
             )  # fmt: skip
         roles = Roles(
             axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
         )  # fmt: skip
         for axis in self.axes:
-            if axis.name in self.roles and not roles.can_split(program.graph, axis.role, axis.size or 1):
+            size = axis.size or 1
+            # A data axis of one device splits nothing: a batch may be of one example.
+            if size > 1 and not roles.can_split(program.graph, axis.role, size):
                 raise PlanError(
                     refused=f"the preset {self}",
-                    got=f"a program without {_SPLIT[axis.role]} that {axis.size} divides",
+                    got=f"a program without {_SPLIT[axis.role]} that {size} divides",
                     needed="one, for its axis to split", where=where,
-                    try_=_batch_words(program, batch, axis) if axis.role == "batch" else _OTHERWISE[axis.role],
+                    try_=other_sizes.for_batch(program, batch, size) if axis.role == "batch"
+                    else other_sizes.for_program(self, program, roles, axis),
                 )  # fmt: skip
         tensor = self.size("tensor")
         if self.sequence_parallel and tensor > 1 and not roles.can_split_sequence(program.graph, tensor):
@@ -168,29 +178,6 @@ _SPLIT: Mapping[Role, str] = {
     "tensor": "an inner width of products (heads, feed-forward)",
     "expert": "a stack of experts",
 }
-
-_OTHERWISE: Mapping[Role, str] = {
-    "tensor": "another tp=, or data_parallel()",
-    "expert": "another ep=, or data_parallel()",
-}
-
-
-def _batch_words(program: Program, batch: frozenset[tuple[str, int]], axis: PresetAxis) -> str:
-    """What to do about a batch that an axis does not divide."""
-    shapes = {program.graph.values[v].name: program.graph.values[v].shape for v in program.graph.inputs}
-    extents = {shapes[name][dim] * program.microbatches for name, dim in batch}
-    size, tries = axis.size or 1, [] if axis.argument != "dp" else ["a smaller dp="]
-    if len(extents) == 1:
-        (extent,) = extents
-        fewer = [n for n in range(1, program.microbatches) if extent % (n * size) == 0]
-        block = size * program.microbatches
-        tries = [
-            *([f"microbatches={max(fewer)}"] if fewer else []),
-            f"a batch of {-(-extent // block) * block}",
-            *tries,
-        ]
-    return ", or ".join(tries) or f"a batch that {size} divides"
-
 
 # The order of arguments in a preset's name.
 _ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence_parallel")
@@ -214,10 +201,6 @@ def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
         return
     largest = max(parameters, key=lambda value: value.bytes)
     size = max(sizes)
-    other = "data_parallel()"
-    if preset.family != "zero":
-        pipeline = f", pp={preset.stages}" if preset.stages > 1 else ""
-        other = f"megatron(tp={preset.size('tensor')}{pipeline}, dp={size})"
     parts = [n for n in range(2, size) if size % n == 0 and any(extent % n == 0 for extent in extents)]
     tries = []
     if parts and size == prod(axis.size or 1 for axis in preset.axes) and preset.stages == 1:
@@ -229,7 +212,7 @@ def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
         refused=f"the preset {preset}",
         got=f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
         needed=f"one, for ZeRO stage {preset.zero} to split", where="preset=",
-        try_=", or ".join([*tries, f"{other}, the same without ZeRO"]),
+        try_=", or ".join([*tries, f"{other_sizes.without_zero(preset)}, the same without ZeRO"]),
     )  # fmt: skip
 
 

@@ -35,7 +35,9 @@ from ..search.stage_costs import option_of
 from ..search.stage_solver import Kinds, StageSolver
 from ..search.staged_timing import best_schedule, staged_timing
 from ..search.submeshes import Submesh, Submeshes
+from .leaner import leaner_words
 from .least import Floor, StageLeast, least_step_seconds, searched_schedule
+from .other_sizes import check_interleaved
 from .preset import Preset
 from .priced import PlacedPreset, PricedPreset
 from .solved import (
@@ -166,12 +168,7 @@ class PresetPrices:
           MemoryExceeded: the same.
         """
         limits = self.limits(preset) if limit_bytes is None else tuple(limit_bytes)
-        if preset.chunks > 1 and microbatches % preset.stages:
-            raise PlanError(
-                refused=f"the preset {preset}", got=f"{microbatches} microbatches",
-                needed=f"a multiple of {preset.stages}: stages are interleaved", where="microbatches=",
-                try_=f"microbatches={(microbatches // preset.stages + 1) * preset.stages}, or chunks=1",
-            )  # fmt: skip
+        check_interleaved(preset, microbatches, batch_extents(self.args, self._batch_axis))
         return self._placed(self._stages(preset, microbatches, unlike=True), remat, below_seconds, limits)
 
     def _placed(
@@ -403,7 +400,7 @@ class PresetPrices:
             got=f"{size_words(limit)} usable on a device",
             needed=f"at least {size_words(held)} on a device, in {stages.microbatches} microbatches",
             where="the stages of the preset",
-            try_="a preset that splits the model or its optimizer state further, a smaller batch",
+            try_=leaner_words(stages.preset, self.cluster.num_devices),
         )  # fmt: skip
 
     def _stages(self, preset: Preset, microbatches: int, *, unlike: bool = False) -> PresetStages:

@@ -21,6 +21,7 @@ from ..search.submeshes import Submesh
 from ..search.workspace import held_together
 from ..simulate import EdgeTiming, Timing, step_seconds
 from .least import StageLeast, Way, microbatches_in_flight, searched_schedule
+from .other_sizes import without_zero
 from .preset import Preset
 
 
@@ -89,7 +90,9 @@ class PresetStages:
                 raise PlanError(
                     refused=f"the preset {self.preset}", got=f"stage {stage + 1} of {len(self.places)} without any "
                     "layout in which its axes split what they are to split", needed="one",
-                    where=f"{self.microbatches} microbatches", try_="other sizes",
+                    where=f"{self.microbatches} microbatches", try_="leaving out pins=" if self.pins.layouts
+                    else f"{without_zero(self.preset)}, the same without ZeRO" if self.preset.zero
+                    else "leaving out preset=",
                 )  # fmt: skip
             self.free[key] = found
         return self.free[key]

@@ -11,6 +11,8 @@ as if each had its share: a masked mean is then a mean over microbatches, like t
 that makes the loss a mean, and not something else, is found afterwards from what became of the program, whatever was
 assumed of the degree.
 
+A result beside the loss that depends on the size of the batch alone (`seen + x.shape[0]`) is a statistic too.
+
 Known limits: values inside of loops and branches stay where they are, as do those that random numbers or products of
 matrices are behind (the outputs of another model).
 """
@@ -23,9 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._jax.boundary import Boundaries
 from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, Var, consts_of, is_literal, open_jaxpr
+from .._jax.plain import programs_in
 from .._jax.random import is_key
 from .growth import Walk, degrees_of
 from .rules import Rules
@@ -55,8 +59,9 @@ class BatchStatistics:
 
 
 def with_batch_statistics(
-    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None], rules: Rules
-) -> BatchStatistics | None:
+    full: ClosedJaxpr, small: ClosedJaxpr, microbatches: int, split_dims: Sequence[int | None], rules: Rules, *,
+    sizes_alone: bool = False,
+) -> BatchStatistics | None:  # fmt: skip
     """Find the statistics; None if there are none.
 
     Args:
@@ -65,11 +70,12 @@ def with_batch_statistics(
       microbatches: how many of the second make the first.
       split_dims: for each leading input, which is not differentiated, the dim that is the batch.
       rules: the factor rules of the program.
+      sizes_alone: only results that depend on the size of the batch, and on no example of it.
     """
     a, b = open_jaxpr(full), open_jaxpr(small)
     if [e.primitive.name for e in a.eqns] != [e.primitive.name for e in b.eqns]:
         return None
-    found = _statistics(a, b, split_dims)
+    found = _statistics(a, b, split_dims, sizes_alone=sizes_alone)
     if not found:
         return None
     degrees = degrees_of(full, small, Walk(microbatches, rules), split_dims)
@@ -111,13 +117,26 @@ def as_of_a_microbatch(
     return ClosedJaxpr(_reading(jaxpr, renamed, shares), consts_of(core)), moved
 
 
-def _statistics(full: Jaxpr, small: Jaxpr, split_dims: Sequence[int | None]) -> list[tuple[int, int]]:
+def with_whole_literals(full: ClosedJaxpr, small: ClosedJaxpr) -> ClosedJaxpr:
+    """The program of a microbatch whose results beside the loss are those of the whole batch where they are numbers
+    that are written into the program (`1 / x.shape[0]`)."""
+    a, b = open_jaxpr(full), open_jaxpr(small)
+    others = [x if is_literal(x) and is_literal(y) else y for x, y in zip(a.outvars[1:], b.outvars[1:], strict=True)]
+    return ClosedJaxpr(b.replace(outvars=[b.outvars[0], *others]), consts_of(small))
+
+
+def _statistics(
+    full: Jaxpr, small: Jaxpr, split_dims: Sequence[int | None], *, sizes_alone: bool
+) -> list[tuple[int, int]]:
     """The statistics, as positions of an equation and of its result: what depends on the batch and on nothing that is
-    differentiated, does not grow with it, and is read by something else than another such value."""
+    differentiated, does not grow with it, and is read by something else than another such value. Of what depends on the
+    size of the batch alone, results."""
     of_inputs = set(full.invars[: len(split_dims)]) | set(full.constvars)
     of_batch = {var for var, dim in zip(full.invars, split_dims, strict=False) if dim is not None}
+    of_size: set[Any] = set()
     pooled: dict[Any, tuple[int, int]] = {}
     read: dict[Any, None] = {}
+    places: dict[Any, tuple[int, int]] = {}
     for place, (a, b) in enumerate(zip(full.eqns, small.eqns, strict=True)):
         atoms = [atom for atom in a.invars if not is_literal(atom)]
         plain = all(atom in of_inputs for atom in atoms) and a.primitive.name not in _DEAR
@@ -125,13 +144,34 @@ def _statistics(full: Jaxpr, small: Jaxpr, split_dims: Sequence[int | None]) -> 
         grows = [x.aval.shape != y.aval.shape for x, y in zip(a.outvars, b.outvars, strict=True)]
         if plain:
             of_inputs.update(a.outvars)
+            fixed = {v: (place, i) for i, v in enumerate(a.outvars) if not grows[i]}
+            places.update(fixed)
             if any(atom in of_batch for atom in atoms):
                 of_batch.update(a.outvars)
-                pooled.update({v: (place, i) for i, v in enumerate(a.outvars) if not grows[i]})
+                pooled.update(fixed)
+            elif any(grows) or any(atom in of_size for atom in atoms) or _has_other_literals(a, b):
+                of_size.update(a.outvars)
         if not plain or any(v not in pooled for v in a.outvars):
             read.update(dict.fromkeys(atom for atom in atoms if atom in pooled))
-    read.update(dict.fromkeys(v for v in full.outvars if not is_literal(v) and v in pooled and _is_number(v)))
-    return [pooled[var] for var in read if _is_number(var)]
+    results = [v for v in full.outvars if not is_literal(v) and v in places]
+    read.update(dict.fromkeys(v for v in results if v in pooled))
+    read = {} if sizes_alone else read
+    read.update(dict.fromkeys(v for v in results if v in of_size))
+    return [places[var] for var in read if _is_number(var)]
+
+
+def _has_other_literals(full: Equation, small: Equation) -> bool:
+    """Whether numbers that are written into an equation, or a program in it, differ."""
+    pairs = zip(full.invars, small.invars, strict=True)
+    if any(is_literal(x) and is_literal(y) and bool(np.any(x.val != y.val)) for x, y in pairs):
+        return True
+    inside = zip(programs_in(full), programs_in(small), strict=False)
+    return any(
+        _has_other_literals(x, y)
+        for ours, theirs in inside
+        for x, y in zip(open_jaxpr(ours).eqns, open_jaxpr(theirs).eqns, strict=False)
+        if len(x.invars) == len(y.invars)
+    )
 
 
 def _is_number(var: Any) -> bool:

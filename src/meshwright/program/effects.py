@@ -24,7 +24,7 @@ def effect_notes(program: Program, schedule: str) -> tuple[str, ...]:
     times = program.microbatches
     for effect in program.effects.lifted:
         what = f"{effect.name} at {effect.line or 'the step'}"
-        if effect.in_loss and times > 1:
+        if effect.in_loss and times > 1 and not effect.each_example:
             found.append(f"{what} runs once a microbatch, {times} times a step, on the microbatch's values")
         if effect.in_remat:
             found.append(f"{what} runs once, and not again where jax.checkpoint computes its region again")

@@ -54,7 +54,7 @@ def operator_origins(graph: Graph) -> tuple[tuple[Origin, ...], ...]:
         whole, places = graph.part_of
         of_whole = operator_origins(whole)
         return tuple(of_whole[place] for place in places)
-    indices = Indices(graph)
+    indices = indices_of(graph)
     found = _origins(graph, indices)
     return tuple(tuple(found[indices.of(op.index, f)] for f in range(len(op.rule.factors))) for op in graph.operators)
 
@@ -116,6 +116,12 @@ class Indices:
         """The index of a dim, None where it has none."""
         node = self._dims.get((value, dim))
         return None if node is None else self._find(node)
+
+
+@once_for_each
+def indices_of(graph: Graph) -> Indices:
+    """The indices of a program."""
+    return Indices(graph)
 
 
 def _tensors(operator: Operator) -> Iterator[tuple[int, tuple[tuple[int, ...], ...]]]:

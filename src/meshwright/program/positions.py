@@ -1,7 +1,7 @@
-"""Integers that are the examples' own positions in the batch, as an index into its arrays (`x[arange(batch), label]`).
+"""Which index arrays count the examples of the batch (`arange(batch)` in `x[arange(batch), label]`).
 
-Such an index reads of each example what is its own, whatever part of the batch is at hand; any other index along the
-batch reads other examples.
+Indexing the batch dim by such an array reads, for each example, that example alone, which stays right in a microbatch.
+Any other index along the batch dim may read other examples.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ maximum is neither. Counts and other statistics that depend on the batch alone a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from .._jax.jaxpr import ClosedJaxpr, Jaxpr, is_literal, open_jaxpr, source_line
+from .._jax.jaxpr import ClosedJaxpr, Equation, Jaxpr, calling_line, is_literal, open_jaxpr, source_line
+from .._jax.plain import programs_in
 from ..errors import PlanError
 from .growth import Growth, Walk, growths_of, is_batched
 from .rules import Rules
@@ -79,6 +80,30 @@ def loss_reduction(results: Results) -> str:
         return "mean" if loss.degree == 0 else "sum"
     last = next((source_line(e) for e in reversed(a.eqns) if a.outvars[0] in e.outvars), "the loss function")
     bent = loss.degree is not None and loss.sums == 2
+    if loss.meet is None and (other := _first_other(a, results.small)) is not None:
+        raise PlanError(
+            refused=f"microbatches={microbatches}",
+            got=f"a loss function that computes in another way at the size of a microbatch: {len(results.small.eqns)} "
+            f"operations in place of {len(a.eqns)}, {other}",
+            needed="the same operations at any batch size", where=last,
+            try_="jax.vmap, jax.lax.map or whole arrays in place of Python code that asks for the batch size; another "
+            'number of microbatches; or reduction="mean" or "sum"',
+        )  # fmt: skip
+    if loss.meet is not None and (found := _check_at(a, loss.meet)) is not None:
+        check, caller = found
+        made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
+        of = next(
+            (line for e in _behind(a, made, caller.invars[::-1]) if (line := calling_line(e))), "the loss function"
+        )
+        raise PlanError(
+            refused=f"microbatches={microbatches}",
+            got=f"a check of values of the batch in the loss function ({check.primitive.name} in a branch that they "
+            "choose, as equinox.error_if has it), which a microbatch makes of its own examples alone",
+            needed="a loss whose examples do not need those of other microbatches",
+            where=f"{of}, checked at {source_line(check)}",
+            try_="a check of what the loss function returns, outside of it; microbatches=1; or "
+            'reduction="mean" to check, and to let examples meet, within each microbatch alone',
+        )  # fmt: skip
     if loss.meet is not None:
         raise PlanError(
             refused=f"microbatches={microbatches}", got="a loss whose examples meet each other in the batch (they are "
@@ -98,6 +123,28 @@ def loss_reduction(results: Results) -> str:
     )
 
 
+def _first_other(full: Jaxpr, small: Jaxpr) -> str | None:
+    """The first operation of the whole batch that a microbatch has not, in words; None if all are alike."""
+    for number, equation in enumerate(full.eqns):
+        if number >= len(small.eqns) or small.eqns[number].primitive.name != equation.primitive.name:
+            return f"first {equation.primitive.name} at {source_line(equation) or 'the loss function'}"
+    return None if len(full.eqns) == len(small.eqns) else "more of them at the end"
+
+
+def _check_at(program: Any, line: str) -> tuple[Equation, Equation] | None:
+    """The callback in a branch at a line, where that is why examples meet there, and the equation of the program that
+    has it."""
+    for equation in open_jaxpr(program).eqns:
+        for one in programs_in(equation):
+            if equation.primitive.name == "cond" and source_line(equation) == line:
+                for inside in open_jaxpr(one).eqns:
+                    if inside.primitive.name in ("pure_callback", "io_callback"):
+                        return inside, equation
+            if (found := _check_at(one, line)) is not None:
+                return found[0], equation
+    return None
+
+
 # Of truths one is the largest where any is, the least where all are.
 _EXTREMES: Mapping[str, Reduction] = {
     "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min",
@@ -108,8 +155,11 @@ class ReductionWarning(UserWarning):
     """A result whose value over the batch does not follow from its values over microbatches."""
 
 
-def aux_reductions(results: Results, *, each: int = 0, accepted: bool = False) -> tuple[Reduction, ...]:
-    """How each result beside the loss combines over microbatches; warns, with its line, of those that do not.
+def aux_reductions(
+    results: Results, *, each: int = 0, accepted: bool = False
+) -> tuple[tuple[Reduction, ...], tuple[str, ...]]:
+    """How each result beside the loss combines over microbatches, and notes on those that do not, with their lines, of
+    which it also warns.
 
     Args:
       results: of the loss function.
@@ -122,6 +172,7 @@ def aux_reductions(results: Results, *, each: int = 0, accepted: bool = False) -
     a, b, microbatches, growths = results.full, results.small, results.microbatches, results.growths
     made = {var: i for i, equation in enumerate(a.eqns) for var in equation.outvars}
     found: list[Reduction] = []
+    notes: list[str] = []
     whole = len(a.outvars) - each
     for x, y, growth in zip(a.outvars[1:whole], b.outvars[1:whole], growths[1:whole], strict=True):
         if is_batched(x, y) and (
@@ -147,14 +198,13 @@ def aux_reductions(results: Results, *, each: int = 0, accepted: bool = False) -
         else:
             mean = jnp.issubdtype(x.aval.dtype, jnp.inexact)
             if (growth.degree != 0 or growth.sums == 2 or not mean) and not (accepted and growth.meet is not None):
-                warnings.warn(
+                notes.append(
                     f"the result computed at {_line(a, made, x)} is neither a mean nor a sum, maximum or minimum over "
-                    f"the batch: with microbatches it is {'their mean' if mean else 'that of the last one'}",
-                    ReductionWarning,
-                    stacklevel=2,
+                    f"the batch: with microbatches it is {'their mean' if mean else 'that of the last one'}"
                 )
+                warnings.warn(notes[-1], ReductionWarning, stacklevel=2)
             found.append("mean" if mean else "same")
-    return (*found, *(("same",) * each))
+    return (*found, *(("same",) * each)), tuple(notes)
 
 
 def _extreme(full: Jaxpr, small: Jaxpr, made: Mapping[Any, int], atom: Any) -> Reduction | None:
@@ -176,11 +226,14 @@ def _extreme(full: Jaxpr, small: Jaxpr, made: Mapping[Any, int], atom: Any) -> R
 
 def _line(jaxpr: Jaxpr, made: Mapping[Any, int], atom: Any) -> str:
     """The user's line nearest to where `atom` is computed (JAX's own functions have none)."""
-    waiting = [atom]
+    return next((line for one in _behind(jaxpr, made, [atom]) if (line := source_line(one))), "the loss function")
+
+
+def _behind(jaxpr: Jaxpr, made: Mapping[Any, int], atoms: Sequence[Any]) -> Iterator[Equation]:
+    """The equations that make some values, the nearest first; not all of a large program."""
+    waiting = list(atoms)
     for one in waiting:
         if not is_literal(one) and one in made:
             equation = jaxpr.eqns[made[one]]
-            if line := source_line(equation):
-                return line
+            yield equation
             waiting.extend(equation.invars if len(waiting) < 100 else ())
-    return "the loss function"

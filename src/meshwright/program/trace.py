@@ -17,17 +17,17 @@ import jax
 import numpy as np
 
 from .._jax.boundary import Boundaries
-from .._jax.effects import NO_EFFECTS, Effects
+from .._jax.effects import NO_EFFECTS, Effects, with_examples
 from .._jax.grad import MarkedCall, inline_value_and_grad, traced_to_call, value_and_grad_p
 from .._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, inline, open_jaxpr, with_result_shapes
 from .._jax.lifting import lift_from_loss
 from .._jax.placement import cut_placement, placement
 from ..errors import PlanError
-from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics
+from .batch_statistics import as_of_a_microbatch, marked_with, with_batch_statistics, with_whole_literals
 from .build import build_graph
 from .donation import named_inputs
 from .graph import Graph
-from .marking import HOW_TO_MARK, marks_words
+from .marking import NO_MARKS, Marks
 from .places import notes_on_draws, placed
 from .reduction import Reduction, Results, aux_reductions, loss_reduction, results_of
 from .rules import Rules
@@ -67,6 +67,7 @@ class Program:
       notes: what a plan in these microbatches has to say of the step.
       effects: to run after a step, on the further results that `outer` has for them, after those of `out_tree`.
       piece: what the number of microbatches, times that of the blocks that the batch lies in, has to divide; 0 if any.
+      marks: of a step that is planned whole, the marks that it has.
     """
 
     outer: ClosedJaxpr
@@ -95,6 +96,7 @@ class Program:
     notes: tuple[str, ...] = ()
     effects: Effects = NO_EFFECTS
     piece: int = 0
+    marks: Marks = NO_MARKS
 
     @property
     def marked(self) -> bool:
@@ -186,9 +188,8 @@ def trace_program(
         if microbatches > 1:
             raise PlanError(
                 refused=f"microbatches={microbatches}",
-                got=marks_words(whole.outer), needed="exactly one, outside of loops",
-                where=getattr(step, "__name__", "the step"),
-                try_=f"{HOW_TO_MARK}, or microbatches=1",
+                got=whole.marks.got, needed="exactly one, outside of loops",
+                where=getattr(step, "__name__", "the step"), try_=f"{whole.marks.advice}; or microbatches=1",
             )  # fmt: skip
         return _uncut(whole, donated, notes)
     outer, marker, sources = whole.outer, markers[0], whole.sources
@@ -206,13 +207,13 @@ def trace_program(
         full_call = _call(equation)
         small_call = _trace_small(step, small, microbatches, alone=whole.has_one_call)
         split_dims = _split_dims(full_call, small_call, microbatches)
-        small_call, in_loss = lift_from_loss(small_call, microbatches)
+        small_call, in_loss = lift_from_loss(small_call, microbatches, effects.lifted)
+        effects = with_examples(effects, in_loss, microbatches)
         effects = replace(effects, run=lambda values, _: whole.effects.run(values, in_loss))
         full_core, (core, boundaries) = core, core_of(small_call.jaxpr)
         # Who says how microbatches combine lets each have statistics of its own.
-        found = None
-        if reduction is None:
-            found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules)
+        core = with_whole_literals(full_core, core)
+        found = with_batch_statistics(full_core, core, microbatches, split_dims, whole.rules, sizes_alone=given)
         degrees: tuple[int, ...] = ()
         if found is not None:
             full_core, degrees = eliminate_dead_code(found.full), found.degrees
@@ -222,7 +223,8 @@ def trace_program(
             piece, reduction = results.piece, loss_reduction(results)
         else:
             notes += (*_accepted(results, reduction), *_groups(results, full_call, split_dims, reduction))
-        combined = aux_reductions(results, each=in_loss.count, accepted=given)
+        combined, said = aux_reductions(results, each=in_loss.count, accepted=given)
+        notes += said
         core = placed(full_core, core, microbatches, whole.rules)
         if found is not None:
             core, boundaries = as_of_a_microbatch(core, boundaries, degrees, num_consts, microbatches)
@@ -322,6 +324,7 @@ def _uncut(whole: TracedStep, donated: frozenset[int], notes: tuple[str, ...]) -
         host_outputs=whole.host_outputs, state=(None,) * whole.state_inputs, parameter_inputs=(),
         core_inputs=tuple(range(len(names))), in_tree=whole.in_tree, out_tree=whole.out_tree,
         fingerprint=fingerprint(core), reduction="mean", notes=(*notes, *notes_on_draws(core)), effects=effects,
+        marks=whole.marks,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from .._jax.lifting import lift_effects
 from .._jax.placement import in_host_memory
 from .._jax.trace import trace
 from .donation import donated_inputs
+from .marking import Marks, marks_of
 from .rules import Rules
 from .state import StateLeaf, relate_state
 
@@ -58,6 +59,11 @@ class TracedStep:
     def markers(self) -> tuple[int, ...]:
         """Positions of its `value_and_grad` equations."""
         return _markers(self.outer)
+
+    @cached_property
+    def marks(self) -> Marks:
+        """Its marks in words."""
+        return marks_of(self.outer)
 
     @cached_property
     def has_one_call(self) -> bool:

@@ -11,8 +11,8 @@ and whose part is missing:
 * A process that lives and does not come, because it hangs in its own code, can be told from a slow one by time alone:
   a wait without anything happening for `limit_seconds` is given up.
 
-What a process knows is whom it waits for, who may wait in turn: where several processes give up, the one at fault is
-the one that is named and names nobody.
+A process knows only which process it waits for itself, and that one may be waiting for a third. Where several processes
+give up, the faulty one is the process that others name in their errors and that has no such error itself.
 
 A call costs a step some microseconds: it is counted and put into a queue. While steps follow each other the thread
 sends a request every few seconds.

@@ -82,10 +82,6 @@ class Interleaving:
         self._request, self._costs_of = request, costs_of
         self._cut: dict[tuple[int, int, int], StageCosts] = {}
 
-    def forget(self) -> None:
-        """Cut programs anew: they were solved in other memory."""
-        self._cut.clear()
-
     @property
     def costs(self) -> list[StageCosts]:
         """Of the programs that were cut anew."""

@@ -46,11 +46,6 @@ class MemoryReserve:
         inner = max(self.inner, self.plain) if remat == "none" else self.inner
         return max(usable_bytes / self.margin - (self.final if last else inner), 1.0)
 
-    def no_more_than(self, other: MemoryReserve) -> bool:
-        """Whether whatever fits beside the other fits beside this."""
-        mine, others = ((one.inner, one.final, one.margin, max(one.inner, one.plain)) for one in (self, other))
-        return all(a <= b for a, b in zip(mine, others, strict=True))
-
 
 def nothing_reserved(microbatches: int) -> MemoryReserve:
     """All of a device may be counted, in however many microbatches."""

@@ -27,12 +27,6 @@ _FEW = 8
 # What takes this much longer than the best plan is not looked at any closer.
 _MAY_BE_BEST = 1.25
 
-# So many numbers of microbatches are worth a look at the finest of them first: where that is too slow, all are.
-_MANY = 3
-
-# If a number says no more of the finest than this share of the best plan's seconds, the next seldom rules them out.
-_FAR = 0.9
-
 
 class MicrobatchBounds:
     """Bounds of one search.
@@ -43,14 +37,12 @@ class MicrobatchBounds:
         program's.
 
     Attributes:
-      searched: numbers of microbatches of which ranges have been looked at.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
     """
 
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
         self._costs, self._problem = costs, problem
-        self.searched: set[int] = set()
         self.fills_ends = False
         self.splits: float | None = None
         self._floor: float | None = None
@@ -60,9 +52,6 @@ class MicrobatchBounds:
         """Forget all bounds: they are of the memory that there was."""
         # What 1F1B takes at least.
         self._whole: dict[int, float] = {}
-        # What any order counts for at least, by the number that says so and the one of which it says it.
-        self._told: dict[tuple[int, int], float] = {}
-        self._finest_told: set[int] = set()
 
     @property
     def floor(self) -> float:
@@ -79,7 +68,7 @@ class MicrobatchBounds:
     def looked_at(self) -> list[int]:
         """Numbers of microbatches that have been searched, and the fewest, whose estimates bound all others."""
         fewest = self._costs.counts[0]
-        return sorted({*self.searched, *([fewest] if self._is_known(fewest) else [])})
+        return sorted({*self._costs.searched, *([fewest] if self._is_known(fewest) else [])})
 
     def promising(
         self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None
@@ -101,67 +90,28 @@ class MicrobatchBounds:
         return min(left, key=lambda n: (guesses[n] > best_seconds, max(n / near, near / n), guesses[n], -n))
 
     def of(self, count: int, best_seconds: float) -> float:
-        """Seconds that a number of microbatches takes at least, as those say that have been searched and are no more
+        """Seconds that a number of microbatches takes at least, as the most say that have been searched and are no more
         than these; where that is much more than the best plan takes, no more is said than that.
 
         Args:
           count: the number.
           best_seconds: of the best plan that is known.
         """
-        source, finest = self._nearest(count), self._costs.counts[-1]
-        finer = sum(count <= one < finest for one in self._costs.counts)
-        far = 0 < self._whole.get(finest, 0.0) <= _FAR * best_seconds
-        if finer >= _MANY and self._nearest(finest) == source and source not in self._finest_told and not far:
-            self._finest_told.add(source)
-            self._tell(source, finest, best_seconds)
-        told = self._told_of_finer(count)
-        if told is not None and told > best_seconds:
-            return told
-        return self.told_by(source, count, best_seconds)
-
-    def _tell(self, source: int, count: int, best_seconds: float) -> None:
-        """Find out what a number says of coarser ones."""
-        self.told_by(source, count, best_seconds)
-        if self._is_known(source) and self.splits is not None:
-            most = _MAY_BE_BEST * best_seconds
-            split = self._least(source, count, "zero_bubble", most / self.splits)
-            self._told[source, count] = min(self.splits * split, self._whole[count], most)
-
-    def _told_of_finer(self, count: int) -> float | None:
-        """What finer microbatches say that a number takes at least, by the same source, in no less memory: as much is
-        done in all, and a pipeline is longer empty. What a synchronisation hides behind, or weight gradients that fill
-        the ends, is one microbatch's at most."""
-        source, mine = self._nearest(count), self._costs.reserve(count)
-        told = [
-            least for (one, finer), least in self._told.items()
-            if one == source and finer > count and self._costs.reserve(finer).no_more_than(mine)
-        ]  # fmt: skip
-        return max(told) * (1 - 1 / count) if told else None
-
-    def _nearest(self, count: int) -> int:
-        """The most microbatches that have been searched and are no more than these, or else the fewest there are."""
-        return max((one for one in self.searched if one <= count), default=self._costs.counts[0])
-
-    def _is_known(self, source: int) -> bool:
-        """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""
-        return source != self._costs.counts[0] or self._costs.base is not None
-
-    def told_by(self, source: int, count: int, best_seconds: float) -> float:
-        """The same of a multiple of a number of microbatches, as that one says.
-
-        Args:
-          source: the number.
-          count: the multiple.
-          best_seconds: of the best plan that is known.
-        """
+        source = self._nearest(count)
         if len(self._costs.counts) == 1 or not self._is_known(source):
             return 0.0
         bound = _MAY_BE_BEST * best_seconds
         whole = min(self._least(source, count, "one_f_one_b", bound), bound)
         self._whole[count] = max(whole, self._whole.get(count, 0.0))
-        if not self.fills_ends:
-            self._told[source, count] = whole
         return self._filled(source, count) * whole
+
+    def _nearest(self, count: int) -> int:
+        """The most microbatches that have been searched and are no more than these, or else the fewest there are."""
+        return max((one for one in self._costs.searched if one <= count), default=self._costs.counts[0])
+
+    def _is_known(self, source: int) -> bool:
+        """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""
+        return source != self._costs.counts[0] or self._costs.base is not None
 
     def with_split(self, count: int, best_seconds: float) -> float:
         """What a number of microbatches counts for at least, a split backward among its orders: asked last, since there

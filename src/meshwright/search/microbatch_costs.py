@@ -24,7 +24,7 @@ class MicrobatchCosts:
     Attributes:
       counts: numbers of microbatches, the fewest first.
       num_devices: of the cluster.
-      refined: numbers in which stages have been searched, not bounds alone: their estimates bound those of more.
+      searched: numbers in which stages have been searched: their estimates bound those of more.
       reserve: what the search may not count on a device in so many microbatches.
     """
 
@@ -37,7 +37,7 @@ class MicrobatchCosts:
     ) -> None:
         self.counts = sorted(request.by_microbatches)
         self.num_devices = request.cluster.num_devices
-        self.refined: set[int] = set()
+        self.searched: set[int] = set()
         self.reserve: Callable[[int], MemoryReserve] = nothing_reserved
         self._request, self._submeshes, self._places, self._check = request, submeshes, places, check
         self._made: dict[int, StageCosts | PlanError] = {}
@@ -105,5 +105,5 @@ class MicrobatchCosts:
         are."""
         if count == self.counts[0]:
             return None
-        searched = max((other for other in self.refined if other < count), default=None)
+        searched = max((other for other in self.searched if other < count), default=None)
         return self(searched) if searched is not None else self.base

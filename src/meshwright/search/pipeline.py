@@ -104,7 +104,6 @@ class StageSearch:
         self.considered: list[str] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
-        self._interleaving.forget()
 
     @property
     def late(self) -> bool:
@@ -245,8 +244,7 @@ class StageSearch:
                 refused = refused or error
                 self.considered.append(f"{count} microbatches: {error}")
                 continue
-            self.bounds.searched.add(count)
-            self.costs.refined.add(count)
+            self.costs.searched.add(count)
             if not bounded:
                 costs.forget_estimates()
             for problem in self.problems_of(count, costs):

@@ -34,7 +34,7 @@ def assemble(
     *,
     gap: float = inf,
 ) -> Plan:
-    """The plan of solved stages. With one stage it is a plan without a schedule, like those of `hierarchical`.
+    """The plan of solved stages. With one stage it is a plan without a schedule, like those of `one_stage`.
 
     Args:
       costs: that solved the stages.

@@ -210,7 +210,7 @@ def _solve_kind(
                 refused = error
         raise PlanError(
             refused="a stated plan", got=f"{plan}", needed="layouts that its roles allow", where="the first stage",
-            try_="other sizes",
+            try_="searched=True, which holds layouts to no roles",
         ) from refused  # fmt: skip
 
     # Regions that the model itself marks (`jax.checkpoint`) are there already.

@@ -1,7 +1,7 @@
 """Which stages have each value around the core, or can compute it.
 
-The equations are walked once, in order. A plain equation is computed where its operands are (`placement`). What holds
-programs is taken apart, so that each stage computes its own part of it:
+The equations are walked once, in order. An equation without sub-programs is computed by the stages that have its
+operands (`placement`). An equation with sub-programs is split into one equation for each set of stages:
 
 * calls (custom derivative rules, checkpoints) are written in line: nothing is differentiated here;
 * a `cond` becomes one for each set of stages that its results belong to, with the same index and without what the
@@ -12,8 +12,8 @@ programs is taken apart, so that each stage computes its own part of it:
 Where an equation needs large values of several stages, one of them, the one that has the most bytes of them, is sent
 the others and computes it.
 
-A decision is made once: what is no floating-point number, and depends on arithmetic that several stages would repeat
-and might round otherwise, is computed by one of them and sent to the others.
+Integers and booleans that depend on floating-point arithmetic (a comparison of a norm with a limit) are computed by one
+stage and sent to the others: were each stage to compute them, rounding could make the stages disagree.
 """
 
 from __future__ import annotations

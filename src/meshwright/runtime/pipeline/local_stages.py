@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from ...errors import PlanError
 from ...plan import Memory, Plan
-from ...program.marking import HOW_TO_MARK, UNMARKED
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
@@ -224,8 +223,8 @@ def _check(program: Program, plan: Plan) -> None:
         )  # fmt: skip
     if not program.marked:
         raise PlanError(
-            refused="a pipeline", got=UNMARKED, needed="exactly one, outside of loops",
-            where="the step", try_=f"{HOW_TO_MARK}, one stage, or for a step without gradients a program of "
+            refused="a pipeline", got=program.marks.got, needed="exactly one, outside of loops",
+            where="the step", try_=f"{program.marks.advice}, one stage, or for a step without gradients a program of "
             "trace_inference",
         )  # fmt: skip
     if any(stage.equations is None for stage in plan.stages):

@@ -15,7 +15,8 @@ from ..._jax.structured import body_in_line
 from ...program.rules import Rules
 from .rows import Rows, follow_rows
 
-# Values up to this size travel between stages outside the pipeline without a second thought.
+# Values up to this size may be sent between stages around the pipeline; larger ones only where an equation cannot be
+# computed otherwise. A choice, not a measurement: losses, norms and step counts are smaller, matrices larger.
 SMALL_BYTES = 1 << 16
 
 Stages = frozenset[int]
