@@ -18,7 +18,8 @@ from .plan_request import Planning, PlanRequest
 from .program.batch import batch_inputs
 from .runtime.local_step import LocalStep
 from .search.memory_reserve import MissedMemory
-from .search.one_stage import OneStageSearch, SearchRequest
+from .search.one_stage import OneStageSearch
+from .search.one_stage_plan import SearchRequest
 from .search.parameters import parameter_infos
 
 # How often a plan whose traced peak is too high is searched again in less memory.
@@ -28,11 +29,16 @@ _ATTEMPTS = 12
 MARGIN = 1.04
 
 
-def plan_one_stage(asked: PlanRequest) -> Planning:
+def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf) -> Planning:
     """The fastest plan of one stage, in as many microbatches as are best.
+
+    Args:
+      asked: the request.
+      faster_than_seconds: a plan whose step takes longer is not wanted.
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
+      NothingFaster: if no plan is that fast.
     """
     requests = _Requests(asked)
     search = OneStageSearch(requests, time_limit_seconds=max(asked.left_seconds, 0.0), tell=asked.tell)
@@ -41,7 +47,9 @@ def plan_one_stage(asked: PlanRequest) -> Planning:
     leanest: tuple[float, Plan] | None = None
     for _ in range(_ATTEMPTS):
         try:
-            result = search.run(lambda count: missed(count).limit(usable, last=True))
+            result = search.run(
+                lambda count: missed(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
+            )
         except MemoryExceeded as error:
             if leanest is not None:
                 raise _over(asked, *leanest) from error

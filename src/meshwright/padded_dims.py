@@ -17,7 +17,8 @@ from .program.graph import Graph
 from .program.origins import indices_of
 from .program.staged import staged_program
 from .program.trace import Program
-from .search.one_stage import OneStageSearch, SearchRequest
+from .search.one_stage import OneStageSearch
+from .search.one_stage_plan import SearchRequest
 from .search.parameters import parameter_infos
 from .search.roles import Roles
 from .search.submeshes import Submesh, Submeshes

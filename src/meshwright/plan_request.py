@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -272,3 +272,29 @@ def checked_submeshes(submeshes: Any, cluster: Cluster, stages: int | None) -> t
     for first, stop in pairwise(accumulate(sizes, initial=0)):
         known.check(Submesh(first, stop))
     return tuple(sizes)
+
+
+def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """The logical meshes of a user's `mesh=`: None, a shape, a mapping of axis names to sizes, or a list of those.
+
+    Raises:
+      PlanError: for anything else.
+    """
+    if mesh is None:
+        return []
+    sizes = list(mesh.values()) if isinstance(mesh, Mapping) else []
+    if sizes and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
+        assert isinstance(mesh, Mapping)
+        return [(tuple(mesh), tuple(int(n) for n in mesh.values()))]
+    if isinstance(mesh, Sequence) and mesh and all(isinstance(n, int) for n in mesh):
+        names = ("x", "y", "z")
+        return [(names[: len(mesh)], tuple(mesh))]
+    if isinstance(mesh, Sequence) and not isinstance(mesh, str):
+        return [entry for one in mesh for entry in mesh_argument(one)]
+    raise PlanError(
+        refused="the logical mesh",
+        got=repr(mesh),
+        needed="a shape, or axis names with sizes",
+        where="mesh=",
+        try_='mesh=(2, 4) or mesh={"data": 2, "model": 4}',
+    )

@@ -24,6 +24,7 @@ from .plan_request import (
     check_refine,
     check_time_limit,
     checked_submeshes,
+    mesh_argument,
 )
 from .presets import Preset, check_free, parse_preset
 from .program.batch import batch_inputs
@@ -34,7 +35,6 @@ from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .replicated_work import replicated_work
 from .runtime.devices import named_devices
 from .search.alternative import TOO_LITTLE, Alternative, merged
-from .search.one_stage import mesh_argument
 from .search.pins import Pins
 from .search.pipeline import NothingFaster
 from .search.roles import Roles
@@ -368,7 +368,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked)
     if is_large(asked.program(count)):
-        return plan_stages(asked, None)
+        return _as_one_stage(asked, plan_stages(asked, None))
     try:
         one = plan_one_stage(asked)
     except PlanError as refused:
@@ -388,6 +388,20 @@ def _any_stages(asked: PlanRequest) -> Planning:
     except PlanError as error:
         return replace(one, considered=(*one.considered, f"several stages: {error}"))
     return several.preferred_to(one)
+
+
+def _as_one_stage(asked: PlanRequest, found: Planning) -> Planning:
+    """A plan that was searched for in stages and has one, or the best of one stage if that is faster: it is priced as
+    it runs, and keeps what it gathers for the forward pass, where stages gather it again for the backward pass."""
+    if len(found.plan.stages) > 1 or asked.left_seconds < 0:
+        return found
+    try:
+        one = plan_one_stage(asked, faster_than_seconds=found.step_seconds)
+    except NothingFaster as nothing:
+        return found.beside(nothing.least_seconds)
+    except PlanError:
+        return found
+    return one.preferred_to(found).beside(found.least_seconds)
 
 
 def _check_types(cluster: Any, pins: Any, preset: Any) -> None:

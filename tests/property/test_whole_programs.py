@@ -28,9 +28,12 @@ from meshwright.program.trace import trace_program
 from meshwright.search import intra_op
 from meshwright.search.choices import values_of_parameters
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
-from meshwright.search.one_stage import OneStageSearch, SearchRequest
+from meshwright.search.limited import LimitedProblem
+from meshwright.search.one_stage import OneStageSearch
+from meshwright.search.one_stage_plan import SearchRequest
 from meshwright.search.pins import Pins
 from meshwright.search.wiring import wiring_of
+from meshwright.search.workspace import workspace_of
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
 
@@ -180,10 +183,10 @@ class Priced:
             for value in (graph.values[graph.inputs[p]] for p in graph.parameters)
         ]
 
-        def problem() -> IntraOpProblem:
-            return IntraOpProblem(
+        def problem(kind: type[IntraOpProblem] = IntraOpProblem, **more: Any) -> IntraOpProblem:
+            return kind(
                 graph, self.mesh, self.cluster.device, parameters=self.parameters, microbatches=case.microbatches,
-                pins=Pins(layouts=case.pins), carried=self.carried,
+                pins=Pins(layouts=case.pins), carried=self.carried, **more,
             )  # fmt: skip
 
         self.chained = problem()
@@ -191,6 +194,9 @@ class Priced:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(intra_op, "wiring_of", lambda graph: replace(wiring_of(graph), continued={}))
             self.problem = problem()
+            # As the search counts memory: with what the backward pass makes beside what is kept.
+            workspace = workspace_of(graph, microbatches=case.microbatches)
+            self.limited = problem(LimitedProblem, workspace=workspace)
         self.kept = kept_values(graph) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
@@ -398,7 +404,8 @@ def test_operators_follow_others() -> None:
 
 
 def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
-    prices = np.array([priced.price(assignment) for assignment in priced.assignments()])
+    counted = priced.limited.problem(math.inf).memory_of
+    prices = np.array([(priced.price(one)[0], counted(one)) for one in priced.assignments()])
     seconds, memory = prices[np.isfinite(prices[:, 0])].T
     best = np.lexsort((memory, seconds))[0]
     least_memory = float(memory.min())
@@ -410,7 +417,7 @@ def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
         assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9), limit
         assert plan.predicted.optimality_gap <= 1e-9
         assert plan.stages[0].memory.total <= limit * (1 + 1e-9)
-        chosen = priced.problem.solve(limit).solution.choices
+        chosen = priced.limited.solve(limit).solution.choices
         assert priced.price(chosen)[0] == pytest.approx(expected, rel=1e-9)
     with pytest.raises(MemoryExceeded):
         search.run(lambda count: 0.99 * least_memory)

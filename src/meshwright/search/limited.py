@@ -7,6 +7,7 @@ which they fit, they are a solution (Everett, 1963). Only what prices leave open
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,12 +16,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cluster import Device, LogicalMesh
+from ..program.graph import Graph
 from ..solve import Problem, Solution
 from ..solve.flat import FlatNodes
 from ..solve.improve import improve
 from .choices import ParameterChoice
-from .intra_op import IntraOpProblem, IntraOpSolution
+from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
+from .pins import Pins
 from .priced import FEW_NODES, Priced, PricedProblem
+from .wiring import reads_gathered
+from .workspace import Moment, Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
 _FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
@@ -51,7 +57,18 @@ class _Within(NamedTuple):
 
 
 class LimitedProblem(IntraOpProblem):
-    """The problem of one stage on one logical mesh, as `IntraOpProblem`, for limits and prices of memory.
+    """The problem of one stage on one logical mesh, for limits and prices of memory.
+
+    Args:
+      graph: as of `IntraOpProblem`, like all that follows but the last.
+      mesh: the same.
+      device: the same.
+      parameters: the same.
+      microbatches: the same.
+      pins: the same.
+      carried: the same.
+      split_dims: the same.
+      workspace: what the backward pass makes beside what is kept; None for nothing.
 
     Attributes:
       in_flight: how many microbatches are kept where a limit is asked for.
@@ -59,10 +76,21 @@ class LimitedProblem(IntraOpProblem):
 
     in_flight = 1
 
-    @property
+    def __init__(
+        self, graph: Graph, mesh: LogicalMesh, device: Device, *, parameters: Sequence[ParameterInfo],
+        microbatches: int, pins: Pins, carried: int, split_dims: Sequence[int | None] = (),
+        workspace: Workspace | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            graph, mesh, device, parameters=parameters, microbatches=microbatches, pins=pins, carried=carried,
+            split_dims=split_dims,
+        )  # fmt: skip
+        self._workspace = self._workspace_by_node(workspace)
+
+    @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:
         """Bytes that each choice of each node holds throughout, on one device."""
-        return super()._memory()
+        return [held + made for held, made in zip(super()._memory(), self._workspace, strict=True)]
 
     @cached_property
     def _each_bytes(self) -> Sequence[np.ndarray]:
@@ -72,6 +100,47 @@ class LimitedProblem(IntraOpProblem):
     def _memory(self) -> tuple[np.ndarray, ...]:
         """With `in_flight` microbatches kept."""
         return tuple(c + self.in_flight * k for c, k in zip(self._once_bytes, self._each_bytes, strict=True))
+
+    def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
+        """Bytes of the workspace on one device, by the choice of each node."""
+        rows = [np.zeros(len(row)) for row in self._bytes]
+        if workspace is None:
+            return rows
+        again: Counter[int] = Counter()
+        for moment in workspace.moments:
+            again.update(moment.again)
+            self._hold_around(rows, moment, 1 / len(workspace.moments))
+        for value in sorted(again.keys() & self._defines.keys()):
+            self._hold(rows, value, again[value] / len(workspace.moments))
+        if workspace.weight is not None:
+            node = self.input_node[workspace.weight]
+            rows[node] += workspace.gradient_bytes / self.prices.shards(self.parameter_prices[node].uses)
+        return rows
+
+    def _hold(self, rows: list[np.ndarray], value: int, share: float) -> None:
+        """Add a value that is computed again, as its readers have it."""
+        graph, (node, specs) = self.graph, self._defines[value]
+        users = graph.consumers.get(value, ())
+        readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
+        if shared := (value in self._wiring.shared or not readers):
+            rows[node] += share * self.local_bytes(value, specs)
+            readers = [one for one in readers if reads_gathered(graph, graph.operators[one[1]], value)]
+        for reader, user, at in readers[:1]:
+            wanted = self.operator_prices[user].operands[at]
+            held = share * self.local_bytes(value, wanted)
+            rows[reader] += self.was_gathered(wanted) * held if shared else held
+
+    def _hold_around(self, rows: list[np.ndarray], moment: Moment, share: float) -> None:
+        """Add what is there around an operator, as its algorithms split it."""
+        if moment.operator not in self.operator_node:
+            return
+        operator, node = self.graph.operators[moment.operator], self.operator_node[moment.operator]
+        known = self.operator_prices[moment.operator]
+        for value, times in moment.around.items():
+            made = value in operator.results
+            at = (operator.results if made else operator.operands).index(value)
+            specs = (known.results if made else known.operands)[at]
+            rows[node] += share * times * self.local_bytes(value, specs)
 
     @cached_property
     def _known(self) -> dict[tuple[float, int, float], _Within]:

@@ -11,27 +11,29 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, inf, isfinite, prod
+from math import ceil, inf, isfinite
 from typing import Literal, get_args
 
-from ..cluster import Cluster, LogicalMesh
+from ..cluster import LogicalMesh
 from ..errors import MemoryExceeded, PlanError, size_words
-from ..plan import Plan, Prediction, Stage
+from ..plan import Plan
 from ..program.graph import Graph
+from ..program.residuals import kept_values
 from ..program.segments import Segments, layer_segments, rematerialise
 from ..solve import Infeasible
-from .account import account
 from .alternative import Alternative, nearest, one_stage_words
 from .best_known import gap_of
-from .intra_op import IntraOpSolution, ParameterInfo
+from .choices import values_of_parameters
+from .intra_op import IntraOpSolution, trips_of
 from .least_work import least_work_seconds
 from .limited import LimitedProblem
-from .passes import Passes
-from .pins import Pins
-from .solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
+from .one_stage_plan import SearchRequest, one_stage_plan
+from .stage_result import NothingFaster
+from .stage_solver import meshes_of
+from .workspace import AS_BAD, Workspace, workspace_of
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
 _SMALL_PROGRAM = 150
@@ -42,35 +44,6 @@ _LEAST_SECONDS = 1.0
 # The relative gap to which problems are solved, and what each axis of a mesh beyond the first has to gain, relative:
 # less than the cost model knows.
 _GAP, _WORTH_AN_AXIS = 2e-3, 2e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchRequest:
-    """A step in a number of microbatches, to be planned as one stage.
-
-    Args:
-      graph: the program at the size of one microbatch.
-      fingerprint: of the program.
-      parameters: what belongs to each differentiated input.
-      cluster: where it runs.
-      microbatches: how many parts the batch is cut into.
-      mesh: logical meshes to consider, as (names, sizes); empty for all factorisations of the devices.
-      pins: what is fixed.
-      remat: "none", "layer", or None for the planner's choice.
-      carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
-      split_dims: for the leading inputs, the dim that microbatches cut, or None.
-    """
-
-    graph: Graph
-    fingerprint: str
-    parameters: Sequence[ParameterInfo]
-    cluster: Cluster
-    microbatches: int
-    mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
-    pins: Pins
-    remat: str | None
-    carried: int = 0
-    split_dims: Sequence[int | None] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,40 +59,84 @@ _Known = Literal["nothing", "fastest", "prices"]
 _KNOWN: tuple[_Known, ...] = get_args(_Known)
 
 
-class _Way:
-    """A way to run the step: a number of microbatches on a logical mesh, rematerialised or not. Its problem is built
-    when it is first asked for.
+class _Variant:
+    """A step in a number of microbatches, rematerialised or not.
 
     Args:
-      request: the step in this number of microbatches.
-      mesh: logical mesh.
+      request: the step.
       remat: "none" or "layer".
     """
 
-    def __init__(self, request: SearchRequest, mesh: LogicalMesh, remat: str) -> None:
-        self.request, self.mesh, self.remat = request, mesh, remat
-        self._pins = request.pins
-        self._problem: LimitedProblem | None = None
+    def __init__(self, request: SearchRequest, remat: str) -> None:
+        self.request, self.remat = request, remat
 
     @cached_property
     def segments(self) -> Segments:
         """What is rematerialised."""
         return layer_segments(self.request.graph) if self.remat == "layer" else {}
 
+    @cached_property
+    def graph(self) -> Graph:
+        """The program with that marked."""
+        return rematerialise(self.request.graph, self.segments) if self.segments else self.request.graph
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """What its backward pass makes beside what is kept."""
+        return workspace_of(self.graph, microbatches=self.request.microbatches)
+
+    def least_bytes(self, microbatches: int) -> float:
+        """What a device holds at least in so many microbatches, this number of the request or a larger one: the state,
+        what the backward pass keeps and its workspace, all of it split over all devices. The latter two are half as
+        much in half a microbatch at best."""
+        return self._state_bytes + self._kept_bytes * self.request.microbatches / microbatches
+
+    @cached_property
+    def _state_bytes(self) -> float:
+        graph, infos = self.graph, self.request.parameters
+        values = [graph.values[graph.inputs[position]] for position in graph.parameters]
+        held = sum(2 * value.bytes + info.optimizer_bytes for value, info in zip(values, infos, strict=True))
+        return held / self.request.cluster.num_devices
+
+    @cached_property
+    def _kept_bytes(self) -> float:
+        graph = self.graph
+        made = [v for v in kept_values(graph) - values_of_parameters(graph) if v in graph.producer]
+        makers = [graph.operators[graph.producer[v][0]] for v in made]
+        kept = sum(graph.values[v].bytes * trips_of(maker, v) for v, maker in zip(made, makers, strict=True))
+        return (kept + AS_BAD * self.workspace.bytes) / self.request.cluster.num_devices
+
+
+class _Way:
+    """A way to run the step: a variant of it on a logical mesh. Its problem is built when it is first asked for.
+
+    Args:
+      variant: the step.
+      mesh: logical mesh.
+    """
+
+    def __init__(self, variant: _Variant, mesh: LogicalMesh) -> None:
+        self.variant, self.mesh = variant, mesh
+        self._pins = variant.request.pins
+        self._problem: LimitedProblem | None = None
+
+    @property
+    def request(self) -> SearchRequest:
+        return self.variant.request
+
     @property
     def words(self) -> str:
         axes = [(axis.name, axis.size) for axis in self.mesh.axes]
-        return one_stage_words(self.request.microbatches, axes, rematerialised=self.remat == "layer")
+        return one_stage_words(self.request.microbatches, axes, rematerialised=self.variant.remat == "layer")
 
     @property
     def problem(self) -> LimitedProblem:
         if self._problem is None:
-            request, segments = self.request, self.segments
+            request = self.request
             self._problem = LimitedProblem(
-                rematerialise(request.graph, segments) if segments else request.graph, self.mesh,
-                request.cluster.device, parameters=request.parameters, microbatches=request.microbatches,
-                pins=self._pins, carried=request.carried,
-                split_dims=request.split_dims if request.microbatches > 1 else (),
+                self.variant.graph, self.mesh, request.cluster.device, parameters=request.parameters,
+                microbatches=request.microbatches, pins=self._pins, carried=request.carried,
+                split_dims=request.split_dims if request.microbatches > 1 else (), workspace=self.variant.workspace,
             )  # fmt: skip
         return self._problem
 
@@ -186,23 +203,29 @@ class OneStageSearch:
         self._deadline = time.perf_counter() + time_limit_seconds
         self._ways: dict[int, tuple[_Way, ...]] = {}
 
-    def run(self, limit_bytes: Callable[[int], float]) -> SearchResult:
+    def run(self, limit_bytes: Callable[[int], float], *, faster_than_seconds: float = inf) -> SearchResult:
         """The fastest plan within limits of memory.
 
         Args:
           limit_bytes: what the search may count on a device, for each number of microbatches.
+          faster_than_seconds: a plan whose step takes longer is not wanted.
 
         Raises:
           PlanError: if the request makes no sense, or the step cannot be cut into any of these numbers.
           MemoryExceeded: if nothing fits, with the least memory that would do.
+          NothingFaster: if no plan is that fast.
         """
-        run = _Run(self, limit_bytes)
+        run = _Run(self, limit_bytes, faster_than_seconds)
         best = run.best()
+        if best is None and isfinite(faster_than_seconds):
+            raise NothingFaster(min(run.least_seconds, faster_than_seconds), ())
         if best is None:
             raise run.nothing()
-        plan = _assemble(best, gap=gap_of(best.seconds, run.least_seconds))
+        way = best.way
+        gap = gap_of(best.seconds, run.least_seconds)
+        plan = one_stage_plan(way.request, way.problem, best.chosen, way.variant.segments, gap=gap)
         seconds = {one.way.words: one.seconds for one in run.solved}
-        alternatives = nearest(seconds, but=best.way.words)
+        alternatives = nearest(seconds, but=way.words)
         return SearchResult(plan=plan, considered=tuple(run.considered(best)), alternatives=alternatives)
 
     @property
@@ -234,7 +257,8 @@ class OneStageSearch:
                     needed="several layers whose results are kept for the backward pass", where="the loss function",
                     try_='remat="none"',
                 )  # fmt: skip
-            self._ways[count] = tuple(_Way(request, mesh, remat) for mesh in _meshes(request) for remat in wanted)
+            variants = [_Variant(request, remat) for remat in wanted]
+            self._ways[count] = tuple(_Way(one, mesh) for mesh in _meshes(request) for one in variants)
         return self._ways[count]
 
     def tell(self, way: _Way) -> None:
@@ -248,13 +272,14 @@ class _Run:
     Args:
       search: whose problems these are.
       limit_bytes: as of `OneStageSearch.run`.
+      most_seconds: more is not wanted.
 
     Attributes:
       solved: the solutions that were found.
     """
 
-    def __init__(self, search: OneStageSearch, limit_bytes: Callable[[int], float]) -> None:
-        self._search, self._limit_bytes = search, limit_bytes
+    def __init__(self, search: OneStageSearch, limit_bytes: Callable[[int], float], most_seconds: float) -> None:
+        self._search, self._limit_bytes, self._most_seconds = search, limit_bytes, most_seconds
         self._queue: list[_Entry] = []
         self._pushed = 0
         self.solved: list[_Solved] = []
@@ -267,8 +292,12 @@ class _Run:
         self._push(0.0, search.next_count(0))
         while self._queue:
             known = min(self.solved, key=_weight, default=None)
-            if known is not None and (search.late or _weight(known) <= self._queue[0].weight):
-                return known
+            if known is not None:
+                done = _weight(known) <= self._queue[0].weight
+            else:
+                done = self._most_seconds <= self.least_seconds
+            if done or (search.late and (known is not None or isfinite(self._most_seconds))):
+                break
             entry = heapq.heappop(self._queue) if not search.late else self._nearest()
             if isinstance(entry.what, int):
                 self._look_at_count(entry.what, entry.least_seconds)
@@ -304,24 +333,37 @@ class _Run:
             # More microbatches were our idea.
             self._refused = self._refused or error
             return
-        request = ways[0].request
+        request, variants = ways[0].request, dict.fromkeys(way.variant for way in ways)
         floor = max(least_seconds, least_work_seconds(request.graph, count, request.cluster))
+        fitting = [one for one in variants if self._fits(one, count)]
+        if not fitting:
+            self._least_bytes[count] = min(one.least_bytes(count) for one in variants)
+            finer = [more for more in search.counts if more > count]
+            self._push(floor, next((more for more in finer if any(self._fits(one, more) for one in variants)), None))
+            return
         floors: dict[LogicalMesh, float] = {}
         for way in ways:
-            if way.remat != ways[0].remat or (floors and search.late):
+            if way.variant not in fitting:
+                self._needs(way, way.variant.least_bytes(count))
+            elif way.variant is not fitting[0] or (floors and search.late):
                 # Rematerialised it takes no less.
                 self._push(floors.get(way.mesh, floor), way)
             elif isfinite(fastest := self._fastest(way)):
                 floors[way.mesh] = max(fastest, floor)
                 self._push(floors[way.mesh], way, "fastest")
-        self._push(min(floors.values(), default=floor), search.next_count(count))
+        if fitting[0] is ways[0].variant:  # else finer microbatches may do without computing anything again
+            floor = min(floors.values(), default=floor)
+        self._push(floor, search.next_count(count))
+
+    def _fits(self, variant: _Variant, count: int) -> bool:
+        return variant.least_bytes(count) <= self._limit_bytes(count)
 
     def _look_at_way(self, way: _Way, entry: _Entry) -> None:
         """Find out the next thing about a way to run the step."""
         limit = self._limit_bytes(way.request.microbatches)
         self._search.tell(way)
         if entry.known == "nothing":
-            if way.remat == "none" or way.segments:
+            if way.variant.remat == "none" or way.variant.segments:
                 self._push(max(self._fastest(way), entry.least_seconds), way, "fastest")
             return
         try:
@@ -338,7 +380,7 @@ class _Run:
             elif way.relax():
                 self._push(entry.least_seconds, way)
             return
-        if chosen is not None:
+        if chosen is not None and chosen.solution.objective < self._most_seconds:
             self.solved = [one for one in self.solved if one.way is not way]
             self.solved.append(_Solved(way=way, chosen=chosen))
 
@@ -356,7 +398,7 @@ class _Run:
     @property
     def least_seconds(self) -> float:
         """What every plan takes at least."""
-        return min((one.least_seconds for one in (*self.solved, *self._queue)), default=0.0)
+        return min((one.least_seconds for one in (*self.solved, *self._queue)), default=inf)
 
     def considered(self, best: _Solved) -> Iterator[str]:
         """A line for each solution, and for each that was not searched."""
@@ -393,20 +435,10 @@ def _weight(one: _Solved) -> float:
     return one.seconds * (1 + _WORTH_AN_AXIS * (len(one.way.mesh.axes) - 1))
 
 
-def _meshes(request: SearchRequest) -> list[LogicalMesh]:
-    cluster = request.cluster
+def _meshes(request: SearchRequest) -> tuple[LogicalMesh, ...]:
     if request.mesh:
-        return [cluster.logical_mesh(sizes, names) for names, sizes in request.mesh]
-    meshes: list[LogicalMesh] = []
-    seen: set[object] = set()
-    for shape in cluster.logical_shapes(max_axes=3 if len(request.graph.operators) <= _SMALL_PROGRAM else 2):
-        mesh = cluster.logical_mesh(shape)
-        # Meshes whose axes differ only in their order give the same plans.
-        key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
-        if key not in seen:
-            seen.add(key)
-            meshes.append(mesh)
-    return meshes
+        return tuple(request.cluster.logical_mesh(sizes, names) for names, sizes in request.mesh)
+    return meshes_of(request.cluster, (), max_axes=3 if len(request.graph.operators) <= _SMALL_PROGRAM else 2)
 
 
 def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryExceeded:
@@ -433,74 +465,4 @@ def _contradiction(request: SearchRequest) -> PlanError:
         needed="wishes that some layouts satisfy",
         where="pins=, zero=",
         try_="leaving one of them out",
-    )
-
-
-def _assemble(best: _Solved, *, gap: float) -> Plan:
-    request, problem, chosen = best.way.request, best.way.problem, best.chosen
-    graph = problem.graph
-    totals, solution = account(problem, chosen), chosen.solution
-    passes = Passes(problem).seconds(solution.choices, solution.objective)
-    infos = request.parameters
-    num_devices = prod(problem.sizes.values())
-    stage = Stage(
-        layers=(0, 1),
-        devices=tuple(range(num_devices)),
-        mesh=tuple(problem.sizes.items()),
-        operators=operator_plans(graph, chosen),
-        settled=tuple(sorted(chosen.settled.items())),
-        parameters=parameter_plans(graph, chosen, infos, [None] * len(infos), problem),
-        inputs=input_plans(graph, chosen),
-        rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in best.way.segments.items())),
-        memory=counted_memory(graph, chosen, infos, problem, chosen.solution.memory),
-        memory_limit_bytes=request.cluster.device.usable_memory_bytes,
-        device_kind=request.cluster.device_kinds,
-        communication=totals.collectives,
-        flops=totals.flops,
-        compute_seconds=totals.compute_seconds,
-        communication_seconds=totals.communication_seconds,
-        forward_seconds=passes.forward,
-        backward_seconds=passes.backward,
-        weight_seconds=passes.weight,
-        synchronise_seconds=passes.synchronise,
-        update_seconds=passes.update,
-        gradient_exchange=problem.gradient_exchange,
-    )
-    seconds = chosen.solution.objective
-    model_flops = request.graph.flops * request.microbatches * (3 if graph.parameters else 1)
-    return Plan(
-        program=request.fingerprint,
-        cluster=request.cluster.name,
-        cluster_fingerprint=request.cluster.fingerprint(),
-        microbatches=request.microbatches,
-        schedule="none",
-        stages=(stage,),
-        predicted=Prediction(
-            step_seconds=seconds,
-            tflops_per_device=model_flops / max(seconds, 1e-30) / num_devices / 1e12,
-            flops_per_device=totals.flops,
-            optimality_gap=gap,
-        ),
-    )
-
-
-def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """A user's `mesh=`: None, a shape, a mapping of axis names to sizes, or a list of those."""
-    if mesh is None:
-        return []
-    sizes = list(mesh.values()) if isinstance(mesh, Mapping) else []
-    if sizes and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes):
-        assert isinstance(mesh, Mapping)
-        return [(tuple(mesh), tuple(int(n) for n in mesh.values()))]
-    if isinstance(mesh, Sequence) and mesh and all(isinstance(n, int) for n in mesh):
-        names = ("x", "y", "z")
-        return [(names[: len(mesh)], tuple(mesh))]
-    if isinstance(mesh, Sequence) and not isinstance(mesh, str):
-        return [entry for one in mesh for entry in mesh_argument(one)]
-    raise PlanError(
-        refused="the logical mesh",
-        got=repr(mesh),
-        needed="a shape, or axis names with sizes",
-        where="mesh=",
-        try_='mesh=(2, 4) or mesh={"data": 2, "model": 4}',
     )

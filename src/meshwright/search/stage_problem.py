@@ -7,7 +7,6 @@ And the stage search needs the two passes apart, since a pipeline's transfers an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +23,7 @@ from .intra_op import ParameterInfo
 from .limited import LimitedProblem
 from .passes import Passes
 from .pins import Pins
-from .wiring import reads_gathered
-from .workspace import AS_BAD, Moment, Workspace
+from .workspace import AS_BAD, Workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +110,11 @@ class StageProblem(LimitedProblem):
         ]
         super().__init__(
             graph, mesh, device, parameters=parameters, microbatches=microbatches, pins=pins, carried=0,
-            split_dims=dims,
+            split_dims=dims, workspace=workspace,
         )  # fmt: skip
         self._as_part: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
-        self._workspace = self._workspace_by_node(workspace)
         # In a longer range its moments may count less beside those of others, and what it received it has itself.
         self._least_workspace = AS_BAD * _least(self._workspace)
         for value in self._received if workspace is not None else ():
@@ -137,48 +134,7 @@ class StageProblem(LimitedProblem):
             self._received_bytes.append(self._input_bytes[node] / microbatches * (value in stays))
             self._kept_by_node[node] = self._kept_by_node[node] + self._received_bytes[-1]
 
-    def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
-        """Bytes on one device, by the choice of each node."""
-        rows = [np.zeros(len(row)) for row in self._bytes]
-        if workspace is None:
-            return rows
-        again: Counter[int] = Counter()
-        for moment in workspace.moments:
-            again.update(moment.again)
-            self._hold_around(rows, moment, 1 / len(workspace.moments))
-        for value in sorted(again.keys() & self._defines.keys()):
-            self._hold(rows, value, again[value] / len(workspace.moments))
-        if workspace.weight is not None:
-            node = self.input_node[workspace.weight]
-            rows[node] += workspace.gradient_bytes / self.prices.shards(self.parameter_prices[node].uses)
-        return rows
-
-    def _hold(self, rows: list[np.ndarray], value: int, share: float) -> None:
-        """Add a value that is computed again, as its readers have it."""
-        graph, (node, specs) = self.graph, self._defines[value]
-        users = graph.consumers.get(value, ())
-        readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
-        if shared := (value in self._wiring.shared or not readers):
-            rows[node] += share * self.local_bytes(value, specs)
-            readers = [one for one in readers if reads_gathered(graph, graph.operators[one[1]], value)]
-        for reader, user, at in readers[:1]:
-            wanted = self.operator_prices[user].operands[at]
-            held = share * self.local_bytes(value, wanted)
-            rows[reader] += self.was_gathered(wanted) * held if shared else held
-
-    def _hold_around(self, rows: list[np.ndarray], moment: Moment, share: float) -> None:
-        """Add what is there around an operator, as its algorithms split it."""
-        if moment.operator not in self.operator_node:
-            return
-        operator, node = self.graph.operators[moment.operator], self.operator_node[moment.operator]
-        known = self.operator_prices[moment.operator]
-        for value, times in moment.around.items():
-            made = value in operator.results
-            at = (operator.results if made else operator.operands).index(value)
-            specs = (known.results if made else known.operands)[at]
-            rows[node] += share * times * self.local_bytes(value, specs)
-
-    @property
+    @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:
         return self._constant_bytes
 

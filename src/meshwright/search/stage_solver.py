@@ -76,7 +76,7 @@ class Kinds:
             if kind not in self._numbers:
                 self._numbers[kind] = len(self._numbers)
                 part = self._submeshes.part(submesh)
-                self.meshes.append(_meshes_of(part, wanted))
+                self.meshes.append(meshes_of(part, wanted))
                 self.devices.append(part.device)
             self._of[submesh] = self._numbers[kind]
         return self._of[submesh]
@@ -327,15 +327,21 @@ class StageSolver:
         )  # fmt: skip
 
 
-def _meshes_of(part: Cluster, wanted: Sequence[WantedMesh]) -> tuple[LogicalMesh, ...]:
-    """Logical meshes of one and two axes; those whose axes differ in their order only give the same plans. The inner of
-    two axes spans two hosts at most: what is exchanged in every layer does not go further; and two axes can do what one
-    of as many devices can."""
+def meshes_of(part: Cluster, wanted: Sequence[WantedMesh], *, max_axes: int = 2) -> tuple[LogicalMesh, ...]:
+    """Logical meshes of a cluster; those whose axes differ in their order only give the same plans. The innermost axis
+    spans two hosts at most: what is exchanged in every layer does not go further; and two axes can do what one of as
+    many devices can.
+
+    Args:
+      part: the cluster, or a submesh of it.
+      wanted: names and sizes of axes; none for all.
+      max_axes: at most so many axes where none are wanted.
+    """
     if wanted:
         return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted if prod(sizes) == part.num_devices)
     found: dict[Any, LogicalMesh] = {}
     near = max(2 * max(host.devices for host in part.hosts), _NEAR)
-    shapes = tuple(part.logical_shapes(max_axes=2))
+    shapes = tuple(part.logical_shapes(max_axes=max_axes))
     for shape in [shape for shape in shapes if shape[-1] <= near] or shapes:
         mesh = part.logical_mesh(shape)
         key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
