@@ -36,7 +36,7 @@ _Target = Annotated[
     typer.Argument(metavar="TARGET", help="A model of `meshwright models`, or file.py:function for (step, arguments)."),
 ]
 _GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
-_Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else the fewest that fit.")]
+_Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else as is fastest.")]
 _Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use: 16e9, 16GB, 15GiB.")]
 _Mesh = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,model=4; else the best of all.")]
 _Zero = Annotated[int | None, typer.Option(help="ZeRO stage of every parameter, 0 to 3; else the best for each.")]

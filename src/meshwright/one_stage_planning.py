@@ -78,9 +78,9 @@ class _Requests(Mapping[int, SearchRequest]):
 
     def __init__(self, asked: PlanRequest) -> None:
         self._asked = asked
-        first = asked.program(1) if asked.microbatches is None else None
+        first = asked.program(asked.microbatches if asked.microbatches is not None else 1)
         counts = microbatch_counts(asked)
-        self._counts = counts if first is None or first.marked else counts[:1]
+        self._counts = counts if first.marked else counts[:1]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._counts)

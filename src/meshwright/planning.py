@@ -80,7 +80,7 @@ def plan_for(
       step: a train step `(state, batch, ...) -> (state, metrics)`, or any function of arrays.
       args: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
       cluster: a Cluster, "local", "preset:hosts" or a TOML file.
-      microbatches: into how many parts the batch is cut; None for the fewest that fit.
+      microbatches: into how many parts the batch is cut; None for the fastest number.
       mesh: logical mesh: a shape such as (2, 4), axis names with sizes, or a list of those; None to try all.
       pins: layouts of parameters and inputs by path pattern: for each dim None, an axis or several; the rest is
         optimised around them. A parameter's optimizer state follows it.
@@ -219,6 +219,7 @@ def plan_without_advice(
     notes += row_notes(found.plan)
     if microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
         notes += _why_one_microbatch(asked)
+    asked.warn(found.plan.microbatches)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright import stage_planning, zoo
+from meshwright import planning as planning_module, stage_planning, zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning import plan_for
@@ -167,6 +167,10 @@ def refusing(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     monkeypatch.setattr(incumbent_module, "planned_preset", planned)
 
 
+def nothing_of_one_stage(*args: Any, **options: Any) -> Any:
+    raise stage_planning.NothingFaster(0.0, ())
+
+
 def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the search has taken that found nothing faster: it is searched once more, for what beats that, and
     what plans have turned out to hold is known then."""
@@ -188,6 +192,7 @@ def test_where_the_best_preset_does_not_fit_the_next_is_the_plan(target: Any, mo
 
     monkeypatch.setattr(stage_planning, "best_under_presets", best)
     monkeypatch.setattr(stage_planning.StageSearch, "run", nothing)
+    monkeypatch.setattr(planning_module, "plan_one_stage", nothing_of_one_stage)
     args = (target.example_state, target.example_batch)
     planning = plan_for(target.step, args, cluster=CLUSTER, stages=None)
     assert len(asked) == 2

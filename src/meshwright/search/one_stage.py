@@ -293,7 +293,7 @@ class _Run:
         while self._queue:
             known = min(self.solved, key=_weight, default=None)
             if known is not None:
-                done = _weight(known) <= self._queue[0].weight
+                done = (1 - search.gap) * _weight(known) <= self._queue[0].weight
             else:
                 done = self._most_seconds <= self.least_seconds
             if done or (search.late and (known is not None or isfinite(self._most_seconds))):
