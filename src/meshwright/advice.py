@@ -42,12 +42,10 @@ def with_advice(
         except PlanError:
             continue
         held = max(stage.memory.total for stage in found.plan.stages)
-        error = MemoryExceeded(
+        return MemoryExceeded(
             refused=refused.refused, got=refused.got, needed=refused.needed, where=refused.where,
             try_=f"{words}, which fits ({size_words(held)} on a device); or {refused.try_}",
         )  # fmt: skip
-        error.fewest_microbatches = refused.fewest_microbatches
-        return error
     return refused
 
 

@@ -36,13 +36,7 @@ class StepError(PlanError, TypeError):
 
 
 class MemoryExceeded(PlanError):
-    """Nothing that was asked for fits a device's memory.
-
-    Attributes:
-      fewest_microbatches: in fewer nothing fits either, as far as can be told; 0 where nothing can.
-    """
-
-    fewest_microbatches: int = 0
+    """Nothing that was asked for fits a device's memory."""
 
     def but(self, reason: str) -> MemoryExceeded:
         """The same refusal with what stands against the next thing to try."""

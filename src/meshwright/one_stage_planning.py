@@ -2,7 +2,7 @@
 
 The search counts memory by layouts. The peak of the step that a plan runs is known only once the step is written out.
 So the plan that is found is traced (nothing is compiled), and its predicted peak compared with what a device has. Where
-it is too much, the search is repeated with less memory: it may not count what it has missed.
+it is too much, the search is repeated with less memory: it leaves room for what it has missed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -18,7 +17,6 @@ from .plan import Plan
 from .presets import Preset
 from .program.batch import batch_extents
 from .program.expected import Expectations
-from .program.reduction import ReductionWarning
 from .program.trace import Program, abstract
 from .program.traces import Traces
 from .schedule import WORTH_SPLITTING
@@ -51,7 +49,6 @@ class PlanRequest:
       time_limit_seconds: from then on.
       tell: called with a few words at each part of the work.
       expectations: of the step's programs.
-      reductions: by number of microbatches, what is to be warned of (`warn`).
     """
 
     traces: Traces
@@ -70,7 +67,6 @@ class PlanRequest:
     time_limit_seconds: float
     tell: Callable[[str], None]
     expectations: Expectations = field(default_factory=Expectations)
-    reductions: dict[int, list[warnings.WarningMessage]] = field(default_factory=dict)
 
     @property
     def left_seconds(self) -> float:
@@ -83,32 +79,17 @@ class PlanRequest:
         count = self.microbatches if self.microbatches is not None else 1
         return least_work_seconds(self.program(count).graph, count, self.cluster)
 
-    def program(self, microbatches: int) -> Program:
-        """The step in so many microbatches. How its results are added up is warned of by `warn`: it concerns nobody
-        unless the plan has this number."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            program = self.traces.program(
-                self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction
-            )
-        self.reductions.setdefault(microbatches, []).extend(w for w in caught if w.category is ReductionWarning)
-        _give([w for w in caught if w.category is not ReductionWarning])
-        return program
-
-    def warn(self, microbatches: int) -> None:
-        """Warn of results that a plan in so many microbatches adds up otherwise than the whole batch would."""
-        _give(self.reductions.pop(microbatches, ()))
+    def program(self, microbatches: int, *, warn: bool = False) -> Program:
+        """The step in so many microbatches; `warn` as of `Traces.program`."""
+        return self.traces.program(
+            self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction, warn=warn
+        )
 
     def is_traced(self, microbatches: int) -> bool:
         """Whether that program has been asked for."""
         return self.traces.is_traced(
             self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction
         )
-
-
-def _give(caught: Iterable[warnings.WarningMessage]) -> None:
-    for one in caught:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,9 @@ from .search.stage_request import check_remat
 from .stage_planning import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
-# Several stages have to be faster by this much: one is simpler to run.
-_WORTH_STAGES = 0.02
+# Several stages have to be faster by this much: one is simpler to run. The search for one stage may take this share of
+# the time where several are searched afterwards.
+_WORTH_STAGES, _ONE_STAGE_SHARE = 0.02, 0.5
 
 # Of the time on a cluster of several kinds of device: what stages may take, so that some is left for replicas, and what
 # plans for the hosts of one kind alone are given at least, together.
@@ -219,7 +220,8 @@ def plan_without_advice(
     notes += row_notes(found.plan)
     if microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
         notes += _why_one_microbatch(asked)
-    asked.warn(found.plan.microbatches)
+    if asked.is_traced(found.plan.microbatches):
+        asked.program(found.plan.microbatches, warn=True)
     found = replace(found, plan=replace(found.plan, notes=notes))
     return _timed(found, traces.seconds - traced, time.perf_counter() - start)
 
@@ -371,7 +373,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if is_large(asked.program(count)):
         return _as_one_stage(asked, plan_stages(asked, None))
     try:
-        one = plan_one_stage(asked)
+        one = plan_one_stage(replace(asked, time_limit_seconds=_ONE_STAGE_SHARE * asked.time_limit_seconds))
     except PlanError as refused:
         try:
             return plan_stages(asked, None)
@@ -385,10 +387,12 @@ def _any_stages(asked: PlanRequest) -> Planning:
         if asked.left_seconds < 0:
             least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds
             return one.unfinished("several stages: broken off, out of time", least)
+        if isinstance(nothing, NothingFaster):
+            one = one.beside(nothing.least_seconds)
         return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
     except PlanError as error:
         return replace(one, considered=(*one.considered, f"several stages: {error}"))
-    return several.preferred_to(one)
+    return several.preferred_to(one).beside(one.least_seconds)
 
 
 def _as_one_stage(asked: PlanRequest, found: Planning) -> Planning:

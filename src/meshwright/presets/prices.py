@@ -97,7 +97,7 @@ class PresetPrices:
         """
         if microbatches not in self._programs:
             self._programs[microbatches] = self.traces.program(
-                self.args, microbatches=microbatches, batch_axis=self._batch_axis, reduction=self._reduction
+                self.args, microbatches=microbatches, batch_axis=self._batch_axis, reduction=self._reduction, warn=False
             )
         return self._programs[microbatches]
 

@@ -49,7 +49,7 @@ def batch_inputs(
             extents = batch_extents(args, batch_axis)
             count = next((n for n in range(2, min(extents, default=1) + 1) if all(e % n == 0 for e in extents)), None)
             if count is not None:
-                other = traces.program(args, microbatches=count, batch_axis=batch_axis, reduction="mean")
+                other = traces.program(args, microbatches=count, batch_axis=batch_axis, reduction="mean", warn=False)
                 dims = other.split_dims
     graph = program.graph
     return input_dims([graph.values[v] for v in graph.inputs[: program.num_consts]], dims)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from .inference import trace_inference
+from .reduction import ReductionWarning
 from .staged import StagedProgram, staged_program
 from .trace import Program, abstract, trace_program
 from .traced_step import TracedStep, trace_step
@@ -41,6 +43,7 @@ class Traces:
         self.seconds = 0.0
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
+        self._reductions: dict[Any, list[warnings.WarningMessage]] = {}
         self._staged: dict[tuple[int, int | None], StagedProgram] = {}
 
     @property
@@ -53,16 +56,31 @@ class Traces:
         return self._step(*args)
 
     def program(
-        self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None
-    ) -> Program:
-        """As `trace_program`."""
+        self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0, reduction: str | None = None,
+        warn: bool = True,
+    ) -> Program:  # fmt: skip
+        """As `trace_program`.
+
+        Args:
+          args: as there, like what follows.
+          microbatches: as there.
+          batch_axis: as there.
+          reduction: as there.
+          warn: whether to warn of results that microbatches add up otherwise than the whole batch would; not if a plan
+            in so many is only looked for.
+        """
         key = (*self._key(args), microbatches, batch_axis, reduction)
         if key not in self._programs:
-            with self._timed():
+            with self._timed(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 self._programs[key] = trace_program(
                     self._step, args, microbatches=microbatches, batch_axis=batch_axis, reduction=reduction,
                     donate=self._donate, trace=self._traced,
                 )  # fmt: skip
+            self._reductions[key] = [one for one in caught if one.category is ReductionWarning]
+            _give(one for one in caught if one.category is not ReductionWarning)
+        if warn:
+            _give(self._reductions[key])
         return self._programs[key]
 
     def is_traced(self, args: Sequence[Any], *, microbatches: int, batch_axis: int, reduction: str | None) -> bool:
@@ -105,6 +123,11 @@ class Traces:
             with self._timed():
                 self._staged[key] = staged_program(program, like=like)
         return self._staged[key]
+
+
+def _give(caught: Iterable[warnings.WarningMessage]) -> None:
+    for one in caught:
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def traces_of(step: Callable[..., Any], donate: Any = None) -> Traces:

@@ -36,7 +36,7 @@ _ROUNDS_OF_PRICES = 3
 # nodes, as where a scan runs over the layers.
 _CLOSE = 1e-3
 
-# For what is left open where layouts that fit are known: seldom is it what the best plan is made of. Of gpt3-15b on 32
+# For what prices leave open where layouts that fit are known: the best plan is seldom made of it. Of gpt3-15b on 32
 # V100 (`benchmarks/planning_time.py --tight`) MILP closed nothing in twenty seconds, twice, and no time was left for
 # plans that are an eighth faster.
 _SECONDS_FOR_THE_REST = 5.0
@@ -234,8 +234,9 @@ class LimitedProblem(IntraOpProblem):
             passed = self._free.passed((price, self.in_flight), unpassed)
             # What is better with what its bytes cost there may be too large, or slower.
             tried = [found.solution.choices, *([passed.choices] if passed.choices is not None else [])]
-            fitting = [one for one in tried if self._held(one, self.in_flight) <= limit_bytes]
-            found = self._bounded(min(fitting, key=self._free.seconds), passed.bound - paid, gap)
+            fitting = [one for one in tried[1:] if self._held(one, self.in_flight) <= limit_bytes]
+            best = min([found.solution.choices, *fitting], key=self._free.seconds)
+            found = self._bounded(best, passed.bound - paid, gap)
             if found.solution.proven:
                 return found
         choices, bound = found.solution.choices, found.solution.lower_bound
@@ -297,6 +298,12 @@ class LimitedProblem(IntraOpProblem):
         seconds = self._free.seconds(choices)
         share = min(max(bound / seconds, 0.0), 1.0) if seconds > 0 else 1.0
         return self.chosen(choices, share, proven=share >= 1 - gap)
+
+    @cached_property
+    def least_held(self) -> float:
+        """No layouts hold less on one device, with one microbatch in flight."""
+        rows = FlatNodes([once + each for once, each in zip(self._once_bytes, self._each_bytes, strict=True)])
+        return float(np.minimum.reduceat(rows.numbers, rows.starts).sum()) if len(rows.starts) else 0.0
 
     @cached_property
     def _flat(self) -> FlatNodes:

@@ -11,38 +11,33 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import ceil, inf, isfinite
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Literal, get_args
 
 from ..cluster import LogicalMesh
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan import Plan
-from ..program.graph import Graph
-from ..program.residuals import kept_values
-from ..program.segments import Segments, layer_segments, rematerialise
-from ..solve import Infeasible
-from .alternative import Alternative, nearest, one_stage_words
+from ..program.segments import layer_segments
+from ..solve import Infeasible, Unsolved
+from .alternative import Alternative, nearest
 from .best_known import gap_of
-from .choices import values_of_parameters
-from .intra_op import IntraOpSolution, trips_of
+from .intra_op import IntraOpSolution
 from .least_work import least_work_seconds
-from .limited import LimitedProblem
 from .one_stage_plan import SearchRequest, one_stage_plan
 from .stage_result import NothingFaster
 from .stage_solver import meshes_of
-from .workspace import AS_BAD, Workspace, workspace_of
+from .ways import Variant, Way
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
 _SMALL_PROGRAM = 150
 
-# What a problem gets at least when the time is over, so that there is a plan at all.
-_LEAST_SECONDS = 1.0
+# What a problem gets at least when the time is over, so that there is a plan at all; and at most.
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 20.0
 
 # The relative gap to which problems are solved, and what each axis of a mesh beyond the first has to gain, relative:
-# less than the cost model knows.
+# less than the error of the cost model.
 _GAP, _WORTH_AN_AXIS = 2e-3, 2e-3
 
 
@@ -59,100 +54,11 @@ _Known = Literal["nothing", "fastest", "prices"]
 _KNOWN: tuple[_Known, ...] = get_args(_Known)
 
 
-class _Variant:
-    """A step in a number of microbatches, rematerialised or not.
-
-    Args:
-      request: the step.
-      remat: "none" or "layer".
-    """
-
-    def __init__(self, request: SearchRequest, remat: str) -> None:
-        self.request, self.remat = request, remat
-
-    @cached_property
-    def segments(self) -> Segments:
-        """What is rematerialised."""
-        return layer_segments(self.request.graph) if self.remat == "layer" else {}
-
-    @cached_property
-    def graph(self) -> Graph:
-        """The program with that marked."""
-        return rematerialise(self.request.graph, self.segments) if self.segments else self.request.graph
-
-    @cached_property
-    def workspace(self) -> Workspace:
-        """What its backward pass makes beside what is kept."""
-        return workspace_of(self.graph, microbatches=self.request.microbatches)
-
-    def least_bytes(self, microbatches: int) -> float:
-        """What a device holds at least in so many microbatches, this number of the request or a larger one: the state,
-        what the backward pass keeps and its workspace, all of it split over all devices. The latter two are half as
-        much in half a microbatch at best."""
-        return self._state_bytes + self._kept_bytes * self.request.microbatches / microbatches
-
-    @cached_property
-    def _state_bytes(self) -> float:
-        graph, infos = self.graph, self.request.parameters
-        values = [graph.values[graph.inputs[position]] for position in graph.parameters]
-        held = sum(2 * value.bytes + info.optimizer_bytes for value, info in zip(values, infos, strict=True))
-        return held / self.request.cluster.num_devices
-
-    @cached_property
-    def _kept_bytes(self) -> float:
-        graph = self.graph
-        made = [v for v in kept_values(graph) - values_of_parameters(graph) if v in graph.producer]
-        makers = [graph.operators[graph.producer[v][0]] for v in made]
-        kept = sum(graph.values[v].bytes * trips_of(maker, v) for v, maker in zip(made, makers, strict=True))
-        return (kept + AS_BAD * self.workspace.bytes) / self.request.cluster.num_devices
-
-
-class _Way:
-    """A way to run the step: a variant of it on a logical mesh. Its problem is built when it is first asked for.
-
-    Args:
-      variant: the step.
-      mesh: logical mesh.
-    """
-
-    def __init__(self, variant: _Variant, mesh: LogicalMesh) -> None:
-        self.variant, self.mesh = variant, mesh
-        self._pins = variant.request.pins
-        self._problem: LimitedProblem | None = None
-
-    @property
-    def request(self) -> SearchRequest:
-        return self.variant.request
-
-    @property
-    def words(self) -> str:
-        axes = [(axis.name, axis.size) for axis in self.mesh.axes]
-        return one_stage_words(self.request.microbatches, axes, rematerialised=self.variant.remat == "layer")
-
-    @property
-    def problem(self) -> LimitedProblem:
-        if self._problem is None:
-            request = self.request
-            self._problem = LimitedProblem(
-                self.variant.graph, self.mesh, request.cluster.device, parameters=request.parameters,
-                microbatches=request.microbatches, pins=self._pins, carried=request.carried,
-                split_dims=request.split_dims if request.microbatches > 1 else (), workspace=self.variant.workspace,
-            )  # fmt: skip
-        return self._problem
-
-    def relax(self) -> bool:
-        """Whether a ZeRO stage that no layout has can be asked for less strictly; from now on it is."""
-        if self._pins.zero not in (1, 2) or not self._pins.strict:
-            return False
-        self._pins, self._problem = replace(self._pins, strict=False), None
-        return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Solved:
     """A solution of a way to run the step."""
 
-    way: _Way
+    way: Way
     chosen: IntraOpSolution
 
     @property
@@ -179,7 +85,7 @@ class _Entry:
     weight: float
     number: int
     least_seconds: float = field(compare=False)
-    what: int | _Way = field(compare=False)
+    what: int | Way = field(compare=False)
     known: _Known = field(compare=False, default="nothing")
 
 
@@ -201,7 +107,7 @@ class OneStageSearch:
         self._requests, self._tell, self.gap = requests, tell, gap
         self.counts = sorted(requests)
         self._deadline = time.perf_counter() + time_limit_seconds
-        self._ways: dict[int, tuple[_Way, ...]] = {}
+        self._ways: dict[int, tuple[Way, ...]] = {}
 
     def run(self, limit_bytes: Callable[[int], float], *, faster_than_seconds: float = inf) -> SearchResult:
         """The fastest plan within limits of memory.
@@ -238,11 +144,16 @@ class OneStageSearch:
         """What one problem may take now."""
         return max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
 
+    @property
+    def known_counts(self) -> tuple[int, ...]:
+        """The numbers of microbatches that were looked at."""
+        return tuple(self._ways)
+
     def next_count(self, count: int) -> int | None:
         """The next number of microbatches."""
         return next((more for more in self.counts if more > count), None)
 
-    def ways(self, count: int) -> tuple[_Way, ...]:
+    def ways(self, count: int) -> tuple[Way, ...]:
         """To run the step in so many microbatches, the simplest first.
 
         Raises:
@@ -257,11 +168,12 @@ class OneStageSearch:
                     needed="several layers whose results are kept for the backward pass", where="the loss function",
                     try_='remat="none"',
                 )  # fmt: skip
-            variants = [_Variant(request, remat) for remat in wanted]
-            self._ways[count] = tuple(_Way(one, mesh) for mesh in _meshes(request) for one in variants)
+            variants = [Variant(request, remat) for remat in wanted]
+            variants = [one for one in variants if one.remat == "none" or one.segments]
+            self._ways[count] = tuple(Way(one, mesh) for mesh in _meshes(request) for one in variants)
         return self._ways[count]
 
-    def tell(self, way: _Way) -> None:
+    def tell(self, way: Way) -> None:
         """Tell what is looked at."""
         self._tell(f"solving {way.words}")
 
@@ -284,6 +196,8 @@ class _Run:
         self._pushed = 0
         self.solved: list[_Solved] = []
         self._refused: PlanError | None = None
+        self._left_open = inf  # what those take at least that were looked at and have no solution that is wanted
+        self._floors: dict[int, float] = {}
         self._least_bytes: dict[int, float] = {}
 
     def best(self) -> _Solved | None:
@@ -312,10 +226,10 @@ class _Run:
         heapq.heapify(self._queue)
         return entry
 
-    def _push(self, least_seconds: float, what: int | _Way | None, known: _Known = "nothing") -> None:
-        if what is None:
+    def _push(self, least_seconds: float, what: int | Way | None, known: _Known = "nothing") -> None:
+        if what is None or not isfinite(least_seconds):
             return
-        axes = len(what.mesh.axes) if isinstance(what, _Way) else 1
+        axes = len(what.mesh.axes) if isinstance(what, Way) else 1
         self._pushed += 1
         heapq.heappush(
             self._queue,
@@ -323,82 +237,112 @@ class _Run:
         )
 
     def _look_at_count(self, count: int, least_seconds: float) -> None:
-        """What a number of microbatches promises: of each mesh, what the fastest layouts take."""
+        """What a number of microbatches promises: of each mesh, what the fastest layouts take.
+
+        Raises:
+          PlanError: if the step cannot be planned in the first number.
+        """
         search = self._search
         try:
             ways = search.ways(count)
+            request, variants = ways[0].request, dict.fromkeys(way.variant for way in ways)
+            self._floors[count] = max(least_seconds, least_work_seconds(request.graph, count, request.cluster))
+            fitting = [one for one in variants if self._fits(one, count)]
+            if fitting:
+                self._look_at_meshes(ways, fitting)
+                return
         except PlanError as error:
             if count == search.counts[0]:
                 raise
             # More microbatches were our idea.
             self._refused = self._refused or error
             return
-        request, variants = ways[0].request, dict.fromkeys(way.variant for way in ways)
-        floor = max(least_seconds, least_work_seconds(request.graph, count, request.cluster))
-        fitting = [one for one in variants if self._fits(one, count)]
-        if not fitting:
-            self._least_bytes[count] = min(one.least_bytes(count) for one in variants)
-            finer = [more for more in search.counts if more > count]
-            self._push(floor, next((more for more in finer if any(self._fits(one, more) for one in variants)), None))
-            return
+        for more in (one for one in search.counts if one >= count):
+            if more > count and any(self._fits(one, more) for one in variants):
+                break
+            self._least_bytes[more] = min(one.least_bytes(more) for one in variants)
+        else:
+            # What holds less in proportion than in a coarser microbatch is only seen in the finest.
+            more = search.counts[-1]
+        if more > count:
+            self._push(self._floors[count], more)
+
+    def _look_at_meshes(self, ways: Sequence[Way], fitting: Sequence[Variant]) -> None:
+        """The fastest layouts of the first variant that may fit, on each mesh: others take no less."""
+        count, late = ways[0].request.microbatches, False
         floors: dict[LogicalMesh, float] = {}
         for way in ways:
             if way.variant not in fitting:
                 self._needs(way, way.variant.least_bytes(count))
-            elif way.variant is not fitting[0] or (floors and search.late):
-                # Rematerialised it takes no less.
-                self._push(floors.get(way.mesh, floor), way)
-            elif isfinite(fastest := self._fastest(way)):
-                floors[way.mesh] = max(fastest, floor)
+            elif way.variant is fitting[0] and not (floors and self._search.late):
+                floors[way.mesh] = max(self._fastest(way), self._floors[count])
                 self._push(floors[way.mesh], way, "fastest")
-        if fitting[0] is ways[0].variant:  # else finer microbatches may do without computing anything again
-            floor = min(floors.values(), default=floor)
-        self._push(floor, search.next_count(count))
+            else:
+                late = late or way.variant is fitting[0]
+                self._push(floors.get(way.mesh, self._floors[count]), way)
+        if floors and not late and not any(map(isfinite, floors.values())):
+            raise _contradiction(ways[0].request)
+        floor = self._floors[count]
+        if fitting[0] is ways[0].variant and not late:
+            floor = min(floors.values())
+        # Else a finer number may fit without rematerialisation, and be faster than what was looked at.
+        self._push(floor, self._search.next_count(count))
 
-    def _fits(self, variant: _Variant, count: int) -> bool:
+    def _fits(self, variant: Variant, count: int) -> bool:
         return variant.least_bytes(count) <= self._limit_bytes(count)
 
-    def _look_at_way(self, way: _Way, entry: _Entry) -> None:
+    def _look_at_way(self, way: Way, entry: _Entry) -> None:
         """Find out the next thing about a way to run the step."""
-        limit = self._limit_bytes(way.request.microbatches)
-        self._search.tell(way)
+        search, count = self._search, way.request.microbatches
+        limit = self._limit_bytes(count)
+        search.tell(way)
         if entry.known == "nothing":
-            if way.variant.remat == "none" or way.variant.segments:
-                self._push(max(self._fastest(way), entry.least_seconds), way, "fastest")
+            self._push(max(self._fastest(way), entry.least_seconds), way, "fastest")
+            return
+        if way.problem.least_held > limit:
+            self._needs(way, way.problem.least_held)
             return
         try:
             if entry.known == "fastest":
-                chosen, least_seconds = way.problem.bounded_within(limit, gap=self._search.gap)
+                chosen, least_seconds = way.problem.bounded_within(limit, gap=search.gap)
                 if chosen is None or not chosen.solution.proven:
                     self._push(max(least_seconds, entry.least_seconds), way, "prices")
             else:
-                seconds = self._search.left_seconds
-                chosen = way.problem.proven(limit, gap=self._search.gap, time_limit_seconds=seconds)
+                seconds = min(search.left_seconds, _MOST_SECONDS)
+                chosen = way.problem.proven(limit, gap=search.gap, time_limit_seconds=seconds)
         except Infeasible as error:
             if error.least_memory is not None and isfinite(error.least_memory):
                 self._needs(way, error.least_memory)
             elif way.relax():
-                self._push(entry.least_seconds, way)
+                self._push(self._floors[count], way)
             return
-        if chosen is not None and chosen.solution.objective < self._most_seconds:
+        except Unsolved:
+            self._left_open = min(self._left_open, entry.least_seconds)
+            return
+        if chosen is None:
+            return
+        found = _Solved(way=way, chosen=chosen)
+        if found.seconds < self._most_seconds:
             self.solved = [one for one in self.solved if one.way is not way]
-            self.solved.append(_Solved(way=way, chosen=chosen))
+            self.solved.append(found)
+        else:
+            self._left_open = min(self._left_open, found.least_seconds)
 
-    def _fastest(self, way: _Way) -> float:
+    def _fastest(self, way: Way) -> float:
         """What any layouts take at least; infinite if there are none."""
         try:
             return way.problem.fastest.bound
         except Infeasible:
             return self._fastest(way) if way.relax() else inf
 
-    def _needs(self, way: _Way, least_bytes: float) -> None:
+    def _needs(self, way: Way, least_bytes: float) -> None:
         count = way.request.microbatches
         self._least_bytes[count] = min(least_bytes, self._least_bytes.get(count, inf))
 
     @property
     def least_seconds(self) -> float:
         """What every plan takes at least."""
-        return min((one.least_seconds for one in (*self.solved, *self._queue)), default=inf)
+        return min(self._left_open, *(one.least_seconds for one in (*self.solved, *self._queue)), inf)
 
     def considered(self, best: _Solved) -> Iterator[str]:
         """A line for each solution, and for each that was not searched."""
@@ -407,7 +351,7 @@ class _Run:
             if one is best:
                 why = " (chosen)"
             elif one.seconds < best.seconds:
-                why = f" (faster by less than {_WORTH_AN_AXIS:.1%}: the simpler mesh is taken)"
+                why = " (hardly faster: the simpler mesh is taken)"
             yield f"{one.way.words}: {one.seconds:.6g} s{why}"
         late = ", out of time" if self._search.late else ""
         for entry in sorted(self._queue):
@@ -421,11 +365,13 @@ class _Run:
 
     def nothing(self) -> PlanError:
         """Why there is no plan."""
+        if not self._least_bytes and isfinite(self._left_open):
+            return _unsolved(self._search.ways(self._search.counts[0])[0].request)
         if not self._least_bytes:
             return _contradiction(self._search.ways(self._search.counts[0])[0].request)
         count = min(self._least_bytes, key=lambda count: (self._least_bytes[count], count))
-        (way, *_) = self._search.ways(count)
-        error = _nothing_fits(way.request, self._limit_bytes(count), self._least_bytes[count])
+        (way, *_) = self._search.ways(min(self._search.known_counts, key=lambda known: abs(known - count)))
+        error = _nothing_fits(way.request, count, self._least_bytes[count])
         if self._refused is not None:
             return error.but(f"more microbatches are out of the question: {self._refused}")
         return error
@@ -441,21 +387,26 @@ def _meshes(request: SearchRequest) -> tuple[LogicalMesh, ...]:
     return meshes_of(request.cluster, (), max_axes=3 if len(request.graph.operators) <= _SMALL_PROGRAM else 2)
 
 
-def _nothing_fits(request: SearchRequest, limit: float, least: float) -> MemoryExceeded:
+def _nothing_fits(request: SearchRequest, count: int, least: float) -> MemoryExceeded:
     device = request.cluster.device
     graph = request.graph
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
     what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
-    error = MemoryExceeded(
+    return MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
-        got=f"{size_words(limit)} usable on a device",
-        needed=f"at least {size_words(least)} on a device, with {request.microbatches} microbatches{what}",
+        got=f"{size_words(device.usable_memory_bytes)} usable on a device",
+        needed=f"at least {size_words(least)} on a device, with {count} microbatches{what}",
         where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
-    )
-    # No layout needs less than in proportion to the microbatch.
-    error.fewest_microbatches = ceil(request.microbatches * least / device.usable_memory_bytes)
-    return error
+    )  # fmt: skip
+
+
+def _unsolved(request: SearchRequest) -> PlanError:
+    return PlanError(
+        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got="layouts of which the solver found none that fit in the time that it had",
+        needed="more time, or more memory", where="time_limit_seconds=", try_="a longer time limit, or more devices",
+    )  # fmt: skip
 
 
 def _contradiction(request: SearchRequest) -> PlanError:

@@ -266,7 +266,7 @@ class PricedProblem:
 
 def _paid(held: np.ndarray, at: np.ndarray) -> np.ndarray:
     """What bytes cost, `[choice, case]`. To the last digit the same whatever other cases there are, which a product of
-    matrices is not: processes ask for different ones together."""
+    matrices is not: the same case is asked for among different others."""
     return held[:, :1] * at[:, 0] + held[:, 1:] * at[:, 1]
 
 
