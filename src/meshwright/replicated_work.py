@@ -40,6 +40,9 @@ from .search.roles import Roles
 # (docs/calibration.md), and enough to change a model or a cluster for.
 SHARE = 0.05
 
+# A size that is longer by more than this is told by how much: its seconds are of more work.
+_MUCH = 1.1
+
 # Work that devices do alike though splitting it gains nothing is noted where it is most of the compute: then more
 # devices are of no use.
 _MOST = 0.5
@@ -156,6 +159,7 @@ def _uneven_notes(
                 before, after = (solved_seconds(asked, found, number, one, roles) for one in (graph, longer))
                 work = "a step" if len(graphs) == 1 else f"of a step of {format_seconds(step)} for stage {number + 1}"
                 gain = f"take {format_seconds(after)} in place of {format_seconds(before)} {work}, on the same mesh"
+                gain += f", with {tiled / extent:.2g} times the size" if tiled > _MUCH * extent else ""
                 saved = before - after if sum(one.seconds for one, _ in alike.values()) < most else least
         if saved < least:
             continue
