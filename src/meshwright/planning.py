@@ -396,12 +396,14 @@ def _any_stages(asked: PlanRequest) -> Planning:
 
 
 def _as_one_stage(asked: PlanRequest, found: Planning) -> Planning:
-    """A plan that was searched for in stages and has one, or the best of one stage if that is faster: it is priced as
-    it runs, and keeps what it gathers for the forward pass, where stages gather it again for the backward pass."""
+    """A plan that was searched for in stages and has one, or the best of one stage in as many microbatches if that is
+    faster: it is priced as it runs, and keeps what it gathers for the forward pass, where stages gather it again for
+    the backward pass."""
     if len(found.plan.stages) > 1 or asked.left_seconds < 0:
         return found
+    alike = replace(asked, microbatches=found.plan.microbatches)
     try:
-        one = plan_one_stage(asked, faster_than_seconds=found.step_seconds)
+        one = plan_one_stage(alike, faster_than_seconds=found.step_seconds)
     except NothingFaster as nothing:
         return found.beside(nothing.least_seconds)
     except PlanError:
