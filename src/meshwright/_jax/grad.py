@@ -210,14 +210,21 @@ value_and_grad_p.def_impl(jax.jit(_reference, static_argnames=("jaxpr", "num_con
 mlir.register_lowering(value_and_grad_p, mlir.lower_fun(_reference, multiple_results=True))
 
 
-def _checked(error: Any, enabled: Any, *args: Any, **params: Any) -> tuple[Any, Any]:
+def _checked(*given: Any, **params: Any) -> tuple[Any, Any]:
     """The primitive under `checkify.checkify`: where checks are wanted of the loss function, it is written out, with
-    them, and is no marked call any more."""
+    them, and is no marked call any more.
+
+    Args:
+      given: from JAX 0.12 on a context; the error so far, which checks are wanted, and the operands.
+      params: of the primitive.
+    """
+    context = () if isinstance(given[0], checkify.Error) else given[:1]
+    error, enabled, *args = given[len(context) :]
     has_checks = any(hasattr(effect, "error_type") for effect in params["jaxpr"].effects)
     if not has_checks and not set(enabled) - {checkify.FailedCheckError}:
         return error, value_and_grad_p.bind(*args, **params)
     written_out = jax.make_jaxpr(lambda *xs: _reference(*xs, **params))(*args)
-    return checkify.checkify_jaxpr(written_out, enabled, error, *args)
+    return checkify.checkify_jaxpr(*context, written_out, enabled, error, *args)
 
 
 checkify.error_checks[value_and_grad_p] = _checked
