@@ -160,7 +160,9 @@ def as_one_call(step: Callable[..., Any]) -> Callable[..., Any]:
                 try_="XLA_FLAGS in the environment, for all programs" if name == "compiler_options" else "devices= of "
                 "parallelize",
             )  # fmt: skip
-    if not options.inline or jitted is not step:
+    # From JAX 0.12 on one of several words.
+    inline = getattr(options.inline, "value", options.inline) not in (False, "auto")
+    if not inline or jitted is not step:
         return step
     return jax.jit(
         jitted.__wrapped__,
