@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.solve.problem import Problem
+from meshwright.solve.problem import MEMORY_ROUNDING, Problem
 
 _MOST_SWEEPS = 20
 
@@ -65,7 +65,7 @@ def cross_over(problem: Problem, first: Sequence[int], rest: Sequence[int]) -> t
         held = [np.array([row[c] for row, c in zip(problem.memory, one, strict=True)]) for one in (first, rest)]
         memory[0] = held[1].sum()
         memory[1:] = held[0] - held[1]
-    allowed = (np.cumsum(forbidden) < 0.5) & (np.cumsum(memory) <= problem.memory_limit)
+    allowed = (np.cumsum(forbidden) < 0.5) & (np.cumsum(memory) <= problem.memory_limit * (1 + MEMORY_ROUNDING))
     if not allowed.any():
         return None
     cut = int(np.where(allowed, np.cumsum(cost), np.inf).argmin())
