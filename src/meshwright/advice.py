@@ -7,11 +7,12 @@ is found the sure way: less restricted requests are planned, from what changes l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from .errors import MemoryExceeded, PlanError, size_words
-from .plan_request import Planning
+from .plan_request import Planning, PlanOptions
 from .presets import Preset, leaner
 
 # Seconds that may be spent on advice, at most: what planning a large model takes; a refusal should not take longer.
@@ -19,15 +20,15 @@ _MOST_SECONDS = 20.0
 
 
 def with_advice(
-    refused: MemoryExceeded, plan: Callable[..., Planning], options: Mapping[str, Any], preset: Preset | None,
+    refused: MemoryExceeded, plan: Callable[[PlanOptions], Planning], options: PlanOptions, preset: Preset | None,
     devices: int, seconds: float,
 ) -> MemoryExceeded:  # fmt: skip
     """The refusal with what does fit, if that is soon found.
 
     Args:
       refused: a request that does not fit.
-      plan: under options in place of those that were given.
-      options: of the request, by name: `plan_for`'s that may be less restricted, and what was given.
+      plan: finds a plan under other options.
+      options: of the request.
       preset: with all its sizes, or None.
       devices: of the cluster.
       seconds: that may be spent.
@@ -38,7 +39,7 @@ def with_advice(
         if left <= 0:
             break
         try:
-            found = plan(**{**options, **changed}, time_limit_seconds=left)
+            found = plan(replace(options, **changed, time_limit_seconds=left))
         except PlanError:
             continue
         held = max(stage.memory.total for stage in found.plan.stages)
@@ -49,9 +50,9 @@ def with_advice(
     return refused
 
 
-def _relaxed(options: Mapping[str, Any], preset: Preset | None, devices: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _relaxed(options: PlanOptions, preset: Preset | None, devices: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes of a request that need less memory: in words, and as options."""
-    count, remat = options["microbatches"], options["remat"]
+    count, remat = options.microbatches, options.remat
     if count is not None:
         yield "leaving out microbatches=", {"microbatches": None}
     if remat == "none":
@@ -66,7 +67,7 @@ def _relaxed(options: Mapping[str, Any], preset: Preset | None, devices: int) ->
         yield "stages=None in place of preset=", {"preset": None, "stages": None}
         return
     for name in ("zero", "mesh", "submeshes"):
-        if options[name] is not None:
+        if getattr(options, name) is not None:
             yield f"leaving out {name}=", {name: None} if name != "submeshes" else {name: None, "stages": None}
-    if options["stages"] is not None:
+    if options.stages is not None:
         yield "stages=None", {"stages": None, "mesh": None, "submeshes": None}

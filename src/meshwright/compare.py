@@ -21,7 +21,8 @@ from typing import Any
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .plan import Plan
-from .planning import Planning, plan_without_advice
+from .plan_request import Planning, PlanOptions
+from .planning import plan_without_advice
 from .presets import Preset
 from .presets.candidates import candidates_for
 from .program.traces import Traces, traces_of
@@ -102,8 +103,9 @@ def compare(
     tell("the best plan")
     try:
         planning = plan_without_advice(
-            traces, args, cluster=where, stages=None, tell=tell, time_limit_seconds=_AUTO_SHARE * time_limit_seconds,
-            **options,
+            traces, args, PlanOptions(
+                cluster=where, stages=None, time_limit_seconds=_AUTO_SHARE * time_limit_seconds, **options
+            ), tell=tell,
         )  # fmt: skip
         auto = Compared(name=AUTO, planning=planning)
     except MemoryExceeded as error:
@@ -135,7 +137,7 @@ def _tried(
     try:
         preset = preset.on(cluster.num_devices)
         planning = plan_without_advice(
-            traces, args, cluster=cluster, preset=preset, time_limit_seconds=seconds, **options
+            traces, args, PlanOptions(cluster=cluster, preset=preset, time_limit_seconds=seconds, **options)
         )
     except PlanError as error:
         return Compared(name=str(preset), planning=None, reason=str(error))

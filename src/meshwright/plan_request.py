@@ -29,6 +29,28 @@ from .simulate.of_plan import plan_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a user says of a plan, unchecked: the options of `planning.plan_for`, which describes them."""
+
+    cluster: Cluster | str = "local"
+    microbatches: int | None = None
+    mesh: Any = None
+    pins: Mapping[str, Sequence[Any]] | None = None
+    zero: int | None = None
+    remat: str | None = None
+    memory_per_device: float | None = None
+    batch_axis: int = 0
+    reduction: str | None = None
+    stages: int | None = 1
+    schedule: str | None = None
+    submeshes: Sequence[int] | None = None
+    preset: Preset | str | None = None
+    devices: Any = None
+    time_limit_seconds: float = 60.0
+    refine: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What to plan.
 

@@ -19,6 +19,7 @@ from .one_stage_planning import plan_one_stage
 from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
+    PlanOptions,
     PlanRequest,
     check_batch_axis,
     check_refine,
@@ -110,103 +111,92 @@ def plan_for(
     Raises:
       PlanError: if something is wrong with the request, or nothing fits.
     """
-    options: dict[str, Any] = {
-        "cluster": cluster, "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
-        "memory_per_device": memory_per_device, "batch_axis": batch_axis, "reduction": reduction, "stages": stages,
-        "schedule": schedule, "submeshes": submeshes, "preset": preset, "devices": devices, "refine": refine,
-    }  # fmt: skip
+    options = PlanOptions(
+        cluster=cluster, microbatches=microbatches, mesh=mesh, pins=pins, zero=zero, remat=remat,
+        memory_per_device=memory_per_device, batch_axis=batch_axis, reduction=reduction, stages=stages,
+        schedule=schedule, submeshes=submeshes, preset=preset, devices=devices, refine=refine,
+        time_limit_seconds=time_limit_seconds,
+    )  # fmt: skip
     bound = bound_to_static(step, args)
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
     args = bound.args
     try:
-        return plan_without_advice(traces, args, **options, time_limit_seconds=time_limit_seconds, tell=tell)
+        return plan_without_advice(traces, args, options, tell=tell)
     except MemoryExceeded as refused:
         tell("looking for what fits")
         where = _cluster(cluster, devices)
         given = parse_preset(preset) if isinstance(preset, str) else preset
         raise with_advice(
-            refused, lambda **those: plan_without_advice(traces, args, **those), options,
+            refused, lambda changed: plan_without_advice(traces, args, changed), options,
             given.on(where.num_devices) if given is not None else None, where.num_devices,
             time_limit_seconds - (time.perf_counter() - started),
         ) from refused  # fmt: skip
 
 
 def plan_without_advice(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    cluster: Cluster | str = "local",
-    microbatches: int | None = None,
-    mesh: Any = None,
-    pins: Mapping[str, Sequence[Any]] | None = None,
-    zero: int | None = None,
-    remat: str | None = None,
-    memory_per_device: float | None = None,
-    batch_axis: int = 0,
-    reduction: str | None = None,
-    stages: int | None = 1,
-    schedule: str | None = None,
-    submeshes: Sequence[int] | None = None,
-    preset: Preset | str | None = None,
-    devices: Any = None,
-    time_limit_seconds: float = 60.0,
-    refine: str | None = None,
+    step: Callable[..., Any], args: Sequence[Any], options: PlanOptions, *,
     tell: Callable[[str], None] = lambda text: None,
-) -> Planning:
+) -> Planning:  # fmt: skip
     """As `plan_for`, whose refusals for memory do not say what would fit instead.
 
     Args:
-      step: as there, like all that follows.
+      step: as there.
+      args: as there.
+      options: as there.
+      tell: as there.
 
     Raises:
       PlanError: as there.
     """
     start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
-    check_refine(refine)
-    where = _cluster(cluster, devices)
-    _check_types(where, pins, preset)
-    check_time_limit(time_limit_seconds)
-    check_batch_axis(args, batch_axis)
-    check_remat(remat)
-    if memory_per_device is not None:
-        where = where.with_memory_limit(_positive(memory_per_device, "memory_per_device"))
-    meshes = mesh_argument(mesh)
-    if refine is not None:
+    check_refine(options.refine)
+    where = _cluster(options.cluster, options.devices)
+    preset, stages, schedule = options.preset, options.stages, options.schedule
+    _check_types(where, options.pins, preset)
+    check_time_limit(options.time_limit_seconds)
+    check_batch_axis(args, options.batch_axis)
+    check_remat(options.remat)
+    if options.memory_per_device is not None:
+        where = where.with_memory_limit(_positive(options.memory_per_device, "memory_per_device"))
+    meshes = mesh_argument(options.mesh)
+    if options.refine is not None:
         from .calibrate.origin import check_origin  # a tenth of a second, which most never need
         from .calibrate.refine import measured_best
 
         check_origin(where)
-        options = {
-            "microbatches": microbatches, "mesh": mesh, "pins": pins, "zero": zero, "remat": remat,
-            "batch_axis": batch_axis, "reduction": reduction, "stages": stages, "schedule": schedule,
-            "submeshes": submeshes, "preset": preset, "time_limit_seconds": time_limit_seconds,
-        }  # fmt: skip
+        predicted = replace(options, cluster=where, devices=None, memory_per_device=None, refine=None)
         found = measured_best(
-            lambda **those: plan_without_advice(traces, args, cluster=where, tell=tell, **those), options,
-            traces=traces, args=args, cluster=where, tell=tell, devices=devices,
+            lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted,
+            traces=traces, args=args, cluster=where, tell=tell, devices=options.devices,
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+    zero, remat = options.zero, options.remat
     if preset is not None:
         preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
-        check_free(preset, mesh=mesh, zero=zero, remat=remat, stages=None if stages == 1 else stages, schedule=schedule)
-        if submeshes is not None:
+        check_free(
+            preset, mesh=options.mesh, zero=zero, remat=remat, stages=None if stages == 1 else stages,
+            schedule=schedule,
+        )  # fmt: skip
+        if options.submeshes is not None:
             raise PlanError(
                 refused="the submeshes", got=f"the preset {preset} as well, whose stages are on equal ones",
                 needed="one or the other", where="submeshes=", try_="leaving out submeshes= or preset=",
             )  # fmt: skip
         meshes, zero, remat = [preset.mesh], preset.zero, preset.remat or remat
         stages, schedule = preset.stages, preset.schedule
-    pinned = Pins(layouts={path: _layout(path, dims) for path, dims in (pins or {}).items()}, zero=zero)
-    if submeshes is not None:
-        submeshes = checked_submeshes(submeshes, where, None if stages == 1 else stages)
+    layouts = {path: _layout(path, dims) for path, dims in (options.pins or {}).items()}
+    submeshes = None
+    if options.submeshes is not None:
+        submeshes = checked_submeshes(options.submeshes, where, None if stages == 1 else stages)
         stages = len(submeshes)
     if preset is None:  # which has sensible ones
         check_stages(stages, schedule)
     asked = PlanRequest(
-        traces=traces, args=args, cluster=where, microbatches=microbatches, mesh=meshes, pins=pinned, remat=remat,
-        batch_axis=batch_axis, reduction=reduction, schedule=schedule, submeshes=submeshes, preset=preset,
-        started=start, time_limit_seconds=time_limit_seconds, tell=tell,
+        traces=traces, args=args, cluster=where, microbatches=options.microbatches, mesh=meshes,
+        pins=Pins(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
+        reduction=options.reduction, schedule=schedule, submeshes=submeshes, preset=preset, started=start,
+        time_limit_seconds=options.time_limit_seconds, tell=tell,
     )  # fmt: skip
     found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
     if preset is None and submeshes is None and not meshes:
@@ -218,7 +208,7 @@ def plan_without_advice(
         notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)
     notes += row_notes(found.plan)
-    if microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
+    if options.microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
         notes += _why_one_microbatch(asked)
     if asked.is_traced(found.plan.microbatches):
         asked.program(found.plan.microbatches, warn=True)

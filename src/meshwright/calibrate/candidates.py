@@ -7,14 +7,14 @@ is. Of plans that compute and move the same one is kept, and of the rest the fas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..plan import Plan
-from ..plan_request import Planning
+from ..plan_request import Planning, PlanOptions
 
 # So many plans are timed at most.
 MOST = 4
@@ -37,12 +37,12 @@ class Candidate:
 
 
 def candidates(
-    plan: Callable[..., Planning], options: Mapping[str, Any], cluster: Cluster, *, tell: Callable[[str], None]
+    plan: Callable[[PlanOptions], Planning], options: PlanOptions, cluster: Cluster, *, tell: Callable[[str], None]
 ) -> list[Candidate]:
     """The plan that is asked for, then the best of the alternatives, the fastest by prediction first.
 
     Args:
-      plan: finds a plan under options (`planning.plan_for` of one step).
+      plan: finds a plan of one step.
       options: what was asked for.
       cluster: it is for.
       tell: called with a few words before each search.
@@ -50,8 +50,8 @@ def candidates(
     Raises:
       PlanError: if there is no plan for what was asked. An alternative that does not exist is none.
     """
-    limit = options["time_limit_seconds"]
-    asked = Candidate(name="as planned", planning=plan(**options))
+    limit = options.time_limit_seconds
+    asked = Candidate(name="as planned", planning=plan(options))
     ways = alternatives(options, cluster, asked.planning.plan)
     share = max(limit / max(len(ways), 1), min(limit, _LEAST_SECONDS))
     found = []
@@ -59,7 +59,7 @@ def candidates(
         name = ", ".join(f"{key}={value}" for key, value in way.items())
         tell(f"an alternative, {name}")
         try:
-            found.append(Candidate(name=name, planning=plan(**{**options, **way, "time_limit_seconds": share})))
+            found.append(Candidate(name=name, planning=plan(replace(options, **way, time_limit_seconds=share))))
         except PlanError:
             continue
     kept, seen = [asked], {_essence(asked.planning.plan)}
@@ -70,24 +70,24 @@ def candidates(
     return kept
 
 
-def alternatives(options: Mapping[str, Any], cluster: Cluster, asked: Plan) -> Sequence[dict[str, Any]]:
+def alternatives(options: PlanOptions, cluster: Cluster, asked: Plan) -> Sequence[dict[str, Any]]:
     """Options that differ from what was asked for only in what was left open.
 
     >>> from types import SimpleNamespace
     >>> from meshwright.cluster import load_cluster
     >>> asked = SimpleNamespace(microbatches=2, stages=(SimpleNamespace(mesh=(("x", 4),)),))
-    >>> open_ = dict.fromkeys(("mesh", "preset", "zero", "pins", "submeshes", "schedule", "remat", "microbatches"))
-    >>> [*alternatives({**open_, "stages": 1, "mesh": (4,)}, load_cluster("rtx4090-4"), asked)]
+    >>> [*alternatives(PlanOptions(mesh=(4,)), load_cluster("rtx4090-4"), asked)]
     [{'microbatches': 4}]
     """
     ways: list[dict[str, Any]] = []
-    if all(options[name] is None for name in ("mesh", "preset", "submeshes")) and options["stages"] in (1, None):
+    free = options.mesh is None and options.preset is None and options.submeshes is None
+    if free and options.stages in (1, None):
         mine = tuple(size for _, size in asked.stages[0].mesh) if len(asked.stages) == 1 else ()
         ways += [{"mesh": shape} for shape in cluster.logical_shapes(max_axes=2) if shape != mine]
-        if all(options[name] is None for name in ("zero", "pins", "schedule")) and options["stages"] == 1:
+        if options.zero is None and options.pins is None and options.schedule is None and options.stages == 1:
             ways += [{"preset": name} for name in ("data_parallel()", "zero(stage=3)")]
             ways += [{"preset": f"megatron(tp={n})"} for n in _powers(min(host.devices for host in cluster.hosts))]
-    if options["microbatches"] is None:
+    if options.microbatches is None:
         ways.append({"microbatches": 2 * asked.microbatches})
     return ways
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..plan.io import plan_from_dict, plan_to_dict
-from ..plan_request import Planning
+from ..plan_request import Planning, PlanOptions
 from ..program.trace import abstract
 from ..program.traces import Traces
 from ..report.table import format_seconds
@@ -68,8 +68,8 @@ def local_devices(cluster: Cluster, named: Any = None) -> Sequence[jax.Device]:
 
 
 def measured_best(
-    plan: Callable[..., Planning],
-    options: Mapping[str, Any],
+    plan: Callable[[PlanOptions], Planning],
+    options: PlanOptions,
     *,
     traces: Traces,
     args: Sequence[Any],
@@ -81,7 +81,7 @@ def measured_best(
     """The fastest of the best few plans, as measured here. To be called by every process of a run.
 
     Args:
-      plan: finds a plan under options (`planning.plan_for` of the step).
+      plan: finds a plan of the step.
       options: what was asked for.
       traces: the step.
       args: its arguments.
@@ -159,8 +159,8 @@ def step_seconds(step: Executable, args: Sequence[Any], steps: int) -> list[floa
 
 
 def _agreed(
-    plan: Callable[..., Planning], options: Mapping[str, Any], traces: Traces, args: Sequence[Any], cluster: Cluster,
-    tell: Callable[[str], None],
+    plan: Callable[[PlanOptions], Planning], options: PlanOptions, traces: Traces, args: Sequence[Any],
+    cluster: Cluster, tell: Callable[[str], None],
 ) -> list[Candidate]:  # fmt: skip
     """The plans to time, the same in every process."""
     mine: list[Candidate] = []
@@ -169,18 +169,18 @@ def _agreed(
         mine.extend(candidates(plan, options, cluster, tell=tell))
         return json.dumps([[one.name, plan_to_dict(one.planning.plan)] for one in mine])
 
-    limit = 2 * options["time_limit_seconds"] + _TRACE_SECONDS
+    limit = 2 * options.time_limit_seconds + _TRACE_SECONDS
     text = agree(search, about="the plans to measure", timeout_seconds=limit)
     if mine:
         return mine
     found = []
     for name, document in json.loads(text):
         theirs = plan_from_dict(document, source="the plan of process 0")
-        axis = options["batch_axis"]
+        axis = options.batch_axis
         program = (
             traces.inference(args, microbatches=theirs.microbatches, batch_axis=axis)
             if theirs.schedule == "inference"
-            else traces.program(args, microbatches=theirs.microbatches, batch_axis=axis, reduction=options["reduction"])
+            else traces.program(args, microbatches=theirs.microbatches, batch_axis=axis, reduction=options.reduction)
         )
         planning = Planning(program=program, plan=theirs, cluster=cluster, considered=())
         found.append(Candidate(name=name, planning=planning))
