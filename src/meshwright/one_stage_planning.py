@@ -18,9 +18,10 @@ from .plan_request import Planning, PlanRequest
 from .program.batch import batch_inputs
 from .runtime.local_step import LocalStep
 from .search.memory_reserve import MissedMemory
-from .search.one_stage import OneStageSearch
+from .search.one_stage import GAP, OneStageSearch
 from .search.one_stage_plan import SearchRequest
 from .search.parameters import parameter_infos
+from .search.ways import Variant
 
 # How often a plan whose traced peak is too high is searched again in less memory.
 _ATTEMPTS = 12
@@ -29,19 +30,20 @@ _ATTEMPTS = 12
 MARGIN = 1.04
 
 
-def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf) -> Planning:
+def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf, gap: float = GAP) -> Planning:
     """The fastest plan of one stage, in as many microbatches as are best.
 
     Args:
       asked: the request.
       faster_than_seconds: a plan whose step takes longer is not wanted.
+      gap: relative, to which layouts are solved.
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
       NothingFaster: if no plan is that fast.
     """
     requests = _Requests(asked)
-    search = OneStageSearch(requests, time_limit_seconds=max(asked.left_seconds, 0.0), tell=asked.tell)
+    search = OneStageSearch(requests, time_limit_seconds=max(asked.left_seconds, 0.0), tell=asked.tell, gap=gap)
     usable, platform = asked.cluster.device.usable_memory_bytes, asked.cluster.device.platform
     missed = MissedMemory(MARGIN)
     leanest: tuple[float, Plan] | None = None
@@ -67,6 +69,15 @@ def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf) -> P
         missed.learn(plan.microbatches, [plan.stages[0].memory.total], [peak], [usable], [False])
     assert leanest is not None  # there is an attempt
     raise _over(asked, *leanest)
+
+
+def fits_at_once(asked: PlanRequest) -> bool:
+    """Whether a device may hold its share of the whole batch with nothing computed again. One stage is soon planned
+    then: more microbatches are of no use, and memory hardly binds."""
+    requests = _Requests(asked)
+    first = next(iter(requests))
+    usable = asked.cluster.device.usable_memory_bytes / MARGIN
+    return Variant(requests[first], "none").least_bytes(first) <= usable
 
 
 class _Requests(Mapping[int, SearchRequest]):

@@ -15,7 +15,7 @@ from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .microbatch_counts import microbatch_counts
-from .one_stage_planning import plan_one_stage
+from .one_stage_planning import fits_at_once, plan_one_stage
 from .plan.row_notes import row_notes
 from .plan_request import (
     Planning as Planning,
@@ -46,6 +46,10 @@ from .storage_notes import storage_notes
 # Several stages have to be faster by this much: one is simpler to run. The search for one stage may take this share of
 # the time where several are searched afterwards.
 _WORTH_STAGES, _ONE_STAGE_SHARE = 0.02, 0.5
+
+# A plan of one stage that was found among those of several is kept unless the search for one stage finds one that is
+# faster by this much, less than predictions are off by: the printed gap says so.
+_WORTH_PRICING = 5e-3
 
 # Of the time on a cluster of several kinds of device: what stages may take, so that some is left for replicas, and what
 # plans for the hosts of one kind alone are given at least, together.
@@ -360,7 +364,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     program = asked.program(count)
     if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked)
-    if is_large(asked.program(count)):
+    if is_large(program) and not fits_at_once(asked):
         return _as_one_stage(asked, plan_stages(asked, None))
     try:
         one = plan_one_stage(replace(asked, time_limit_seconds=_ONE_STAGE_SHARE * asked.time_limit_seconds))
@@ -386,14 +390,12 @@ def _any_stages(asked: PlanRequest) -> Planning:
 
 
 def _as_one_stage(asked: PlanRequest, found: Planning) -> Planning:
-    """A plan that was searched for in stages and has one, or the best of one stage in as many microbatches if that is
-    faster: it is priced as it runs, and keeps what it gathers for the forward pass, where stages gather it again for
-    the backward pass."""
+    """A plan that was searched for in stages and has one, or the best of one stage if that is faster: it is priced as
+    it runs, and keeps what it gathers for the forward pass, where stages gather it again for the backward pass."""
     if len(found.plan.stages) > 1 or asked.left_seconds < 0:
         return found
-    alike = replace(asked, microbatches=found.plan.microbatches)
     try:
-        one = plan_one_stage(alike, faster_than_seconds=found.step_seconds)
+        one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH_PRICING) * found.step_seconds, gap=_WORTH_PRICING)
     except NothingFaster as nothing:
         return found.beside(nothing.least_seconds)
     except PlanError:

@@ -38,7 +38,7 @@ _LEAST_SECONDS, _MOST_SECONDS = 1.0, 20.0
 
 # The relative gap to which problems are solved, and what each axis of a mesh beyond the first has to gain, relative:
 # less than the error of the cost model.
-_GAP, _WORTH_AN_AXIS = 2e-3, 2e-3
+GAP, _WORTH_AN_AXIS = 2e-3, 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class OneStageSearch:
 
     def __init__(
         self, requests: Mapping[int, SearchRequest], *, time_limit_seconds: float = inf,
-        tell: Callable[[str], None] = lambda text: None, gap: float = _GAP,
+        tell: Callable[[str], None] = lambda text: None, gap: float = GAP,
     ) -> None:  # fmt: skip
         self._requests, self._tell, self.gap = requests, tell, gap
         self.counts = sorted(requests)

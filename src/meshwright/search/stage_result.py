@@ -32,13 +32,13 @@ class StageSearchResult:
 
 
 class NothingFaster(Exception):
-    """No staged plan is faster than the one that the request knows.
+    """No plan of a search is faster than the one that is known before it.
 
     Args:
-      least_seconds: what those take at least that were not looked at to the end.
+      least_seconds: what all its plans take at least, or the seconds of the known one where that is less.
       considered: as of a result.
     """
 
     def __init__(self, least_seconds: float, considered: tuple[str, ...]) -> None:
-        super().__init__("no staged plan is faster than the one that is known")
+        super().__init__("no plan is faster than the one that is known")
         self.least_seconds, self.considered = least_seconds, considered
