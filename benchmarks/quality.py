@@ -47,7 +47,7 @@ from meshwright.presets.families import three_dimensional
 from meshwright.presets.least import Floor
 from meshwright.presets.priced import PricedPreset
 from meshwright.presets.prices import PresetPrices
-from meshwright.presets.written import held_bytes, written_out
+from meshwright.refine import held_bytes, written_out
 from meshwright.program.batch import batch_extents
 from meshwright.program.equal_stages import main_scan
 from meshwright.program.traces import Traces, traces_of

@@ -43,13 +43,13 @@ from .search.stage_request import check_remat
 from .stage_planning import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
-# Several stages have to be faster by this much: one is simpler to run. The search for one stage may take this share of
-# the time where several are searched afterwards.
-_WORTH_STAGES, _ONE_STAGE_SHARE = 0.02, 0.5
+# What is simpler to run is taken where it is slower by no more than this share, less than predictions are off by: one
+# stage beside several, and a plan of one stage that the search for several has found beside the best of one. Gaps
+# cover it.
+_WORTH = 5e-3
 
-# A plan of one stage that was found among those of several is kept unless the search for one stage finds one that is
-# faster by this much, less than predictions are off by: the printed gap says so.
-_WORTH_PRICING = 5e-3
+# The search for one stage may take this share of the time where several stages are searched afterwards.
+_ONE_STAGE_SHARE = 0.5
 
 # Of the time on a cluster of several kinds of device: what stages may take, so that some is left for replicas, and what
 # plans for the hosts of one kind alone are given at least, together.
@@ -276,7 +276,7 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
     if wanted:
         most = found.step_seconds if found is not None else inf
         if found is not None and len(found.plan.stages) == 1:
-            most *= 1 - _WORTH_STAGES  # one stage is simpler to run than copies of it
+            most *= 1 - _WORTH  # one stage is simpler to run than copies of it
         try:
             copies = plan_replicas(asked, stages, faster_than_seconds=most)
             if found is None:
@@ -359,7 +359,10 @@ def _any_stages(asked: PlanRequest) -> Planning:
     """The fastest plan of any number of stages. The search for several looks at one stage too, but on meshes of two
     axes."""
     if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
-        return plan_stages(asked, None)
+        try:
+            return plan_stages(asked, None)
+        except NothingFaster:
+            return plan_one_stage(replace(asked, microbatches=None))
     count = asked.microbatches if asked.microbatches is not None else 1
     program = asked.program(count)
     if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
@@ -376,7 +379,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if asked.left_seconds < 0:
         return one.unfinished("several stages: not searched, out of time", asked.least_work_seconds)
     try:
-        several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH_STAGES))
+        several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH))
     except (NothingFaster, MemoryExceeded) as nothing:
         if asked.left_seconds < 0:
             least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds
@@ -395,7 +398,7 @@ def _as_one_stage(asked: PlanRequest, found: Planning) -> Planning:
     if len(found.plan.stages) > 1 or asked.left_seconds < 0:
         return found
     try:
-        one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH_PRICING) * found.step_seconds, gap=_WORTH_PRICING)
+        one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH) * found.step_seconds, gap=_WORTH)
     except NothingFaster as nothing:
         return found.beside(nothing.least_seconds)
     except PlanError:

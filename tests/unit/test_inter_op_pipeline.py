@@ -28,9 +28,9 @@ from meshwright.search.pins import Pins
 from meshwright.search.pipeline import (
     SIMULATED,
     NothingFaster,
+    SearchResult,
     StageRequest,
     StageSearch,
-    StageSearchResult,
     search_stages,
 )
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
@@ -84,7 +84,7 @@ def request(
 
 
 @cache
-def found(name: str, stages: int | None = None) -> StageSearchResult:
+def found(name: str, stages: int | None = None) -> SearchResult:
     return search_stages(request(name, stages=stages))
 
 
@@ -290,11 +290,11 @@ def wide_request(schedules: tuple[str, ...] = SIMULATED, stages: int | None = No
 
 
 @cache
-def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> StageSearchResult:
+def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> SearchResult:
     return search_stages(wide_request(schedules, stages))
 
 
-def seconds(result: StageSearchResult) -> float:
+def seconds(result: SearchResult) -> float:
     assert result.plan.predicted is not None
     return result.plan.predicted.step_seconds
 

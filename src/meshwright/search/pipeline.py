@@ -34,6 +34,7 @@ from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .part_rows import OutOfTime
+from .result import NothingFaster as NothingFaster, SearchResult as SearchResult
 from .stage_costs import StageCosts
 from .stage_request import (
     INTERLEAVED,
@@ -45,7 +46,6 @@ from .stage_request import (
     placements,
     schedules_for,
 )
-from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .submeshes import Submeshes
 
 # An estimated plan may turn out to take this much longer: less is tried first.
@@ -65,7 +65,7 @@ _AGAIN = 3
 _MOST_ROUNDS = 24
 
 
-def search_stages(request: StageRequest) -> StageSearchResult:
+def search_stages(request: StageRequest) -> SearchResult:
     """The fastest staged plan that fits memory; raises what `StageSearch` and its `run` do."""
     return StageSearch(request).run()
 
@@ -125,7 +125,7 @@ class StageSearch:
         reserve: Callable[[int], MemoryReserve] | None = None,
         *,
         time_limit_seconds: float | None = None,
-    ) -> StageSearchResult:
+    ) -> SearchResult:
         """The fastest plan that fits.
 
         Args:
@@ -157,21 +157,17 @@ class StageSearch:
             best = self._simulate(None)
         if best is None:
             raise self.costs.nothing_fits()
-        searched, taken = best.costs, best.words(best.scheduled.name)
-        self.taken = searched.program.microbatches
+        taken = best.words(best.scheduled.name)
+        self.taken = best.costs.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
         if best.weight >= known:
             raise self._nothing_faster()
-        plan = best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor)))
-        solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
-        solves += best.costs.solves if best.costs is not searched else 0
-        return StageSearchResult(
-            plan=plan, program=best.costs.program, solves=solves,
-            considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
-            alternatives=nearest(self.finished.simulated, but=taken),
+        return SearchResult(
+            plan=best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor))), program=best.costs.program,
+            considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
         )  # fmt: skip
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
