@@ -14,6 +14,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
@@ -135,7 +136,12 @@ def plan(
     from .report.explain import explain_plan
     from .report.table import format_seconds
 
-    print(explain_plan(planning.plan, considered=planning.considered, alternatives=planning.alternatives))
+    width = shutil.get_terminal_size().columns
+    print(
+        explain_plan(
+            planning.plan, considered=planning.considered, alternatives=planning.alternatives, width=width,
+        )
+    )  # fmt: skip
     print(
         f"\nPlanned in {format_seconds(planning.seconds)}: tracing {format_seconds(planning.trace_seconds)}, "
         f"solving {format_seconds(planning.solve_seconds)}" + (f"; written to {out}" if out is not None else "")

@@ -116,7 +116,7 @@ def test_groups_of_several_hosts_are_meshes_of_their_own() -> None:
     assert plan.shares == (4, 4)
     assert plan_from_dict(plan_to_dict(plan)) == plan
     text = explain_plan(plan)
-    for words in ("replicas: 2 of the whole program", "4 of 8", "REPLICA 1 of 2", "work is even"):
+    for words in ("replicas: 2 of the whole program", "4 of 8", "REPLICAS 1 to 2 of 2", "work is even"):
         assert words in text
 
 
