@@ -1,8 +1,8 @@
 """Better assignments from good ones, without proof: crossing two over, and moving one node at a time.
 
 Prices alone miss the assignments that use the last bytes of memory. Two moves find most of them: taking the first
-nodes from an assignment that is over the limit and the rest from one that is within it (nodes come in the order of the
-program, so only the edges across the cut pay for the change), and then moving single nodes while it helps.
+nodes of the program from an assignment that is over the limit and the rest from one that is within it (only the edges
+across the cut pay for the change), and then moving single nodes while it helps.
 Everything is deterministic. Cost: nodes plus edges, times a few sweeps.
 """
 
@@ -17,33 +17,61 @@ from meshwright.solve.problem import MEMORY_ROUNDING, Problem
 _MOST_SWEEPS = 20
 
 
-def improve(problem: Problem, *, heavy: tuple[int, ...] | None, light: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def improve(problem: Problem, *, heavy: Sequence[tuple[int, ...]], light: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The best assignment within the limit that crossing over and single moves find.
 
     Args:
         problem: the problem.
-        heavy: an assignment over the limit, or `None`.
+        heavy: assignments over the limit.
         light: assignments within the limit; at least one.
     """
-    found = [descend(problem, choices) for choices in light]
-    if heavy is not None:
-        for first, rest in [(heavy, light[0]), (light[0], heavy)]:
-            crossed = cross_over(problem, first, rest)
-            if crossed is not None:
-                found.append(descend(problem, crossed))
-    return min(found, key=lambda choices: (problem.objective(choices), choices))
+
+    def weight(choices: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        return problem.objective(choices), choices
+
+    found = min((descend(problem, choices) for choices in light), key=weight)
+    for over in heavy:
+        for within in (*light, found):
+            for first, rest in ((over, within), (within, over)):
+                crossed = cross_over(problem, first, rest)
+                if crossed is not None:
+                    found = min(found, descend(problem, crossed), key=weight)
+    return found
+
+
+def places(problem: Problem) -> np.ndarray:
+    """Where each node stands in the program, shape (nodes,): their numbers are in its order, but for inputs, which come
+    first and belong with the first node that reads them.
+
+    Args:
+        problem: the problem.
+    """
+    first = np.full(len(problem.costs), len(problem.costs))
+    before = np.zeros(len(problem.costs), dtype=bool)
+    for u, v in problem.edges:
+        first[u] = min(first[u], v)
+        before[v] = True
+    place = np.arange(len(problem.costs), dtype=float)
+    inputs = ~before & (first < len(problem.costs))
+    place[inputs] = first[inputs] - 0.5
+    found = np.empty(len(place), dtype=int)
+    found[np.argsort(place, kind="stable")] = np.arange(len(place))
+    return found
 
 
 def cross_over(problem: Problem, first: Sequence[int], rest: Sequence[int]) -> tuple[int, ...] | None:
-    """The cheapest assignment within the limit that takes nodes below some number from `first` and others from `rest`.
+    """The cheapest assignment within the limit that takes nodes before some place in the program from `first` and
+    others from `rest`.
 
     Returns:
         The assignment, or `None` when no cut gives one.
     """
     nodes = len(problem.costs)
-    v = np.arange(nodes)
-    pairs = np.array(list(problem.edges), dtype=int).reshape(-1, 2)
-    edges = [(table, first[u], rest[u], first[w], rest[w]) for (u, w), table in problem.edges.items()]
+    v = places(problem)
+    # Of each edge the end that comes first in the program, with what both take and with what either takes.
+    turned = [(u, w, t) if v[u] < v[w] else (w, u, t.T) for (u, w), t in problem.edges.items()]
+    edges = [(t, first[u], rest[u], first[w], rest[w]) for u, w, t in turned]
+    pairs = np.array([(v[u], v[w]) for u, w, _ in turned], dtype=int).reshape(-1, 2)
     own, other = (np.array([row[c] for row, c in zip(problem.costs, one, strict=True)]) for one in (first, rest))
     # What is paid while the cut is from one place on to before another: indexed by the cut, how the total changes when
     # it passes each node; infinities are counted, not added.
@@ -64,12 +92,12 @@ def cross_over(problem: Problem, first: Sequence[int], rest: Sequence[int]) -> t
     if problem.memory is not None:
         held = [np.array([row[c] for row, c in zip(problem.memory, one, strict=True)]) for one in (first, rest)]
         memory[0] = held[1].sum()
-        memory[1:] = held[0] - held[1]
+        memory[v + 1] = held[0] - held[1]
     allowed = (np.cumsum(forbidden) < 0.5) & (np.cumsum(memory) <= problem.memory_limit * (1 + MEMORY_ROUNDING))
     if not allowed.any():
         return None
     cut = int(np.where(allowed, np.cumsum(cost), np.inf).argmin())
-    crossed = (*first[:cut], *rest[cut:])
+    crossed = tuple(a if place < cut else b for a, b, place in zip(first, rest, v.tolist(), strict=True))
     return crossed if problem.fits(problem.memory_of(crossed)) else None
 
 

@@ -137,7 +137,7 @@ def _among_the_best(
     except (Infeasible, Unsolved):
         return None, 0.0
     inside = [tuple(int(np.searchsorted(k, s)) for k, s in zip(kept, c, strict=True)) for c in known]
-    choices = dual.light if dual.optimal else improve(small, heavy=dual.heavy, light=[dual.light, *inside])
+    choices = dual.light if dual.optimal else improve(small, heavy=dual.over, light=[dual.light, *inside])
     whole = tuple(int(k[s]) for k, s in zip(kept, choices, strict=True))
     return descend(problem, whole), dual.price
 

@@ -225,7 +225,7 @@ class _Search:
             price = dual.price
             self.bound = max(self.bound, dual.bound + self.offset)
             if math.isfinite(small.objective(dual.light)):
-                self.offer(improve(small, heavy=dual.heavy if relaxation is small else None, light=[dual.light]))
+                self.offer(improve(small, heavy=dual.over if relaxation is small else (), light=[dual.light]))
             if math.isinf(self.objective):
                 return None
             if self.closed or elimination.largest > LARGEST_HELD:
