@@ -207,6 +207,7 @@ SCHEMES: tuple[Scheme, ...] = (
     _pipeline(
         "interleaved_one_f_one_b", "pipeline, interleaved 1F1B", "Narayanan et al. 2021b",
         "min(m * v, v * p + p - 1) / v", "(p - 1) / (v * m + p - 1)", chunks=2,
+        note=f"{_UNEQUAL}; the count adds up what each stage of a rank keeps at most, which is not at one time",
     ),
     _pipeline(
         "zero_bubble", "pipeline, zero bubble (ZB-H1)", "Qi et al. 2024", "min(m, p)", "(p - 1) / (3 * m + p - 1)",
