@@ -187,6 +187,37 @@ def compare(
 
 
 @app.command()
+def schemes(
+    target: _Target,
+    cluster: Annotated[
+        str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
+    ] = "local",
+    global_batch: _GlobalBatch = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts the batch is cut into; else one, and of pipelines up to four a rank.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Ranks of pipelines; else as many as suit, at most four.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show what every parallelism sends and holds for TARGET: by the formulas of the literature, and counted."""
+    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+        tell("starting")
+        provide_devices(_VIRTUAL_DEVICES)
+        from .schemes import analyse, schemes_document, schemes_text
+        from .targets import load_target
+
+        loaded = load_target(target, global_batch=global_batch)
+        analysed = analyse(
+            loaded.step, loaded.example_args, cluster=cluster, microbatches=microbatches, stages=stages,
+            tell=lambda text: tell(f"{target} on {cluster}: {text}"),
+        )  # fmt: skip
+    if as_json:
+        _print_json(schemes_document(target, cluster, analysed))
+        return
+    print(schemes_text(analysed))
+
+
+@app.command()
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan written by `meshwright plan --out`.")],
     trace: Annotated[Path | None, typer.Option(metavar="OUT.json", help="Write a trace for ui.perfetto.dev.")] = None,
