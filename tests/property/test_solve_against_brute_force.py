@@ -26,7 +26,7 @@ from meshwright.solve import (
     solve_by_milp,
     solve_by_multiplier,
 )
-from meshwright.solve.improve import cross_over, places
+from meshwright.solve.improve import Improvement, places
 from meshwright.solve.thin import thin
 
 
@@ -254,7 +254,7 @@ def test_crossing_over_takes_the_best_cut() -> None:
             for cut in range(len(first) + 1)
         ]
         fitting = [problem.objective(one) for one in every if problem.fits(problem.memory_of(one))]
-        found = cross_over(problem, first, rest)
+        found = Improvement(problem).crossed_over(first, rest)
         if found is not None:
             assert found in every
             assert problem.fits(problem.memory_of(found))

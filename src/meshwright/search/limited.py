@@ -20,7 +20,7 @@ from ..cluster import Device, LogicalMesh
 from ..program.graph import Graph
 from ..solve import Problem, Solution
 from ..solve.flat import FlatNodes
-from ..solve.improve import improve
+from ..solve.improve import Improvement, improve
 from .choices import ParameterChoice
 from .intra_op import IntraOpProblem, IntraOpSolution, ParameterInfo
 from .pins import Pins
@@ -308,7 +308,7 @@ class LimitedProblem(IntraOpProblem):
         best, bound = known.found.solution.choices, known.found.solution.lower_bound
         if passing is None:
             return known.found
-        problem, in_flight = self.problem(limit_bytes), self.in_flight
+        improvement, in_flight = Improvement(self.problem(limit_bytes)), self.in_flight
         solution, price, cheap, dear = known.found, known.price, 0.0, inf
         for _ in range(_ROUNDS_OF_MESSAGES):
             at_price, found = passing.at(price, in_flight)
@@ -316,7 +316,7 @@ class LimitedProblem(IntraOpProblem):
             finite = [one for one in found if isfinite(self._free.seconds(one))]
             fitting = [one for one in finite if self._held(one, in_flight) <= limit_bytes]
             over = [one for one in finite if one not in fitting] or list(known.over[:_CROSSED])
-            best = improve(problem, heavy=over, light=[best, *fitting])
+            best = improvement.of(heavy=over, light=[best, *fitting])
             solution = self._bounded(best, bound, gap)
             if solution.solution.proven:
                 break
