@@ -54,13 +54,6 @@ class BestUnderPresets:
         """Of the best; infinite where there is none."""
         return self.priced.step_seconds if self.priced is not None else inf
 
-    @property
-    def interleaved(self) -> tuple[int, int, int] | None:
-        """Its microbatches, its ranks, and the stages on each, if these are several."""
-        if self.priced is None or self.priced.preset.chunks == 1:
-            return None
-        return self.priced.microbatches, self.priced.preset.stages, self.priced.preset.chunks
-
     def planning(self) -> Planning | None:
         """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
         does."""

@@ -203,7 +203,6 @@ def _plan_in_order(
     request = replace(
         _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
-        known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
     search, known = StageSearch(request), isfinite(faster_than_seconds)
     least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
@@ -219,7 +218,7 @@ def _plan_in_order(
                 if not finer:
                     raise
                 programs = StepPrograms(asked, stages, finer)
-                search = StageSearch(replace(request, programs=programs, begin_with=None, known_interleaved=None))
+                search = StageSearch(replace(request, programs=programs, begin_with=None))
                 continue
             if asked.schedule == "inference" and len(found.plan.stages) == 1:
                 raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline
