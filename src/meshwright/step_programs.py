@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import combinations
 
 from .errors import PlanError
 from .plan_request import PlanRequest
@@ -13,8 +14,8 @@ from .program.trace import Program
 
 
 class StepPrograms(Mapping[int, StagedProgram]):
-    """The step for every number of microbatches to be considered, in layers, made when it is first asked for: two are
-    traced, the others are what these let expect, as long as that comes true.
+    """The step for every number of microbatches to be considered, in layers, made when it is first asked for: two that
+    are made of the same equations are traced, and others extrapolated from them, as long as that comes true.
 
     Raises:
       PlanError: on asking, if the step cannot be cut so, or has no loss function that is marked.
@@ -23,7 +24,9 @@ class StepPrograms(Mapping[int, StagedProgram]):
     def __init__(self, asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> None:
         self._asked, self._stages, self._counts = asked, stages, counts
         self._known: dict[int, StagedProgram] = {}
-        self._second: StagedProgram | None = None
+        # Those from which others are extrapolated: the fewest microbatches, in which a step may be made of other
+        # equations (no statistics of the batch, say), and further ones.
+        self._traced: list[StagedProgram] = []
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._counts)
@@ -39,25 +42,28 @@ class StepPrograms(Mapping[int, StagedProgram]):
         return self._known[count]
 
     def _expected(self, count: int) -> StagedProgram | None:
-        """As two others let expect, if there are two and they say anything; None also where it is traced."""
+        """Extrapolated from two others; None where no two are alike, and where it is traced."""
         asked = self._asked
-        if self._second is None or asked.is_traced(count):
+        if asked.is_traced(count):
             return None
-        return asked.expectations.of(self.any, self._second, count, lambda: self._cut(count, self.any))
+        pairs = combinations(self._traced, 2)
+        found = (asked.expectations.of(*pair, count, lambda: self._cut(count)) for pair in pairs)
+        return next((one for one in found if one is not None), None)
 
     def _other(self, count: int) -> StagedProgram:
-        """Cut like the first, so that what a few microbatches take bounds what more of them do."""
-        staged = self._cut(count, self.any)
+        """Cut like one that is made of the same equations, so that what a few microbatches take bounds what more of
+        them do."""
+        staged = self._cut(count)
         # Microbatches of one sample say nothing of others.
         if all(extent > count for extent in self._extents):
-            self._second = self._second or staged
+            self._traced.append(staged)
         return staged
 
     @cached_property
     def _extents(self) -> list[int]:
         return batch_extents(self._asked.args, self._asked.batch_axis)
 
-    def _cut(self, count: int, like: StagedProgram | None) -> StagedProgram:
+    def _cut(self, count: int) -> StagedProgram:
         asked = self._asked
         asked.tell(f"tracing {count} microbatches")
         program = _traced(asked, count)
@@ -69,7 +75,7 @@ class StepPrograms(Mapping[int, StagedProgram]):
                 where=getattr(asked.traces, "__name__", "the step"),
                 try_=f"{program.marks.advice}; stages=1; or schedule='inference' for a step that computes no gradients",
             )  # fmt: skip
-        return asked.traces.staged(program, like)
+        return asked.traces.staged(program, tuple(self._traced))
 
     @cached_property
     def any(self) -> StagedProgram:
@@ -77,7 +83,9 @@ class StepPrograms(Mapping[int, StagedProgram]):
         refused: PlanError | None = None
         for count in sorted(self._counts):
             try:
-                return self._cut(count, None)
+                found = self._cut(count)
+                self._traced.append(found)
+                return found
             except PlanError as error:
                 # Some steps cannot be cut so finely: these numbers were our idea.
                 refused = refused or error

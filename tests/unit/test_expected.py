@@ -22,7 +22,7 @@ from meshwright.step_programs import StepPrograms
 SIZES = {"gpt-tiny": 64, "moe-tiny": 64, "wresnet-tiny": 32, "unet-tiny": 32}
 
 
-def staged(traces: Traces, args: Any, count: int, like: StagedProgram | None = None) -> StagedProgram:
+def staged(traces: Traces, args: Any, count: int, *like: StagedProgram) -> StagedProgram:
     return traces.staged(traces.program(args, microbatches=count), like)
 
 
@@ -108,6 +108,35 @@ def test_a_number_that_says_nothing_is_followed_by_one_that_does() -> None:
     assert traced == [1, 2, 16]
     assert programs[8].source is traces.program(args, microbatches=8)
     assert programs[1] is programs.any
+
+
+def test_two_that_are_alike_are_extrapolated_where_the_fewest_microbatches_are_made_of_other_equations() -> None:
+    """A masked mean: in several microbatches its count is of the whole batch, found before the loss."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            x = batch["x"]
+            for weight in weights:
+                x = jnp.tanh(x @ weight)
+            return jnp.sum(jnp.where(batch["mask"], x.sum(-1), 0.0)) / jnp.sum(batch["mask"])
+
+        value, gradients = value_and_grad(loss)(weights)
+        return [w - 1e-3 * g for w, g in zip(weights, gradients, strict=True)], value
+
+    weights = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 4
+    batch = {"x": jax.ShapeDtypeStruct((64, 32), jnp.float32), "mask": jax.ShapeDtypeStruct((64,), jnp.bool_)}
+    traces, args = Traces(step), (weights, batch)
+    asked: Any = SimpleNamespace(
+        traces=traces, args=args, batch_axis=0, schedule=None, expectations=Expectations(), tell=lambda text: None,
+        program=lambda count: traces.program(args, microbatches=count),
+        is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
+    )  # fmt: skip
+    programs = StepPrograms(asked, None, [1, 2, 4, 8, 16])
+    for count in (4, 8, 16, 2):
+        assert programs[count].layers == programs[4].layers
+    assert programs[1].layers != programs[4].layers
+    assert [count for count in (1, 2, 4, 8, 16) if asked.is_traced(count)] == [1, 4, 8]
+    assert programs[2].source is traces.program(args, microbatches=2)
 
 
 Loss = Callable[[list[jax.Array], jax.Array], jax.Array]

@@ -358,11 +358,11 @@ def test_a_step_is_cut_alike_in_any_number_of_microbatches(name: str) -> None:
         return trace_program(target.step, (target.example_state, target.example_batch), microbatches=microbatches)
 
     few = staged_program(traced(2), layers=5)
-    alike = staged_program(traced(4), like=few)
+    alike = staged_program(traced(4), like=[few])
     assert (alike.microbatches, alike.layers, alike.scan_splits) == (4, few.layers, few.scan_splits)
     assert alike.rows == few.rows
     assert alike.piece_starts == few.piece_starts
     # What is made of other equations is cut as itself.
     other = registry.build("mlp-tiny", global_batch=8)
     program = trace_program(other.step, (other.example_state, other.example_batch), microbatches=2)
-    assert staged_program(program, like=few).layers == staged_program(program).layers
+    assert staged_program(program, like=[few]).layers == staged_program(program).layers

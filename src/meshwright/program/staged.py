@@ -100,7 +100,7 @@ def staged_program(
     exactly: bool = False,
     cuts: Sequence[int] = (),
     scan_splits: Mapping[int, Sequence[int]] | None = None,
-    like: StagedProgram | None = None,
+    like: Sequence[StagedProgram] = (),
 ) -> StagedProgram:
     """Split the scans of a traced step's core and cluster its equations into layers.
 
@@ -111,16 +111,19 @@ def staged_program(
       cuts: equations of the core, its scans split, that begin a layer, in place of the user's.
       scan_splits: the trips of the pieces of each scan; None to cut scans so that each piece is about a layer, or where
         the user ended layers.
-      like: the same step in another number of microbatches: where this one is made of the same equations, it is cut as
-        that is, in place of all this.
+      like: the same step in other numbers of microbatches: this one is cut as the first of them that is made of the
+        same equations, in place of all this.
 
     Raises:
       PlanError: for cuts or trips that are not of the program.
     """
-    if like is not None and _equations(program.core) == _equations(like.source.core):
-        core, starts, splits = _split(program, like.scan_splits)
-        if _equations(core) == _equations(like.core):
-            cuts = [first for first, _ in like.layers[1:]]
+    equations = _equations(program.core) if like else []
+    for one in like:
+        if equations != _equations(one.source.core):
+            continue
+        core, starts, splits = _split(program, one.scan_splits)
+        if _equations(core) == _equations(one.core):
+            cuts = [first for first, _ in one.layers[1:]]
             return _staged(program, core, starts, splits, layers=1, cuts=cuts)
     _check_memory(program)
     if scan_splits is None:

@@ -44,7 +44,7 @@ class Traces:
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
         self._reductions: dict[Any, list[warnings.WarningMessage]] = {}
-        self._staged: dict[tuple[int, int | None], StagedProgram] = {}
+        self._staged: dict[tuple[int, tuple[int, ...]], StagedProgram] = {}
 
     @property
     def name(self) -> str:
@@ -116,9 +116,9 @@ class Traces:
         leaves, tree = jax.tree.flatten(abstract(tuple(args)))
         return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves)
 
-    def staged(self, program: Program, like: StagedProgram | None = None) -> StagedProgram:
+    def staged(self, program: Program, like: Sequence[StagedProgram] = ()) -> StagedProgram:
         """As `staged_program`, of programs that `program` and `staged` gave."""
-        key = id(program), id(like) if like is not None else None
+        key = id(program), tuple(map(id, like))
         if key not in self._staged:
             with self._timed():
                 self._staged[key] = staged_program(program, like=like)

@@ -52,6 +52,8 @@ def interleaved(
         for number, (first, last) in enumerate(ranges):
             place, limit = places[number % ranks], limits[number % ranks]
             option = solved_in_turn(costs, first, last, place, in_flight[number], chunks, limit)
+            if option is None and in_flight is ways[0]:
+                return  # with more in flight nothing fits either
             if option is None:
                 break
             stages.append(PlacedStage(first, last, place, option))
