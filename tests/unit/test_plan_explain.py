@@ -170,7 +170,7 @@ def test_the_header() -> None:
     assert text.startswith("Plan of program abc for cluster two hosts, 4 devices\nmesh: x=4\n")
     assert "predicted step time: 20.0 ms\n" in text
     assert "predicted rate: 1.5 TFLOP/s of the model a device, 2.0 GFLOP executed a device" in text
-    assert "optimality gap: none under the cost model" in text
+    assert "optimality gap: none among plans whose stages share no devices, under the cost model" in text
 
 
 def test_a_plan_that_does_nothing_has_no_time_to_explain() -> None:

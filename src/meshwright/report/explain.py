@@ -137,7 +137,7 @@ def _header(plan: Plan) -> Iterator[str]:
         more = f"a split backward counts {format_percent(WORTH_SPLITTING)} more"
         of = f"among plans whose stages share no devices, by estimates ({more})"
         if len(plan.stages) == 1 or plan.shares:
-            of = "under the cost model"
+            of = "among plans whose stages share no devices, under the cost model"
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"
 
 

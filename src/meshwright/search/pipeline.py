@@ -61,7 +61,7 @@ _MOST_LABELS, _MANY_PLACES = 256, 400
 # Plans of the last run that are looked at again in a repeated search.
 _AGAIN = 3
 
-# After this share of the time all numbers of microbatches that are left are bounded, before another is searched: the gap
+# After this share of the time all numbers of microbatches that are left are bounded, before one is searched: the gap
 # then says how much better those can be that are not searched when the time is over. (A U-Net of a public diffusion
 # code on 16 A100, in 60 s: 1 % instead of 78 %.)
 _BOUNDED_AT = 0.6
