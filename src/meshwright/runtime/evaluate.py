@@ -147,15 +147,15 @@ class ShardedProgram:
             if run.segment is not None:
                 self._segment(jaxpr, env, prefix, run)
             else:
-                self._evaluate_run(jaxpr, env, prefix, run, in_segment=False)
+                self._evaluate_run(jaxpr, env, prefix, run)
 
-    def _evaluate_run(self, jaxpr: Jaxpr, env: Env, prefix: Path, run: Run, *, in_segment: bool) -> None:
+    def _evaluate_run(self, jaxpr: Jaxpr, env: Env, prefix: Path, run: Run) -> None:
         """Evaluate a run, with its repeats if there are some."""
 
         def plainly(env: Env) -> None:
             self._equations(jaxpr, env, prefix, run.start, run.stop)
 
-        if run.repeated is None or not self._repeats.evaluate(run.repeated, env, plainly, in_segment=in_segment):
+        if run.repeated is None or not self._repeats.evaluate(run.repeated, env, plainly):
             plainly(env)
             return
         for position in run.repeated.constants:
@@ -184,7 +184,7 @@ class ShardedProgram:
 
         def run(inner: Env) -> list[LocalValue]:
             for one in segment.segment or ():
-                self._evaluate_run(jaxpr, inner, prefix, one, in_segment=True)
+                self._evaluate_run(jaxpr, inner, prefix, one)
             return [inner[var] for var in results]
 
         env.update(zip(results, self._checkpoint(run, {a: env[a] for a in read}, {}), strict=True))
