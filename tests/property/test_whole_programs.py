@@ -23,7 +23,7 @@ from meshwright.cluster import Cluster, Device, Host, Link
 from meshwright.cost.collective import collective_seconds
 from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
-from meshwright.program.residuals import is_fusible, kept_values, needed_again, read_by_backward
+from meshwright.program.residuals import is_fusible, kept_in_one_program, needed_again, read_by_backward
 from meshwright.program.trace import trace_program
 from meshwright.search import intra_op
 from meshwright.search.choices import values_of_parameters
@@ -197,9 +197,9 @@ class Priced:
             )
             self.problem = problem()
             # As the search counts memory: with what the backward pass makes beside what is kept.
-            workspace = workspace_of(graph, microbatches=case.microbatches)
+            workspace = workspace_of(graph, microbatches=case.microbatches, is_one_program=True)
             self.limited = problem(LimitedProblem, workspace=workspace)
-        self.kept = kept_values(graph) - values_of_parameters(graph)
+        self.kept = kept_in_one_program(graph) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
         self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
