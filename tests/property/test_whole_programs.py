@@ -23,7 +23,7 @@ from meshwright.cluster import Cluster, Device, Host, Link
 from meshwright.cost.collective import collective_seconds
 from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
-from meshwright.program.residuals import is_fusible, kept_values, needed_again, read_by_backward
+from meshwright.program.residuals import is_fusible, kept_in_one_program, needed_again, read_by_backward
 from meshwright.program.trace import trace_program
 from meshwright.search import intra_op
 from meshwright.search.choices import values_of_parameters
@@ -32,7 +32,7 @@ from meshwright.search.limited import LimitedProblem
 from meshwright.search.one_stage import OneStageSearch
 from meshwright.search.one_stage_plan import SearchRequest
 from meshwright.search.pins import Pins
-from meshwright.search.wiring import wiring_of
+from meshwright.search.wiring import wiring_of_one_program
 from meshwright.search.workspace import workspace_of
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
@@ -192,12 +192,14 @@ class Priced:
         self.chained = problem()
         # Every operator by itself: what follows another one may be laid out in any way.
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(intra_op, "wiring_of", lambda graph: replace(wiring_of(graph), continued={}))
+            patched.setattr(
+                intra_op, "wiring_of_one_program", lambda graph: replace(wiring_of_one_program(graph), continued={})
+            )
             self.problem = problem()
             # As the search counts memory: with what the backward pass makes beside what is kept.
-            workspace = workspace_of(graph, microbatches=case.microbatches)
+            workspace = workspace_of(graph, microbatches=case.microbatches, is_one_program=True)
             self.limited = problem(LimitedProblem, workspace=workspace)
-        self.kept = kept_values(graph) - values_of_parameters(graph)
+        self.kept = kept_in_one_program(graph) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
         self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
@@ -317,7 +319,7 @@ class Priced:
             for value, spec in zip(graph.operators[index].results, operators[index].algorithm.results, strict=True):
                 if value is not None:
                     have[value] = spec
-        shared = wiring_of(graph).shared
+        shared = wiring_of_one_program(graph).shared
         for value in self.kept & (shared.keys() - problem.shared_node.keys()):  # their readers follow
             maker = graph.operators[graph.producer[value][0]]
             size += maker.repeats * self.shard_bytes(value, have[value])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshwright import presets, zoo
+from meshwright import presets, refine, zoo
+from meshwright._jax.grad import value_and_grad
 from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
+from meshwright.plan import Plan
 from meshwright.planning import plan_for
+from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import traces_of
 from meshwright.refine import written_out
@@ -62,6 +66,56 @@ def test_the_search_counts_what_stages_keep(case: str, mesh: tuple[int, ...]) ->
     traced = written_out(plan, staged, "gpu")
     for counted, stage in zip(plan.stages, traced.stages, strict=True):
         assert 0.8 * stage.memory.activations < counted.memory.activations < 1.25 * stage.memory.activations
+
+
+ONE_PROGRAM = {
+    "gpt": lambda: gpt.build(replace(SMALL, sequence=256, hidden=512, heads=8, layers=8)),
+    "gpt, bfloat16": lambda: gpt.build(replace(SMALL, sequence=256, hidden=512, heads=8, layers=8, dtype="bfloat16")),
+    "wide resnet": lambda: zoo.build("wresnet-250m", global_batch=64),
+}
+
+
+@pytest.mark.parametrize("case", ONE_PROGRAM)
+def test_the_search_counts_what_one_program_holds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the forward pass has written stays there for a backward pass in the same program, cheap or not."""
+    counted = []
+
+    def recorded(plan: Plan, *args: Any, **options: Any) -> Plan:
+        counted.append(plan.stages[0].memory.total)
+        return written_out(plan, *args, **options)
+
+    monkeypatch.setattr(refine, "written_out", recorded)
+    target = ONE_PROGRAM[case]()
+    plan = plan_for(
+        target.step, (target.example_state, target.example_batch), cluster=load_cluster("dgx-a100-80"), stages=1,
+        microbatches=2, remat="none",
+    ).plan  # fmt: skip
+    assert 0.9 * plan.stages[0].memory.total < counted[-1] < 1.1 * plan.stages[0].memory.total
+
+
+def test_one_program_keeps_what_its_forward_pass_writes() -> None:
+    """Of `tanh(x @ w) @ v` two programs keep what the first product makes, one keeps what `tanh` does; it keeps a
+    cast that both products could make again where they read it, and not the sum that nothing but arithmetic reads."""
+
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x @ params[0]) @ params[1]
+        return jnp.sum(jnp.square((y + x) * 2.0))
+
+    def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        value, grads = value_and_grad(loss)(params, x)
+        return [p - g for p, g in zip(params, grads, strict=True)], value
+
+    array = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    graph = traces_of(step).program(([array, array], array)).graph
+
+    def names(values: frozenset[int]) -> set[str]:
+        return {graph.operators[graph.producer[value][0]].name for value in values if graph.values[value].shape}
+
+    kept, one = kept_values(graph), kept_in_one_program(graph)
+    assert names(kept) == {"dot_general"}
+    assert names(one) == {"dot_general", "tanh"}
+    assert len(kept) == 2
+    assert len(one) == 2
 
 
 def test_a_scan_keeps_no_more_than_its_layers_unrolled() -> None:

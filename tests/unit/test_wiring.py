@@ -23,7 +23,7 @@ from meshwright.search import intra_op
 from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
 from meshwright.search.pins import Pins
 from meshwright.search.stage_problem import StageProblem
-from meshwright.search.wiring import wiring_of
+from meshwright.search.wiring import wiring_of_one_program
 
 
 def graph_of(function: Any, *shapes: tuple[int, ...]) -> Graph:
@@ -178,5 +178,7 @@ def test_models_have_fewer_nodes_by_their_followers(name: str, most: float, monk
         )  # fmt: skip
 
     with_followers = count()
-    monkeypatch.setattr(intra_op, "wiring_of", lambda graph: replace(wiring_of(graph), continued={}))
+    monkeypatch.setattr(
+        intra_op, "wiring_of_one_program", lambda graph: replace(wiring_of_one_program(graph), continued={})
+    )
     assert with_followers <= most * count()

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .jaxpr import ClosedJaxpr, Equation, evaluate, open_jaxpr, scan_parts, user_context
+from .jaxpr import ClosedJaxpr, Equation, evaluate, is_inlined, open_jaxpr, scan_parts, user_context
 
 # Images spread further apart get no border: with one, the gradient of steps of 16 took twelve times as long.
 _MOST_DILATION = 2
@@ -49,7 +49,9 @@ def with_fast_convolutions(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _holds_others(closed: ClosedJaxpr) -> bool:
     return any(
-        _is_other(equation) or (equation.primitive.name == "scan" and _holds_others(scan_parts(equation).body))
+        _is_other(equation)
+        or (equation.primitive.name == "scan" and _holds_others(scan_parts(equation).body))
+        or (is_inlined(equation) and _holds_others(equation.params["jaxpr"]))
         for equation in open_jaxpr(closed).eqns
     )
 
@@ -95,6 +97,8 @@ def _orders(equation: Equation) -> tuple[tuple[int, ...], ...]:
 def _changed(equation: Equation, operands: Sequence[Any]) -> Sequence[Any] | None:
     if equation.primitive.name == "scan" and _holds_others(scan_parts(equation).body):
         return _scan(equation, operands)
+    if is_inlined(equation) and _holds_others(equation.params["jaxpr"]):
+        return evaluate(equation.params["jaxpr"], *operands, on_equation=_changed)
     if not _is_other(equation):
         return None
     image, kernel, result = _orders(equation)

@@ -7,7 +7,7 @@ has its own kernel and result; new primitives appear with each release of JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from meshwright._jax.jaxpr import is_dropped, is_literal, open_jaxpr, scan_parts
 from meshwright._jax.liveness_builder import Builder
 from meshwright._jax.liveness_collectives import NAMES as COLLECTIVES, add_collective
 
+_PLAIN = (bool, int, str, type(None))  # parameters that are compared as they are
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _VIEWS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "sharding_constraint", "pvary", "pcast", "copy", "name")
 _PERMUTES = ("rev", "slice", "pad", "concatenate", "dynamic_slice", "gather")
@@ -131,6 +132,11 @@ def _matched(
     return tuple(pairs)
 
 
+def _said(params: Mapping[str, Any]) -> Hashable:
+    """Parameters of an equation, equal for those that say the same."""
+    return tuple((name, value if type(value) in _PLAIN else str(value)) for name, value in sorted(params.items()))
+
+
 class _Reader(Builder):
     """Adds the equations of a jaxpr to a program."""
 
@@ -180,7 +186,7 @@ class _Reader(Builder):
         # A literal is folded into the kernel that reads it: no operand, but part of what makes operations equal.
         reads = [value for value, atom in zip(operands, equation.invars, strict=True) if not is_literal(atom)]
         literals = tuple(str(atom) if is_literal(atom) else None for atom in equation.invars)
-        key = (str(sorted((k, str(v)) for k, v in params.items())), literals)
+        key = (_said(params), literals)
         if not reads:
             made = self.emit(Kind.BROADCAST, name, (), avals, key=None if equation.effects else key)
             if name == "broadcast_in_dim" and not np.any(equation.invars[0].val):

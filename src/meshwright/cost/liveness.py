@@ -162,6 +162,7 @@ def _buffers(program: Program, order: list[Kernel | int], last: dict[int, int]) 
     """Every temporary buffer with its lifetime, and the outputs' buffers with the times they are taken."""
     sizes = [value.size_bytes for value in program.values]
     outputs = set(program.outputs)
+    lasting = outputs.union(program.arguments)
     home: dict[int, _Buffer] = {}  # the temporary a value lives in
     buffers: list[_Buffer] = []
     born: dict[int, int] = {}
@@ -178,7 +179,7 @@ def _buffers(program: Program, order: list[Kernel | int], last: dict[int, int]) 
             continue
         for rank, value in enumerate(step.writes):
             born[value] = moment
-            target = _taken_over(program, step, rank, last, moment, outputs)
+            target = _taken_over(program, step, rank, last, moment, lasting)
             if step.operation.kind is Kind.LOOP and target is not None:
                 free = target in home and target not in outputs and last[target] == moment and target not in claimed
                 claimed.add(target)
@@ -207,8 +208,9 @@ def _slots(program: Program, order: list[Kernel | int], last: dict[int, int], bo
     copied = {step: moment for moment, step in enumerate(order) if isinstance(step, int)}
     giver = {program.outputs[output]: program.arguments[argument] for argument, output in program.kept}
     slots: list[_Slot] = []
+    arguments = set(program.arguments)
     for value in dict.fromkeys(program.outputs):
-        if value in program.arguments:
+        if value in arguments:
             continue
         first = born.get(value, 0)
         taken = _moments(first, len(order))
@@ -219,15 +221,15 @@ def _slots(program: Program, order: list[Kernel | int], last: dict[int, int], bo
 
 
 def _taken_over(
-    program: Program, kernel: Kernel, rank: int, last: dict[int, int], moment: int, outputs: set[int]
+    program: Program, kernel: Kernel, rank: int, last: dict[int, int], moment: int, lasting: set[int]
 ) -> int | None:
-    """The operand whose buffer the kernel's result `rank` takes over, if any."""
+    """The operand whose buffer the kernel's result `rank` takes over, if any; `lasting` are arguments and outputs."""
     result = kernel.writes[rank]
     if kernel.operation.kind is Kind.LOOP:
         return next((kernel.operation.reads[read] for read, write in kernel.operation.kept if write == rank), None)
     if kernel.in_place is not None and kernel.in_place in kernel.uses:
         return kernel.in_place
-    dying = (v for v in kernel.uses if last[v] == moment and v not in outputs and v not in program.arguments)
+    dying = (v for v in kernel.uses if last[v] == moment and v not in lasting)
     return next((operand for operand in dying if may_overwrite(program, kernel, operand, result)), None)
 
 

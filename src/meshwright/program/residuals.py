@@ -3,10 +3,16 @@
 The derivative of an operator reads some of its operands or its result; linear operators read nothing. A value that is
 read is kept from the forward to the backward pass, unless it is cheap to make again from something kept: compilers fuse
 chains of elementwise operators into their readers, so only the values at the heads of such chains occupy memory.
+
+That much is kept by stages of a pipeline, whose backward pass is a program of its own, written to make again what is
+cheap, and by loops, whose bodies are differentiated under a policy. Where both passes are one program
+(`kept_in_one_program`), compilers find the same value in both, and what the forward pass has written to memory stays
+there: operands of products, whatever made them, and what no fusion makes twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 from .graph import Graph, Operator, Path, once_for_each
@@ -96,6 +102,24 @@ _NOT_FUSED = frozenset(
 )
 
 
+# Other names, and elements in another order: no arithmetic.
+_MOVING = frozenset(
+    """broadcast_in_dim copy dynamic_slice expand_dims pad reshape rev slice split squeeze stop_gradient
+    transpose""".split()  # noqa: SIM905 (a table, not a column)
+)
+# Not fused, but what they read is.
+_FUSED_BEFORE = frozenset(
+    """argmax argmin concatenate gather reduce_max reduce_min reduce_prod reduce_sum""".split()  # noqa: SIM905 (a table)
+)
+# Dear enough that no fusion makes them twice (XLA's `InstructionFusion::IsExpensive`).
+_DEAR = frozenset(
+    """acos acosh asin asinh atan atan2 atanh cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
+    logistic pow rsqrt sinh sqrt tan tanh""".split()  # noqa: SIM905 (a table, not a column)
+)
+# Arithmetic in these is in float32, and the rounding is not done twice.
+_NARROW = ("bfloat16", "float16")
+
+
 def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
     """Values among the operands and results of `operator` that its derivative reads."""
     if not operator.differentiated or operator.is_link:
@@ -158,8 +182,39 @@ def kept_inputs(graph: Graph) -> frozenset[int]:
 
 
 @once_for_each
+def kept_in_one_program(graph: Graph) -> frozenset[int]:
+    """What `kept_values` are where forward and backward pass are one program."""
+    return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator))[0]
+
+
+def _is_made_twice(graph: Graph, operator: Operator) -> bool:
+    """Whether a compiler that has both passes at hand fuses a cheap operator into the readers of both."""
+    if len(operator.path) > 1:
+        return True  # in the body of a loop a policy says so
+    results = [v for v in operator.results if v is not None]
+    narrow = any(graph.values[v].dtype in _NARROW for v in results)
+    if operator.name == "convert_element_type" and not narrow:
+        # Statistics are taken of a float32 copy, or of a sum before it is rounded, which stays for its other readers.
+        (value,) = operator.operands
+        widened = value is not None and graph.values[value].dtype in _NARROW
+        return not (widened and len({user for v in results for user, _ in graph.consumers.get(v, ())}) > 1)
+    if operator.name in _MOVING:
+        return True
+    readers = (graph.operators[user].name for v in results for user, _ in graph.consumers.get(v, ()))
+    written = any(not is_cheap(name) and name not in _FUSED_BEFORE for name in readers)
+    rounded = narrow and operator.name != "select_n"
+    return not (written or rounded or operator.name in _DEAR)
+
+
+@once_for_each
 def _kept(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
     """Values that are stored, and inputs that stay."""
+    return _heads(graph, is_fusible)
+
+
+def _heads(graph: Graph, is_made_again: Callable[[Operator], bool]) -> tuple[frozenset[int], frozenset[int]]:
+    """Of chains of operators that are made again where derivatives read their results, the values at the heads: those
+    that operators make, and inputs."""
     kept: set[int] = set()
     seen: set[int] = set()
     stack = [v for operator in graph.operators if operator.region is None for v in read_by_backward(graph, operator)]
@@ -177,7 +232,7 @@ def _kept(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
         if made_by is None:
             continue
         operator = graph.operators[made_by[0]]
-        if is_fusible(operator) and operator.region is None:
+        if operator.region is None and is_made_again(operator):
             stack.extend(v for v in operator.operands if v is not None)
         else:
             kept.add(value)

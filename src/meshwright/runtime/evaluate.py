@@ -33,6 +33,7 @@ from .follow import Follower
 from .local_value import LocalValue
 from .loop_residuals import chooses, is_stored
 from .matmul import matmul, turns
+from .repeats import Repeats, Run
 
 Env = dict[Any, LocalValue]
 
@@ -77,6 +78,8 @@ class ShardedProgram:
         self._segments = {**segments, (): runs}
         self._operator = {operator.path: operator for operator in graph.operators}
         self._follower = Follower(rules, sizes)
+        self._repeats = Repeats(graph, rules, algorithms, settled, sizes)
+        self._runs: dict[Path, list[Run]] = {}
 
     def __call__(self, shards: Sequence[Any], specs: Sequence[Spec], out_specs: Sequence[Spec]) -> list[Any]:
         """Evaluate on one device. Call inside a manual `shard_map`.
@@ -137,25 +140,42 @@ class ShardedProgram:
 
     def _run(self, jaxpr: Jaxpr, env: Env, prefix: Path) -> None:
         """Evaluate the equations of one level, rematerialised segments as `jax.checkpoint` regions."""
-        done = 0
-        for start, stop in self._segments.get(prefix, ()):
-            self._equations(jaxpr, env, prefix, done, start)
-            self._segment(jaxpr, env, prefix, start, stop)
-            done = stop
-        self._equations(jaxpr, env, prefix, done, len(jaxpr.eqns))
+        if prefix not in self._runs:
+            paths = [self._path(prefix, position) for position in range(len(jaxpr.eqns))]
+            self._runs[prefix] = self._repeats.runs(jaxpr, paths, self._segments.get(prefix, ()))
+        for run in self._runs[prefix]:
+            if run.segment is not None:
+                self._segment(jaxpr, env, prefix, run)
+            else:
+                self._evaluate_run(jaxpr, env, prefix, run)
+
+    def _evaluate_run(self, jaxpr: Jaxpr, env: Env, prefix: Path, run: Run) -> None:
+        """Evaluate a run, with its repeats if there are some."""
+
+        def plainly(env: Env) -> None:
+            self._equations(jaxpr, env, prefix, run.start, run.stop)
+
+        if run.repeated is None or not self._repeats.evaluate(run.repeated, env, plainly):
+            plainly(env)
+            return
+        for position in run.repeated.constants:
+            self._equations(jaxpr, env, prefix, position, position + 1)
+
+    def _path(self, prefix: Path, position: int) -> Path:
+        return (*prefix, position) if prefix else (self._positions[position],)
 
     def _equations(self, jaxpr: Jaxpr, env: Env, prefix: Path, start: int, stop: int) -> None:
         for position in range(start, stop):
             equation = jaxpr.eqns[position]
-            path = (*prefix, position) if prefix else (self._positions[position],)
             with user_context(equation):
-                results = self._equation(equation, env, path)
+                results = self._equation(equation, env, self._path(prefix, position))
             for var, value in zip(equation.outvars, results, strict=True):
                 if not is_dropped(var):
                     env[var] = value
 
-    def _segment(self, jaxpr: Jaxpr, env: Env, prefix: Path, start: int, stop: int) -> None:
-        inside = jaxpr.eqns[start:stop]
+    def _segment(self, jaxpr: Jaxpr, env: Env, prefix: Path, segment: Run) -> None:
+        """Evaluate what is rematerialised together."""
+        inside, stop = jaxpr.eqns[segment.start : segment.stop], segment.stop
         made = {var for eqn in inside for var in eqn.outvars}
         later = {a for eqn in jaxpr.eqns[stop:] for a in eqn.invars if not is_literal(a)}
         later |= {a for a in jaxpr.outvars if not is_literal(a)}
@@ -163,7 +183,8 @@ class ShardedProgram:
         read = {a: None for eqn in inside for a in eqn.invars if not is_literal(a) and a not in made}
 
         def run(inner: Env) -> list[LocalValue]:
-            self._equations(jaxpr, inner, prefix, start, stop)
+            for one in segment.segment or ():
+                self._evaluate_run(jaxpr, inner, prefix, one)
             return [inner[var] for var in results]
 
         env.update(zip(results, self._checkpoint(run, {a: env[a] for a in read}, {}), strict=True))

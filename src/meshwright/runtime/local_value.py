@@ -40,6 +40,7 @@ class LocalValue:
       make: for a constant, makes its block in a given spec.
       of_traced: for a constant, whether it is made of arrays of the trace at hand (the last count of a loop), so that
         it cannot be made outside of it.
+      moved: its shards in specs that it has been converted to.
     """
 
     __slots__ = ("_made", "_make", "_of_traced", "differentiated", "shard", "sizes", "spec")
@@ -53,6 +54,7 @@ class LocalValue:
         differentiated: bool = False,
         make: Callable[[Spec], Any] | None = None,
         of_traced: bool = False,
+        moved: Mapping[Spec, Any] | None = None,
     ) -> None:
         self.shard = shard
         self.spec = spec
@@ -60,7 +62,7 @@ class LocalValue:
         self.differentiated = differentiated
         self._make = make
         self._of_traced = of_traced
-        self._made: dict[Spec, Any] = {}
+        self._made: dict[Spec, Any] = dict(moved or {})
 
     @property
     def is_lazy(self) -> bool:
@@ -71,6 +73,11 @@ class LocalValue:
     def is_traced(self) -> bool:
         """Whether it is an array of a trace, or made of one."""
         return self._of_traced if self.is_lazy else is_traced(self.shard)
+
+    @property
+    def moved(self) -> Mapping[Spec, Any]:
+        """Its shards in the specs that it has been converted to."""
+        return self._made
 
     def leave(self) -> LocalValue:
         """The same value for readers outside of a checkpoint that it was made in."""

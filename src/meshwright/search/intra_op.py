@@ -38,7 +38,7 @@ from .pins import Pins
 from .prices import OperatorPrices, prices_of
 from .product_orders import sliced_operands
 from .spec_row import SpecRow
-from .wiring import Shared, forward_runs, forward_runs_of, wiring_of
+from .wiring import Shared, forward_runs, forward_runs_of, wiring_of, wiring_of_one_program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +153,8 @@ class IntraOpProblem:
       carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
     """
 
+    # Whether forward and backward pass are one program, which keeps more than two do.
+    is_one_program = True
     # Whether what is made of parameters alone is gathered again in the backward pass, and not kept.
     gathers_again = False
     # Whether what a step leaves of single numbers is summed over devices once, at the end of a step.
@@ -179,7 +181,7 @@ class IntraOpProblem:
         self.gradient_exchange = pins.gradient_exchange
         self._pins = pins
         self.of_parameters = values_of_parameters(graph)
-        self._wiring = wiring_of(graph)
+        self._wiring = wiring_of_one_program(graph) if self.is_one_program else wiring_of(graph)
         self.operators = self._wiring.operators
         # Node tables: choices, seconds, bytes (of inputs apart); and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []

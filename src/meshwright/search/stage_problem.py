@@ -87,6 +87,7 @@ class StageProblem(LimitedProblem):
       workspace: what its backward pass makes beside what is kept; None for nothing.
     """
 
+    is_one_program = False
     # Loops keep it.
     gathers_again = True
     # Ranks hand on what each microbatch makes.

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..cluster import LogicalMesh
 from ..program.graph import Graph
-from ..program.residuals import kept_values
+from ..program.residuals import kept_in_one_program
 from ..program.segments import Segments, layer_segments, rematerialise
 from .alternative import one_stage_words
 from .choices import values_of_parameters
@@ -41,7 +41,7 @@ class Variant:
     @cached_property
     def workspace(self) -> Workspace:
         """What its backward pass makes beside what is kept."""
-        return workspace_of(self.graph, microbatches=self.request.microbatches)
+        return workspace_of(self.graph, microbatches=self.request.microbatches, is_one_program=True)
 
     def least_bytes(self, microbatches: int) -> float:
         """What a device holds at least in so many microbatches, this number of the request or a larger one: the state,
@@ -59,7 +59,7 @@ class Variant:
     @cached_property
     def _kept_bytes(self) -> float:
         graph = self.graph
-        made = [v for v in kept_values(graph) - values_of_parameters(graph) if v in graph.producer]
+        made = [v for v in kept_in_one_program(graph) - values_of_parameters(graph) if v in graph.producer]
         makers = [graph.operators[graph.producer[v][0]] for v in made]
         kept = sum(graph.values[v].bytes * trips_of(maker, v) for v, maker in zip(made, makers, strict=True))
         return (kept + AS_BAD * self.workspace.bytes) / self.request.cluster.num_devices

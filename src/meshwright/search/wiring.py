@@ -8,17 +8,19 @@ well; here a follower has to have the same layouts.
 A value that several operators read has a node of its own, in whose layout it is moved once for all of them; unless all
 of them follow it, or all but one: then it has the node of what makes it, if moving what that reads is no more.
 
-Known limit: that an array is cut for one of its readers alone, which then does less, is not considered.
+Known limits: that an array is cut for one of its readers alone, which then does less, is not considered. Weights that
+one program gathers and does not cast are kept for the backward pass, which is not counted: whether they were gathered
+follows from two nodes, and bytes are those of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..program.graph import Graph, Operator, once_for_each
-from ..program.residuals import is_cheap, kept_values, needed_again, read_by_backward
+from ..program.residuals import is_cheap, kept_in_one_program, kept_values, needed_again, read_by_backward
 from ..sharding.deferred_sums import waiting_reads
 from .choices import values_of_parameters
 from .operator_kernels import is_plain
@@ -94,26 +96,49 @@ class Wiring:
     continued: Mapping[int, Continued]
 
 
+# Other names of what they read, for a matrix product at least.
+_VIEWS = frozenset(["copy", "expand_dims", "reshape", "squeeze", "transpose"])
+
+
 @once_for_each
 def wiring_of(graph: Graph) -> Wiring:
-    """What is read in a graph."""
+    """What is read in a graph whose backward pass is a program of its own."""
+    return _wiring(graph, kept_values(graph), keeps_weights=False)
+
+
+@once_for_each
+def wiring_of_one_program(graph: Graph) -> Wiring:
+    """What is read in a graph whose forward and backward pass are one program."""
+    return _wiring(graph, kept_in_one_program(graph), keeps_weights=True)
+
+
+def _wiring(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> Wiring:
+    # Parameters are at hand anyway, and so is what is made of them alone.
+    kept = kept - values_of_parameters(graph)
     operators = tuple(o for o in graph.operators if not _is_constant(graph, o))
     known = {operator.index for operator in operators}
-    shared = {one.value: one for value, users in graph.consumers.items() for one in _shared(graph, known, value, users)}
+    shared = {
+        one.value: one for value, users in graph.consumers.items() for one in _shared(graph, known, value, users, kept)
+    }
     reads = []
-    gathered: set[int] = set()
+    held: set[int] = set()
     for operator in operators:
         found = []
         for position, value in enumerate(operator.operands):
             if value is None or graph.values[value].constant:
                 continue
             holds: Any = ""
-            if value in _kept(graph) and value not in shared and value in graph.producer:
+            if value in kept and value not in shared and value in graph.producer:
                 holds = "read"
-            elif value not in gathered and operator.region is None and reads_gathered(graph, operator, value):
+            elif value in held or operator.region is not None:
+                pass
+            elif reads_gathered(graph, operator, value):
                 # Collectives run once, so the backward pass has no other.
-                gathered.add(value)
+                held.add(value)
                 holds = "gathered"
+            elif keeps_weights and _reads_cast(graph, operator, value):
+                held.add(value)
+                holds = "read"
             of_parameters = value in values_of_parameters(graph)
             again = of_parameters and len(operator.path) == 1
             waits = (operator.index, position) in waiting_reads(graph) and not of_parameters
@@ -128,13 +153,9 @@ def _is_constant(graph: Graph, operator: Operator) -> bool:
     return all(v is None or graph.values[v].constant for v in operator.results)
 
 
-@once_for_each
-def _kept(graph: Graph) -> frozenset[int]:
-    """Parameters are at hand anyway, and so is what is made of them alone."""
-    return kept_values(graph) - values_of_parameters(graph)
-
-
-def _shared(graph: Graph, known: set[int], value: int, users: tuple[tuple[int, int], ...]) -> tuple[Shared, ...]:
+def _shared(
+    graph: Graph, known: Set[int], value: int, users: tuple[tuple[int, int], ...], kept: Set[int]
+) -> tuple[Shared, ...]:
     """A value as one that is shared, if it is."""
     readers = tuple((user, at) for user, at in users if user in known)
     made_by = graph.producer.get(value)
@@ -143,7 +164,7 @@ def _shared(graph: Graph, known: set[int], value: int, users: tuple[tuple[int, i
     maker = graph.operators[made_by[0]]
     if maker.name in ("scan_const", "scan_slice"):
         return ()
-    return (Shared(value, maker, readers, value in _kept(graph)),)
+    return (Shared(value, maker, readers, value in kept),)
 
 
 def reads_gathered(graph: Graph, operator: Operator, value: int) -> bool:
@@ -152,6 +173,18 @@ def reads_gathered(graph: Graph, operator: Operator, value: int) -> bool:
         not is_cheap(operator.name) and value in graph.producer
         and value not in values_of_parameters(graph) and value in read_by_backward(graph, operator)
     )  # fmt: skip
+
+
+def _reads_cast(graph: Graph, operator: Operator, value: int) -> bool:
+    """Whether the derivative of an operator outside loops reads what has been made of a parameter for it, such as its
+    weights in fewer bits: an array beside the parameter, as it is gathered for the operator."""
+    if len(operator.path) > 1 or is_cheap(operator.name) or value not in values_of_parameters(graph):
+        return False
+    made_by = graph.producer.get(value)
+    while made_by is not None and graph.operators[made_by[0]].name in _VIEWS:
+        (source, *_) = graph.operators[made_by[0]].operands
+        made_by = graph.producer.get(source) if source is not None else None
+    return made_by is not None and value in read_by_backward(graph, operator)
 
 
 def forward_runs(graph: Graph, operator: Operator) -> int:

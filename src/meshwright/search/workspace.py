@@ -6,7 +6,8 @@ several moments that are as bad the mean counts, since layers are laid out alike
 from how values are split, like all else that is held.
 
 What is not rematerialised computes again what is cheap (the argument of a product that an activation function makes),
-where it is read: programs are written so that compilers find that order (`runtime.pipeline.stage_program`).
+where it is read: programs are written so that compilers find that order (`runtime.pipeline.stage_program`). Where both
+passes are one program, what is not kept (`residuals.kept_in_one_program`) is made inside the kernels that read it.
 
 Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the
 scores of a large vocabulary compilers fuse more than is thought here (up to twice too much for a stage that has little
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ..program.graph import Graph, Operator
-from ..program.residuals import kept_values, read_by_backward, regions
+from ..program.residuals import kept_in_one_program, kept_values, read_by_backward, regions
 from .choices import values_of_parameters
 
 # What a weight passes through on its way to a matrix product.
@@ -82,27 +83,30 @@ def held_together(held: Iterable[tuple[float, float]]) -> float:
     return sum(own) + max(workspaces)
 
 
-def workspace_of(graph: Graph, *, microbatches: int) -> Workspace:
+def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = False) -> Workspace:
     """The workspace of a stage.
 
     Args:
       graph: of the stage, with what is rematerialised marked.
       microbatches: in a step.
+      is_one_program: whether its forward and its backward pass are one program.
     """
-    moments = worst_moments(graph)
+    moments = worst_moments(graph, is_one_program=is_one_program)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
     total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
     return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, bytes=total)
 
 
-def worst_moments(graph: Graph) -> tuple[Moment, ...]:
+def worst_moments(graph: Graph, *, is_one_program: bool = False) -> tuple[Moment, ...]:
     """The moments of the backward pass at which the most is there: the worst of each rematerialised segment and of each
     loop, which computes what it does not keep again before anything else, and operators outside, as far as they are as
     bad as the worst of all."""
-    inputs, kept = frozenset(graph.inputs), kept_values(graph)
+    inputs, kept = frozenset(graph.inputs), kept_in_one_program(graph) if is_one_program else kept_values(graph)
     # A weight's cast is made where it is read, but a loop makes all of them before anything else.
     outside = inputs | values_of_parameters(graph)
-    found = _plain_moments(graph, kept, outside)
+    # What one program does not keep has no copy: it is made inside the kernels that read it.
+    without_copy = frozenset(range(len(graph.values))) if is_one_program else kept
+    found = _plain_moments(graph, without_copy, outside)
     for region in (*regions(graph).values(), *_bodies(graph).values()):
         others = inputs if _is_inner(region[0]) else outside
         read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - others
