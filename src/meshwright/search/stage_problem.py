@@ -85,12 +85,9 @@ class StageProblem(LimitedProblem):
       pins: what the user has fixed.
       split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
       workspace: what its backward pass makes beside what is kept; None for nothing.
+      alone: whether it is the only stage: such a plan runs as one program, which keeps gathered parameters for the
+        backward pass and sums single numbers over devices once a step.
     """
-
-    # Loops keep it.
-    gathers_again = True
-    # Ranks hand on what each microbatch makes.
-    sums_numbers_last = False
 
     def __init__(
         self,
@@ -104,7 +101,10 @@ class StageProblem(LimitedProblem):
         pins: Pins,
         split_dims: Sequence[int | None],
         workspace: Workspace | None = None,
+        alone: bool = False,
     ) -> None:
+        # The loop of a pipeline's stage gathers parameters again, and hands on what each microbatch makes.
+        self.gathers_again, self.sums_numbers_last = not alone, alone
         dims = [None] * len(cut.parameters) + [
             split_dims[i] if microbatches > 1 and i < len(split_dims) else None for i in cut.program_inputs
         ]
