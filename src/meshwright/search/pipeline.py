@@ -157,7 +157,7 @@ class StageSearch:
             best = self._simulate(None)
         if best is None:
             raise self.costs.nothing_fits()
-        searched, taken = best.costs, best.words(best.scheduled.name)
+        searched, stages, taken = best.costs, best.stages, best.words(best.scheduled.name)
         self.taken = searched.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
         best = merged(best, self._costs_of, self._scheduled)
@@ -171,7 +171,7 @@ class StageSearch:
         return StageSearchResult(
             plan=plan, program=best.costs.program, solves=solves,
             considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
-            alternatives=nearest(self.finished.simulated, but=taken),
+            alternatives=nearest(self.finished.simulated, but=taken), stages=stages,
         )  # fmt: skip
 
     def _again(self, last: FinishedPlans) -> Candidate | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..plan import Plan
 from ..program.staged import StagedProgram
 from .alternative import Alternative
+from .inter_op_problem import PlacedStage
 from .staged_timing import Scheduled
 
 
@@ -21,6 +22,7 @@ class StageSearchResult:
       considered: the best plan of each number of microbatches and order, a line each.
       scheduled: the schedule and its simulation.
       alternatives: plans that were not taken, the fastest first.
+      stages: of the plan, by layers of the request's program in as many microbatches.
     """
 
     plan: Plan
@@ -29,6 +31,7 @@ class StageSearchResult:
     considered: tuple[str, ...]
     scheduled: Scheduled
     alternatives: tuple[Alternative, ...]
+    stages: tuple[PlacedStage, ...]
 
 
 class NothingFaster(Exception):

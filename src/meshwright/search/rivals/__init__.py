@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from ...errors import PlanError
+from .bfs import BreadthFirst
+from .dynamic_programming import DynamicProgramming
 from .exhaustive import Exhaustive
+from .hierarchical import Hierarchical
+from .ilp import ILP
 from .mcmc import MCMC
+from .mcts import MCTS
+from .recursive import Recursive
 from .search import Budget as Budget, Found as Found, Search as Search
 
 SEARCHES: tuple[Search, ...] = (
+    Hierarchical(),
     Exhaustive(),
+    BreadthFirst(),
+    Recursive(),
+    DynamicProgramming(),
+    ILP(),
     MCMC(),
+    MCTS(),
 )
 
 

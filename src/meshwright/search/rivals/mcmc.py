@@ -17,15 +17,13 @@ from math import exp, isfinite
 
 from ..choice import Choice, Partial
 from ..moves import neighbour
-from ..space import Price, Space
+from ..space import Space
+from .decisions import weight
 from .search import Budget, Found, Incumbent
 
 # Beta, in units of the seconds of the best choice: a proposal that is a hundredth slower is taken every third time.
 # FlexFlow fixes it too, without saying at what.
 _BETA = 100.0
-
-# What a choice counts for more for each device's worth of memory that it is over.
-_EXCESS = 4.0
 
 # A walk begins again after as many proposals without improvement as it had before, and these at least.
 _PATIENCE = 200
@@ -55,13 +53,9 @@ class MCMC:
                 for found in best.offer(other, offered):
                     since = 0
                     yield found
-                worse = (_weight(offered) - _weight(price)) / min(best.seconds, _weight(price))
+                worse = (weight(offered) - weight(price)) / min(best.seconds, weight(price))
                 if worse <= 0 or (isfinite(worse) and budget.rng.random() < exp(-_BETA * worse)):
                     here, price = other, offered
-
-
-def _weight(price: Price) -> float:
-    return price.seconds * (1 + _EXCESS * price.excess) if isfinite(price.seconds) else price.seconds
 
 
 def _beginnings(space: Space) -> Iterator[Choice]:

@@ -12,6 +12,10 @@ import numpy as np
 
 from ..choice import Choice
 from ..space import Price, Space
+from ..stage_space import SECONDS_PER_SOLVE
+
+# What the integer program has at least, so that a plan is found at all.
+_LEAST_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +105,9 @@ class Budget:
         return self.evaluations >= self._most or self.left_seconds <= 0
 
     def price(self, space: Space, choice: Choice) -> Price:
-        """The price of a choice, counted."""
+        """The price of a choice, counted; what the integer program solves of it has the time that is left."""
         self.evaluations += 1
-        return space.price(choice)
+        return space.price(choice, time_limit_seconds=max(min(self.left_seconds, SECONDS_PER_SOLVE), _LEAST_SECONDS))
 
 
 class Incumbent:
