@@ -105,6 +105,9 @@ def plan(
     refine: Annotated[
         str | None, typer.Option(metavar="measure", help="Run the best few here, keep the fastest.")
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Search by a method of the literature (docs/searches.md).")
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the search.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: _Json = False,
@@ -121,7 +124,7 @@ def plan(
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
-            stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine,
+            stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine, method=method,
             submeshes=None if submeshes is None else parse_submeshes(submeshes),
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip
@@ -178,6 +181,48 @@ def compare(
         _print_json(comparison_document(target, compared))
         return
     print(comparison_text(compared))
+
+
+@app.command()
+def searches(
+    target: _Target,
+    cluster: Annotated[
+        str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
+    ] = "local",
+    global_batch: _GlobalBatch = None,
+    microbatches: _Microbatches = None,
+    memory_per_device: _Memory = None,
+    mesh: _Mesh = None,
+    zero: _Zero = None,
+    remat: _Remat = None,
+    reduction: _Reduction = None,
+    stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = "auto",
+    methods: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="Which; else all that apply.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each method.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the best step over time.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Run the search methods of the literature on one problem, under the same costs, for the same time each."""
+    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+        options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
+        tell("starting")
+        provide_devices(_VIRTUAL_DEVICES)
+        from .searches import run_searches, searches_document, searches_svg, searches_text
+        from .targets import load_target
+
+        loaded = load_target(target, global_batch=global_batch)
+        searched = run_searches(
+            loaded.step, loaded.example_args, cluster=cluster, stages=parse_stages(stages), seed=seed,
+            methods=None if methods is None else [name.strip() for name in methods.split(",")],
+            time_limit_seconds=time_limit, tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
+        )  # fmt: skip
+        if out is not None:
+            _write(out, searches_svg(f"{target} on {cluster}", searched))
+    if as_json:
+        _print_json(searches_document(target, searched))
+        return
+    print(searches_text(searched))
 
 
 @app.command()
@@ -424,6 +469,16 @@ def _progress() -> Iterator[Callable[[str], None]]:
     ) as progress:
         task = progress.add_task("")
         yield lambda text: progress.update(task, description=text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise PlanError(
+            refused="to write the figure", got=f"{type(error).__name__}: {error.strerror}", needed="a file to write",
+            where=str(path), try_="another path",
+        ) from error  # fmt: skip
 
 
 def _print_json(document: dict[str, Any]) -> None:

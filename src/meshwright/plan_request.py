@@ -48,6 +48,7 @@ class PlanOptions:
     devices: Any = None
     time_limit_seconds: float = 60.0
     refine: str | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

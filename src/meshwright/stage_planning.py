@@ -182,8 +182,13 @@ def _least_told(asked: PlanRequest, error: NothingFaster | MemoryExceeded) -> fl
     return inf if asked.left_seconds > 0 else asked.least_work_seconds
 
 
-def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
+def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
     """What is asked of the stage search.
+
+    Args:
+      asked: the request.
+      stages: how many; None to choose.
+      programs: the step in each number of microbatches.
 
     Raises:
       PlanError: if pins or meshes are not of the step and the cluster.
@@ -212,7 +217,7 @@ def _plan_in_order(
     """
     _, asked, programs, memory = hosts
     request = replace(
-        _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
+        stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
         known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip

@@ -71,6 +71,11 @@ class Space(StageSpace):
         self._work: dict[int, list[float]] = {}
         self._prices: dict[Choice, Price] = {}
 
+    def reserve_again(self) -> None:
+        """As `StageSpace.reserve_again`."""
+        super().reserve_again()
+        self._prices.clear()
+
     # Prices
 
     def price(self, choice: Choice, *, time_limit_seconds: float = SECONDS_PER_SOLVE) -> Price:

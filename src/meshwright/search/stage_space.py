@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import isfinite
 
 from ..cluster import LogicalMesh
+from ..errors import PlanError
 from ..program.staged import StagedProgram
 from .choice import Choice, LayoutNumbers, StageChoice, Structures
 from .choices import OperatorChoice
@@ -65,7 +66,7 @@ class StageSpace:
         self._solved: dict[object, SolvedStage | None] = {}
         self._layouts: dict[tuple[int, int, float], Layouts] = {}
         self._laid_out: dict[object, SolvedStage] = {}
-        counts, stages = sorted(request.by_microbatches), request.stage_count
+        counts, stages = self._possible(sorted(request.by_microbatches)), request.stage_count
         self.structures = Structures(
             counts=counts, layers=lambda count: len(self.program(count).layers),
             submeshes=placements(request, self.submeshes), devices=self.cluster.num_devices,
@@ -73,6 +74,20 @@ class StageSpace:
             remats=self._remats, stage_counts=None if stages is None else {stages},
             ends=None if request.layers is None else list(accumulate(request.layers)),
         )  # fmt: skip
+
+    def _possible(self, counts: Sequence[int]) -> list[int]:
+        """Of these numbers of microbatches those into which the step can be cut; these were our idea."""
+        found, refused = [], None
+        for count in counts:
+            try:
+                self.program(count)
+                found.append(count)
+            except PlanError as error:
+                refused = refused or error
+        if not found:
+            assert refused is not None  # there is a number
+            raise refused
+        return found
 
     def program(self, microbatches: int) -> StagedProgram:
         """The step in so many microbatches.
@@ -83,6 +98,11 @@ class StageSpace:
         program = self.request.by_microbatches[microbatches]
         check_layers(self.request, program)
         return program
+
+    def reserve_again(self) -> None:
+        """Look at what may not be counted once more, where `reserve` now says something else."""
+        for (count, _), costs in self._costs.items():
+            costs.reserve(self.reserve(count))
 
     def layouts(self, choice: Choice, number: int) -> Layouts:
         """What the nodes of a stage may choose from, with the microbatches in flight that 1F1B keeps there.
@@ -139,6 +159,10 @@ class StageSpace:
         if first == 0 and last == len(self.program(microbatches).layers):
             solver = self.costs_in(microbatches, alone=True).solver
             return solver.meshes[solver.kind_of[submesh]]
+        return self.meshes_beside(submesh)
+
+    def meshes_beside(self, submesh: Submesh) -> tuple[LogicalMesh, ...]:
+        """The logical meshes of a submesh for one of several stages."""
         return self._kinds.meshes[self._kinds[submesh]]
 
     def _remats(self, microbatches: int, first: int, last: int) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -92,12 +93,15 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
     def stage(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[float, StageChoice] | None:
         """The fastest way to run a stage by the sums of its layers."""
         best: tuple[float, StageChoice] | None = None
-        for mesh in range(structures.meshes(count, first, last, submesh)):
-            for remat in structures.remats(count, first, last):
-                choice = StageChoice(first, last, submesh, mesh, remat)
-                before, after = (sums(space.like(submesh), mesh, remat)[layer] for layer in (first, last))
-                if after.seconds == inf:
-                    continue
+        for mesh, remat in product(
+            range(structures.meshes(count, first, last, submesh)), structures.remats(count, first, last)
+        ):
+            choice = StageChoice(first, last, submesh, mesh, remat)
+            beside = _mesh_beside(space, count, choice)
+            if beside is None:
+                continue
+            before, after = (sums(space.like(submesh), beside, remat)[layer] for layer in (first, last))
+            if after.seconds < inf:
                 held = after.once_bytes - before.once_bytes + in_flight * (after.kept_bytes - before.kept_bytes)
                 limit = space.limit_of(costs, choice)
                 if held <= limit and (best is None or after.seconds - before.seconds < best[0]):
@@ -126,6 +130,14 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
         for (number, first, device), found in known.items()
         if first == device == 0 and number in counts and (ends is None or [s.last for s in found.stages] == list(ends))
     }
+
+
+def _mesh_beside(space: Space, count: int, stage: StageChoice) -> int | None:
+    """The number of a stage's logical mesh among those of one of several stages; None for one that only a stage that is
+    alone may have."""
+    meshes = space.meshes(count, stage.first, stage.last, stage.submesh)
+    beside = space.meshes_beside(stage.submesh)
+    return beside.index(meshes[stage.mesh]) if meshes[stage.mesh] in beside else None
 
 
 def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: str) -> Choice:
@@ -161,8 +173,11 @@ def _as_alone(space: Space, choice: Choice) -> Choice | None:
 def _stage_as_alone(space: Space, choice: Choice, number: int) -> LayoutNumbers | None:
     of, stage = space.layouts(choice, number), choice.stages[number]
     wanted: dict[tuple[int, ...], object] = {}
+    mesh = _mesh_beside(space, choice.microbatches, stage)
+    if mesh is None:
+        return None
     for layer in range(stage.first, stage.last):
-        alone = _layer_choice(choice.microbatches, layer, stage.submesh, stage.mesh, stage.remat)
+        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, stage.remat)
         fastest = space.layouts(alone, 0).problem.fastest
         if fastest.choices is not None:
             wanted |= space.operators(alone, 0, fastest.choices)

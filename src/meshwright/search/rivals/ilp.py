@@ -69,12 +69,13 @@ class ILP:
             if least >= best.seconds or stages > structures.layers(count):
                 left = min(left, least)
                 continue
-            candidates = _candidates(space, count, stages)
-            if candidates is None:
-                left = min(left, least)  # not stated: nothing more is known of these
-                continue
-            stated = True
-            if candidates:
+            for candidates in _programs(space, count, stages):
+                if candidates is None:
+                    left = min(left, least)  # not stated: nothing more is known of these
+                    continue
+                if budget.over:
+                    return
+                stated = True
                 program = _Program(candidates, count, stages)
                 choice, bound = program.solved(space.gap, min(budget.left_seconds, _MOST_SECONDS))
                 left = min(left, max(bound, least))
@@ -89,9 +90,32 @@ class ILP:
         yield from best.prove(left)
 
 
-def _candidates(space: Space, count: int, stages: int) -> list[_Candidate] | None:
-    """All stages at all places; None where they have too many variables."""
-    structures, layers, found, size = space.structures, space.structures.layers(count), [], 0
+def _programs(space: Space, count: int, stages: int) -> Iterator[list[_Candidate] | None]:
+    """What to choose from in each program to be solved, None for one with too many variables: of one stage a program
+    for each candidate, which are the smallest, and of several one for all."""
+    if stages == 1:
+        for stage in _stages(space, count, 1):
+            candidate = _candidate(space, count, 1, *stage)
+            yield [candidate] if _variables(candidate.layouts) <= MOST_VARIABLES else None
+        return
+    found, size = [], 0
+    for stage in _stages(space, count, stages):
+        found.append(_candidate(space, count, stages, *stage))
+        size += _variables(found[-1].layouts)
+        if size > MOST_VARIABLES:
+            yield None
+            return
+    if found:
+        yield found
+
+
+def _candidate(space: Space, count: int, stages: int, place: int, stage: StageChoice) -> _Candidate:
+    return _Candidate(place, stage, space.layouts(Choice(count, (stage,) * stages), place))
+
+
+def _stages(space: Space, count: int, stages: int) -> Iterator[tuple[int, StageChoice]]:
+    """All stages at all places of so many."""
+    structures, layers = space.structures, space.structures.layers(count)
     for place, submesh, first in product(range(stages), structures.submeshes, range(layers)):
         if (place == 0) != (first == 0) or (place == 0) != (submesh.first == 0) or first < place:
             continue
@@ -103,13 +127,7 @@ def _candidates(space: Space, count: int, stages: int) -> list[_Candidate] | Non
                 continue
             for mesh in range(structures.meshes(count, first, last, submesh)):
                 for remat in structures.remats(count, first, last):
-                    stage = StageChoice(first, last, submesh, mesh, remat)
-                    layouts = space.layouts(Choice(count, (stage,) * stages), place)
-                    size += _variables(layouts)
-                    if size > MOST_VARIABLES:
-                        return None
-                    found.append(_Candidate(place, stage, layouts))
-    return found
+                    yield place, StageChoice(first, last, submesh, mesh, remat)
 
 
 def _variables(of: Layouts) -> int:
