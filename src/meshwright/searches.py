@@ -21,7 +21,7 @@ from .planning import request_of
 from .program.traces import traces_of
 from .report.curves import Curve, curves_svg
 from .report.table import format_percent, format_seconds, format_table
-from .search.rivals import SEARCHES, Budget, Search, search_named
+from .search.rivals import SEARCH_NAMES, Budget, Search, search_named
 from .search.space import Space
 
 
@@ -108,7 +108,7 @@ def run_searches(
     Raises:
       PlanError: for a wrong request, or a method that does not exist.
     """
-    searches = SEARCHES if methods is None else tuple(search_named(name) for name in methods)
+    searches = [search_named(name) for name in (SEARCH_NAMES if methods is None else methods)]
     wanted: dict[str, Any] = {"stages": None, **options}
     asked_for = PlanOptions(cluster=cluster, time_limit_seconds=time_limit_seconds, **wanted)
     asked, stages = request_of(traces_of(step), args, asked_for, started=perf_counter(), tell=tell)

@@ -10,7 +10,7 @@ from small_spaces import SPACES, optimum, space
 
 from meshwright.errors import PlanError
 from meshwright.search.choice import Choice, Partial
-from meshwright.search.rivals import SEARCHES, Budget, Found, Search, search_named
+from meshwright.search.rivals import SEARCH_NAMES, Budget, Found, Search, search_named
 from meshwright.search.space import Space
 
 ROUNDING = 1e-9
@@ -18,7 +18,7 @@ ROUNDING = 1e-9
 # Most methods have found what they find on these spaces by then.
 EVALUATIONS = 300
 
-named = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.name)
+named = pytest.mark.parametrize("search", [*map(search_named, SEARCH_NAMES)], ids=SEARCH_NAMES)
 
 
 def run(search: Search, of: Space, budget: Budget | None = None) -> list[Found]:
@@ -133,5 +133,5 @@ def test_a_method_that_does_not_exist_is_refused() -> None:
 
 
 def test_names_are_distinct_and_papers_are_named() -> None:
-    assert len({search.name for search in SEARCHES}) == len(SEARCHES)
-    assert all(search.paper for search in SEARCHES)
+    assert [search_named(name).name for name in SEARCH_NAMES] == list(SEARCH_NAMES)
+    assert all(search_named(name).paper for name in SEARCH_NAMES)

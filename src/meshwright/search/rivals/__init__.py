@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
+
 from ...errors import PlanError
-from .bfs import BreadthFirst
-from .dynamic_programming import DynamicProgramming
-from .exhaustive import Exhaustive
-from .hierarchical import Hierarchical
-from .ilp import ILP
-from .mcmc import MCMC
-from .mcts import MCTS
-from .recursive import Recursive
 from .search import Budget as Budget, Found as Found, Search as Search
 
-SEARCHES: tuple[Search, ...] = (
-    Hierarchical(),
-    Exhaustive(),
-    BreadthFirst(),
-    Recursive(),
-    DynamicProgramming(),
-    ILP(),
-    MCMC(),
-    MCTS(),
-)
+# By name: the class, imported when it is asked for.
+_CLASSES = {
+    "hierarchical": "hierarchical.Hierarchical",
+    "exhaustive": "exhaustive.Exhaustive",
+    "bfs": "bfs.BreadthFirst",
+    "recursive": "recursive.Recursive",
+    "dynamic_programming": "dynamic_programming.DynamicProgramming",
+    "ilp": "ilp.ILP",
+    "mcmc": "mcmc.MCMC",
+    "mcts": "mcts.MCTS",
+}
+
+SEARCH_NAMES: tuple[str, ...] = tuple(_CLASSES)
 
 
+@cache
 def search_named(name: str) -> Search:
     """The search of this name.
 
     Raises:
       PlanError: if there is none, with the names that there are.
     """
-    for search in SEARCHES:
-        if search.name == name:
-            return search
-    known = ", ".join(search.name for search in SEARCHES)
-    raise PlanError(
-        refused="the search method", got=repr(name), needed=f"one of {known}", where="method=",
-        try_='method="hierarchical", or leaving it out',
-    )  # fmt: skip
+    if name not in _CLASSES:
+        raise PlanError(
+            refused="the search method", got=repr(name), needed=f"one of {', '.join(_CLASSES)}", where="method=",
+            try_='method="hierarchical", or leaving it out',
+        )  # fmt: skip
+    module, found = _CLASSES[name].split(".")
+    return getattr(import_module(f".{module}", __name__), found)()
