@@ -18,6 +18,7 @@ _CLASSES = {
     "ilp": "ilp.ILP",
     "mcmc": "mcmc.MCMC",
     "mcts": "mcts.MCTS",
+    "reinforce": "reinforce.Reinforce",
 }
 
 SEARCH_NAMES: tuple[str, ...] = tuple(_CLASSES)
