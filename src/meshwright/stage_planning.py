@@ -197,7 +197,7 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
     source = first.source
     asked.pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
     _check_mesh(asked, stages)
-    if stages is not None and asked.submeshes is None:
+    if stages is not None and stages > 1 and asked.submeshes is None:
         Submeshes(asked.cluster).check_stages(stages)
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
     return StageRequest(
