@@ -34,8 +34,8 @@ from .stage_request import INTERLEAVED, StageRequest, schedules_for
 from .stage_space import GAP, SECONDS_PER_SOLVE, StageSpace
 from .staged_timing import best_schedule, staged_timing
 
-# Priced choices that are kept: a walk comes back to few.
-_MOST_PRICES = 20_000
+# Priced choices that are kept, of a large model 10 kB each: a walk comes back to few.
+_MOST_PRICES = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

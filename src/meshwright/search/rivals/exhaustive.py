@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import inf, prod
+from math import prod
 
 from ...errors import PlanError
 from ..choice import Choice
@@ -39,19 +39,20 @@ class Exhaustive:
             yield from best.prove(best.seconds)
 
     def _check(self, space: Space) -> None:
-        structures = space.structures.count()
-        total = float(structures)
-        if structures <= MOST_CHOICES:
+        first = next(space.structures.all(), None)
+        layouts = prod(map(float, _sizes(space, first))) if first is not None else 0.0
+        structures = space.structures.count() if layouts <= MOST_CHOICES else 1
+        total = layouts if structures == 1 else float(structures)
+        if max(layouts, structures) <= MOST_CHOICES:
             total = 0.0
             for structure in space.structures.all():
                 total += prod(map(float, _sizes(space, structure)))
                 if total > MOST_CHOICES:
                     break
         if total > MOST_CHOICES:
-            layouts = f", and one of these has {total:.3g} layouts" if total < inf else ""
             raise PlanError(
-                refused="the search method exhaustive", got=f"{structures:.3g} structures{layouts}",
-                needed=f"at most {MOST_CHOICES} choices in all", where="method=",
+                refused="the search method exhaustive", got=f"{total:.3g} choices at least",
+                needed=f"at most {MOST_CHOICES} in all", where="method=",
                 try_="another method, or a smaller program on fewer devices",
             )  # fmt: skip
 
