@@ -7,6 +7,7 @@ first one to run fills.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -115,7 +116,10 @@ def run_searches(
     asked.expectations.give_up()  # every number of microbatches is traced: nothing has to be searched again
     tell("tracing")
     space = space_of(asked, stages)
-    found = [_searched(search, Space(space.request), time_limit_seconds, seed, tell) for search in searches]
+    found = []
+    for search in searches:
+        found.append(_searched(search, Space(space.request), time_limit_seconds, seed, tell))
+        gc.collect()  # a space holds up to a gigabyte, in cycles, and the next method begins another one
     return tuple(sorted(found, key=lambda one: one.step_seconds))
 
 

@@ -16,7 +16,7 @@ from meshwright.search.space import Space
 ROUNDING = 1e-9
 
 # Most methods have found what they find on these spaces by then.
-EVALUATIONS = 300
+EVALUATIONS = 150
 
 named = pytest.mark.parametrize("search", [*map(search_named, SEARCH_NAMES)], ids=SEARCH_NAMES)
 
