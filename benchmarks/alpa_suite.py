@@ -55,10 +55,10 @@ from meshwright.presets import Preset
 from meshwright.presets.candidates import candidates_for
 from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
-from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.batch import batch_extents
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces, traces_of
+from meshwright.refine import held_bytes, written_out
 from meshwright.search.parameters import parameter_infos
 from meshwright.search.pipeline import StageRequest, search_stages
 

@@ -208,6 +208,7 @@ def described(plan: Mapping[str, Any]) -> dict[str, Any]:
         "memory_bytes": max(held.values()),
         "optimality_gap": plan["planning"]["optimality_gap"],
         "planning_seconds": round(plan["planning"]["seconds"], 2),
+        "trace_seconds": round(plan["planning"]["trace_seconds"], 2),
         "stages": len(plan["stages"]),
         "strategy": f"{plan['microbatches']} microbatches, {plan['schedule']}{options}: {stages}",
     }

@@ -47,10 +47,10 @@ from meshwright.presets.families import three_dimensional
 from meshwright.presets.least import Floor
 from meshwright.presets.priced import PricedPreset
 from meshwright.presets.prices import PresetPrices
-from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.batch import batch_extents
 from meshwright.program.equal_stages import main_scan
 from meshwright.program.traces import Traces, traces_of
+from meshwright.refine import held_bytes, written_out
 from meshwright.targets import load_target
 
 # Predicted peaks are a few percent off at times: as in planning, this much of a device stays free.

@@ -74,7 +74,9 @@ def run_demo(*, steps: int, pipeline: bool = False) -> bool:
         wanted = _PIPELINE if pipeline else {}
         planning = plan_for(target.step, (target.example_state, target.example_batch), **wanted)
     plan = planning.plan
-    explained = explain_plan(plan, considered=planning.considered, alternatives=planning.alternatives)
+    explained = explain_plan(
+        plan, considered=planning.considered, alternatives=planning.alternatives, width=console.width
+    )
     console.print(explained, markup=False, soft_wrap=True)
     console.print(f"\nPlanned in {format_seconds(planning.seconds)}\n")
     if pipeline:

@@ -1,34 +1,32 @@
 """Plans by a search method of the literature (`search.rivals`), checked like any other plan before they are returned.
 
-The method searches the space, the best choice that it finds is written out, and where what its programs hold is too
-much, that is reserved and the method searches again with the time that is left.
+The method searches the space in the loop of every search (`refine`): the best choice that it finds is written out, and
+where its programs hold too much, what was missed is reserved and the method searches again in the time that is left.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .errors import MemoryExceeded, PlanError
+from .errors import PlanError
 from .microbatch_counts import microbatch_counts
-from .plan_memory import PlanMemory
-from .plan_request import Planning, PlanOptions, PlanRequest
-from .presets.written import held_bytes
+from .plan_request import DEFAULT_METHOD, Planning, PlanOptions, PlanRequest
 from .program.expected import Unexpected
+from .refine import Refinement
 from .report.table import format_seconds
 from .search.alternative import one_stage_words, stages_words
 from .search.choice import Choice
+from .search.memory_reserve import MissedMemory
+from .search.result import SearchResult
 from .search.rivals import Budget, Found, Search, search_named
 from .search.space import Space
 from .search.stage_request import INTERLEAVED, SIMULATED
 from .stage_planning import stage_request
 from .step_programs import StepPrograms
 
-# The planner as it is without a method.
-DEFAULT_METHOD = "hierarchical"
-
-# How often a plan whose traced peak is too high is searched again with less memory; what the first search may take of
-# the time, so that some is left for another; and what each is given at least.
-_ATTEMPTS, _SHARE, _LEAST_SHARE = 6, 0.75, 0.1
+# What a search may take of the time that is left, so that some is left for another one in less memory; and what each is
+# given at least, of all time.
+_SHARE, _LEAST_SHARE = 0.75, 0.1
 
 
 def check_method(options: PlanOptions) -> None:
@@ -56,13 +54,13 @@ def check_method(options: PlanOptions) -> None:
         )  # fmt: skip
 
 
-def space_of(asked: PlanRequest, stages: int | None, memory: PlanMemory | None = None) -> Space:
+def space_of(asked: PlanRequest, stages: int | None, missed: MissedMemory | None = None) -> Space:
     """All plans of a request.
 
     Args:
       asked: the request.
       stages: how many; None to choose.
-      memory: what plans have turned out to hold; None where none was written out.
+      missed: what may not be counted on a device; None for nothing.
 
     Raises:
       PlanError: if the request makes no sense, or the step has no loss function that is marked.
@@ -76,7 +74,7 @@ def space_of(asked: PlanRequest, stages: int | None, memory: PlanMemory | None =
             where=asked.traces.name, try_=f"{program.marks.advice}; or method={DEFAULT_METHOD!r}",
         )  # fmt: skip
     request = stage_request(asked, stages, StepPrograms(asked, stages, counts))
-    return Space(request) if memory is None else Space(request, reserve=memory.missed)
+    return Space(request) if missed is None else Space(request, reserve=missed)
 
 
 def choice_words(space: Space, choice: Choice) -> str:
@@ -118,34 +116,32 @@ def plan_by_method(asked: PlanRequest, stages: int | None, method: str) -> Plann
 
 
 def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Planning:
-    memory = PlanMemory(asked.cluster.device.platform, asked.tell)
-    space = space_of(asked, stages, memory)
+    refinement = Refinement(asked.cluster.device, asked.tell)
+    space = space_of(asked, stages, refinement.missed)
     considered: list[str] = []
-    nothing: MemoryExceeded | None = None
-    for _ in range(_ATTEMPTS):
+
+    def find(missed: MissedMemory) -> SearchResult:
         asked.tell(f"searching by {search.name}")
+        space.reserve_again()
         seconds = max(_SHARE * asked.left_seconds, _LEAST_SHARE * asked.time_limit_seconds)
         budget = Budget(seconds=seconds)
         best: Found | None = None
         for best in search.run(space, budget):
             spent = format_seconds(budget.spent_seconds)
             considered.append(f"{choice_words(space, best.choice)}: {best.seconds:.6g} s, after {spent}")
-        if best is None:
-            break
-        made = space.plan(best.choice, gap=best.gap)
-        if made is None:  # a scan that is cut elsewhere fits no more
-            break
-        plan, program = made
-        plan, fits = memory.written_out(plan, program, held_bytes(plan))
-        if fits:
-            note = f"found by the search method {search.name}"
-            return Planning(
-                program=program.source, plan=replace(plan, notes=(*plan.notes, note)), cluster=asked.cluster,
-                considered=tuple(considered),
+        made = space.plan(best.choice, gap=best.gap) if best is not None else None
+        if made is None:
+            raise PlanError(
+                refused=f"the search method {search.name}", got=f"no plan that fits in {seconds:.3g} s",
+                needed="more time, more memory, or another method", where="method=",
+                try_=f"method={DEFAULT_METHOD!r}",
             )  # fmt: skip
-        nothing = memory.too_large(asked.cluster)
-        space.reserve_again()
-    raise nothing or PlanError(
-        refused=f"the search method {search.name}", got=f"no plan that fits in {asked.time_limit_seconds:.3g} s",
-        needed="more time, more memory, or another method", where="method=", try_=f"method={DEFAULT_METHOD!r}",
+        plan, program = made
+        notes = (*plan.notes, f"found by the search method {search.name}")
+        return SearchResult(plan=replace(plan, notes=notes), considered=tuple(considered), program=program)
+
+    found = refinement.run(
+        find, what=f"a plan for {asked.cluster.num_devices} x {asked.cluster.device.kind}", where="method=",
+        try_=f"more devices, a smaller batch, or method={DEFAULT_METHOD!r}", late=lambda: asked.left_seconds < 0,
     )  # fmt: skip
+    return Planning.of(found, asked.cluster)

@@ -17,6 +17,7 @@ from .plan import Plan
 from .presets import Preset
 from .program.batch import batch_extents
 from .program.expected import Expectations
+from .program.staged import StagedProgram
 from .program.trace import Program, abstract
 from .program.traces import Traces
 from .schedule import WORTH_SPLITTING
@@ -24,8 +25,12 @@ from .search.alternative import Alternative, merged, one_stage_words, stages_wor
 from .search.best_known import gap_of
 from .search.least_work import least_work_seconds
 from .search.pins import Pins
+from .search.result import SearchResult
 from .search.submeshes import Submesh, Submeshes
 from .simulate.of_plan import plan_schedule
+
+# The search method that is taken where none is named, by its name.
+DEFAULT_METHOD = "hierarchical"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +143,16 @@ class Planning:
     seconds: float = 0.0
     trace_seconds: float = 0.0
     solve_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, result: SearchResult, cluster: Cluster) -> Planning:
+        """What a search has found for a cluster."""
+        program = result.program
+        assert program is not None  # planning has it
+        return cls(
+            program=program.source if isinstance(program, StagedProgram) else program, plan=result.plan,
+            cluster=cluster, considered=result.considered, alternatives=result.alternatives,
+        )  # fmt: skip
 
     @property
     def step_seconds(self) -> float:

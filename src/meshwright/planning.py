@@ -14,11 +14,11 @@ from ._jax.jitted import bound_to_static
 from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
-from .method_planning import DEFAULT_METHOD, check_method, plan_by_method
 from .microbatch_counts import microbatch_counts
 from .one_stage_planning import fits_at_once, plan_one_stage
 from .plan.row_notes import row_notes
 from .plan_request import (
+    DEFAULT_METHOD,
     Planning as Planning,
     PlanOptions,
     PlanRequest,
@@ -44,13 +44,13 @@ from .search.stage_request import check_remat
 from .stage_planning import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
-# Several stages have to be faster by this much: one is simpler to run. The search for one stage may take this share of
-# the time where several are searched afterwards.
-_WORTH_STAGES, _ONE_STAGE_SHARE = 0.02, 0.5
+# What is simpler to run is taken where it is slower by no more than this share, less than predictions are off by: one
+# stage beside several, and a plan of one stage that the search for several has found beside the best of one. Gaps
+# cover it.
+_WORTH = 5e-3
 
-# A plan of one stage that was found among those of several is kept unless the search for one stage finds one that is
-# faster by this much, less than predictions are off by: the printed gap says so.
-_WORTH_PRICING = 5e-3
+# The search for one stage may take this share of the time where several stages are searched afterwards.
+_ONE_STAGE_SHARE = 0.5
 
 # Of the time on a cluster of several kinds of device: what stages may take, so that some is left for replicas, and what
 # plans for the hosts of one kind alone are given at least, together.
@@ -158,7 +158,10 @@ def plan_without_advice(
     start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
     check_refine(options.refine)
-    check_method(options)
+    if options.method is not None:
+        from .method_planning import check_method  # what most never need
+
+        check_method(options)
     asked, stages = request_of(traces, args, options, started=start, tell=tell)
     if options.refine is not None:
         from .calibrate.origin import check_origin  # a tenth of a second, which most never need
@@ -174,6 +177,8 @@ def plan_without_advice(
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     preset = asked.preset
     if options.method not in (None, DEFAULT_METHOD):
+        from .method_planning import plan_by_method
+
         found = plan_by_method(asked, stages, options.method)
     else:
         found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
@@ -305,7 +310,7 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
     if wanted:
         most = found.step_seconds if found is not None else inf
         if found is not None and len(found.plan.stages) == 1:
-            most *= 1 - _WORTH_STAGES  # one stage is simpler to run than copies of it
+            most *= 1 - _WORTH  # one stage is simpler to run than copies of it
         try:
             copies = plan_replicas(asked, stages, faster_than_seconds=most)
             if found is None:
@@ -388,7 +393,10 @@ def _any_stages(asked: PlanRequest) -> Planning:
     """The fastest plan of any number of stages. The search for several looks at one stage too, but on meshes of two
     axes."""
     if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
-        return plan_stages(asked, None)
+        try:
+            return plan_stages(asked, None)
+        except NothingFaster:
+            return plan_one_stage(replace(asked, microbatches=None))
     count = asked.microbatches if asked.microbatches is not None else 1
     program = asked.program(count)
     if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
@@ -405,7 +413,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if asked.left_seconds < 0:
         return one.unfinished("several stages: not searched, out of time", asked.least_work_seconds)
     try:
-        several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH_STAGES))
+        several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH))
     except (NothingFaster, MemoryExceeded) as nothing:
         if asked.left_seconds < 0:
             least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds
@@ -424,7 +432,7 @@ def _as_one_stage(asked: PlanRequest, found: Planning) -> Planning:
     if len(found.plan.stages) > 1 or asked.left_seconds < 0:
         return found
     try:
-        one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH_PRICING) * found.step_seconds, gap=_WORTH_PRICING)
+        one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH) * found.step_seconds, gap=_WORTH)
     except NothingFaster as nothing:
         return found.beside(nothing.least_seconds)
     except PlanError:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, inf
 
-from .one_stage_planning import MARGIN
 from .plan_request import Planning, PlanRequest
 from .presets.incumbent import Incumbent
 from .presets.prices import PresetPrices
@@ -16,7 +15,7 @@ from .program.equal_stages import main_scan
 from .search.alternative import Alternative, merged, preset_words
 from .search.considered import said_once
 from .search.pins import Pins
-from .search.stage_result import NothingFaster
+from .search.result import NothingFaster
 
 # Presets may be looked at for this share of the time, or for so many seconds of it: where there is little, one of them
 # is a better beginning than what a search finds without. However little there is, a few are looked at.
@@ -44,7 +43,7 @@ class BestUnderPresets:
         self._is_plan = False
         self._until = time.perf_counter() + seconds
         self._incumbent = Incumbent(
-            prices, counts, remat=asked.remat, margin=MARGIN, late=lambda: time.perf_counter() > self._until,
+            prices, counts, remat=asked.remat, late=lambda: time.perf_counter() > self._until,
             given_up=lambda: time.perf_counter() > self._until + (_GIVEN_UP - 1) * seconds,
             tell=asked.tell,
         )  # fmt: skip
@@ -54,13 +53,6 @@ class BestUnderPresets:
     def step_seconds(self) -> float:
         """Of the best; infinite where there is none."""
         return self.priced.step_seconds if self.priced is not None else inf
-
-    @property
-    def interleaved(self) -> tuple[int, int, int] | None:
-        """Its microbatches, its ranks, and the stages on each, if these are several."""
-        if self.priced is None or self.priced.preset.chunks == 1:
-            return None
-        return self.priced.microbatches, self.priced.preset.stages, self.priced.preset.chunks
 
     def planning(self) -> Planning | None:
         """The plan, written out: it may take longer than was thought, if what is faster does not fit; None if nothing
@@ -72,10 +64,8 @@ class BestUnderPresets:
         if found is None:
             return None
         note = f"found under the preset {found.priced.preset}: the search found nothing faster{when}"
-        plan = replace(found.plan, notes=(*found.plan.notes, note))
-        return Planning(
-            program=found.priced.program.source, plan=plan, cluster=self._asked.cluster, considered=found.considered
-        )
+        plan = replace(found.result.plan, notes=(*found.result.plan.notes, note))
+        return Planning.of(replace(found.result, plan=plan), self._asked.cluster)
 
     def beaten_by(self, found: Planning) -> Planning:
         """A faster plan, with the best preset among its alternatives."""

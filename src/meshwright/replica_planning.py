@@ -3,28 +3,24 @@ batch by their speed."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 
 from .cluster import Cluster, HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError, size_words
 from .microbatch_counts import microbatch_counts
-from .one_stage_planning import MARGIN
-from .plan import Plan
 from .plan_request import Planning, PlanRequest, in_cluster
-from .presets.written import held_bytes, usable_bytes, written_out
 from .program.staged import staged_program
-from .program.trace import Program
+from .refine import Refinement
 from .runtime.pipeline.local_stages import check_replicas
-from .runtime.pipeline.stage_memory import StageMemory
+from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
 from .search.replicas import ReplicaRequest, Replicas, like_groups
-from .search.stage_result import NothingFaster
+from .search.result import NothingFaster, SearchResult
 
 REPLICAS = "replicas"
-
-# How often a plan whose traced peak is too high is solved again in less memory.
-_ATTEMPTS = 4
 
 # What is known of a number of microbatches; of equal seconds the most certain comes first.
 _FITS, _SOLVED, _EXPECTED, _TOLD = range(4)
@@ -77,12 +73,9 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
         if not tries.found and tries.refused is not None and not isfinite(faster_than_seconds):
             raise tries.refused
         raise NothingFaster(tries.least_seconds, tries.considered)
-    program, plan = tries.found[count]
-    found = Planning(
-        program=program, plan=in_cluster(plan, order, asked.cluster), cluster=asked.cluster,
-        considered=tries.considered,
-    )  # fmt: skip
-    return found.beside(tries.least_seconds)
+    found = tries.found[count]
+    found = replace(found, plan=in_cluster(found.plan, order, asked.cluster), considered=tries.considered)
+    return Planning.of(found, asked.cluster).beside(tries.least_seconds)
 
 
 class _Tries:
@@ -94,7 +87,7 @@ class _Tries:
       counts: the numbers.
 
     Attributes:
-      found: by number a plan that fits, with its program.
+      found: by number a plan that fits.
       refused: why the first number without a plan has none.
 
     Raises:
@@ -104,11 +97,11 @@ class _Tries:
 
     def __init__(self, asked: PlanRequest, order: HostOrder, counts: Sequence[int]) -> None:
         self._asked, self._order = asked, order
-        self._known: dict[Hashable, StageMemory] = {}
+        self._refinement = Refinement(asked.cluster.device)
         self._made: dict[int, Replicas] = {}
         self._lines: dict[int, str] = {}
         self._lost: dict[int, float] = {}  # by number, what its own estimates are beyond those of the fewest
-        self.found: dict[int, tuple[Program, Plan]] = {}
+        self.found: dict[int, SearchResult] = {}
         self.refused: PlanError | None = None
         coarsest = self._coarsest(counts)
         mine = [count for count in counts if count >= coarsest.request.program.microbatches]
@@ -187,15 +180,27 @@ class _Tries:
             self._say(count, expected, shares, "by estimates")
             return expected
         if known == _EXPECTED:
-            plan = replicas.plan([room / MARGIN for room in replicas.usable_bytes])
-            if plan is None:
-                raise _over(self._asked, replicas, count)
+            plan = self._plan(replicas, self._refinement.missed).plan
         else:
-            plan = _fitting(self._asked, replicas, self._known)
-            self.found[count] = replicas.request.program.source, plan
+            refused = _over(self._asked, replicas, count)
+            found = self._refinement.run(
+                partial(self._plan, replicas), what=refused.refused, where=refused.where, try_=refused.try_
+            )
+            plan, self.found[count] = found.plan, found
         assert plan.predicted is not None  # the search prices what it finds
         self._say(count, plan.predicted.step_seconds, plan.shares, "if it fits" if known == _EXPECTED else "")
         return plan.predicted.step_seconds
+
+    def _plan(self, replicas: Replicas, missed: MissedMemory) -> SearchResult:
+        """The best plan in the memory that is left.
+
+        Raises:
+          MemoryExceeded: if nothing fits.
+        """
+        plan = replicas.plan(_limits(replicas, missed))
+        if plan is None:
+            raise _over(self._asked, replicas, replicas.request.program.microbatches)
+        return SearchResult(plan=plan, program=replicas.request.program, considered=())
 
     def _say(self, count: int, seconds: float, shares: Sequence[int], certainty: str) -> None:
         words = f"{count} microbatches, replicas: {seconds:.6g} s with {', '.join(map(str, shares))}"
@@ -234,23 +239,10 @@ def _kinds(cluster: Cluster) -> int:
     return len({host.device for host in cluster.hosts})
 
 
-def _fitting(asked: PlanRequest, replicas: Replicas, known: dict[Hashable, StageMemory]) -> Plan:
-    """The best plan whose written-out replicas fit."""
-    program, usable = replicas.request.program, replicas.usable_bytes
-    limits = [room / MARGIN for room in usable]
-    for _ in range(_ATTEMPTS):
-        plan = replicas.plan(limits)
-        if plan is None:
-            break
-        counted = held_bytes(plan)
-        plan = written_out(plan, program, asked.cluster.device.platform, known=known)
-        peaks = held_bytes(plan)
-        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable_bytes(plan), strict=True)):
-            return plan
-        # What is not counted stays about the same: gradients that arrive, and what the update takes.
-        missed = [max(peak - count, 0.0) for peak, count in zip(peaks, counted, strict=True)]
-        limits = [min(limit, room / MARGIN - more) for limit, room, more in zip(limits, usable, missed, strict=True)]
-    raise _over(asked, replicas, program.microbatches)
+def _limits(replicas: Replicas, missed: MissedMemory) -> list[float]:
+    """Of each group what may be counted on a device."""
+    reserve, usable = missed(replicas.request.program.microbatches), replicas.usable_bytes
+    return [reserve.limit(room, last=group == len(usable) - 1) for group, room in enumerate(usable)]
 
 
 def _over(asked: PlanRequest, replicas: Replicas, microbatches: int) -> MemoryExceeded:

@@ -11,38 +11,31 @@ from typing import Any, NamedTuple
 from .cluster import HostOrder, host_orders
 from .errors import MemoryExceeded, PlanError
 from .microbatch_counts import finer_counts, microbatch_counts
-from .one_stage_planning import MARGIN
 from .plan import Collective, Plan, Stage
-from .plan_memory import PlanMemory
 from .plan_request import Planning, PlanRequest, in_cluster
 from .preset_planning import BestUnderPresets, best_under_presets, proven
 from .presets import Preset
 from .presets.planned import planned_preset
 from .presets.priced import PricedPreset
 from .presets.prices import PresetPrices
-from .presets.written import held_bytes
 from .program.expected import Unexpected
 from .program.graph import Graph, Value
+from .program.staged import StagedProgram
 from .program.trace import Program
+from .refine import Refinement
 from .replica_planning import REPLICAS
+from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
-from .search.pipeline import SIMULATED, NothingFaster, StageRequest, StageSearch, StageSearchResult
+from .search.pipeline import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
 from .search.stage_request import INTERLEAVED
 from .search.submeshes import Submeshes
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 from .step_programs import StepPrograms
 
-# How often a plan whose traced peak is too high is searched again with less memory; most of it is known by then.
-_ATTEMPTS = 12
-
 # One stage of a program that runs up to this many operators is planned first: it is soon done, and bounds the search
 # for more. A larger program is one for several stages.
 _SMALL_PROGRAM = 1200
-
-# So many of these may begin when the time is over and a plan is known: they look at little but the plans of the one
-# before.
-_LATE_ATTEMPTS = 3
 
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
 # there is, are a beginning and seldom the best.
@@ -120,20 +113,20 @@ class _InOrder(NamedTuple):
       order: of the hosts.
       asked: the request, on the cluster in that order.
       programs: the step in each number of microbatches.
-      memory: what plans have turned out to hold.
+      refinement: of its plans.
     """
 
     order: HostOrder
     asked: PlanRequest
     programs: StepPrograms
-    memory: PlanMemory
+    refinement: Refinement
 
     @classmethod
     def of(cls, asked: PlanRequest, stages: int | None, order: HostOrder) -> _InOrder:
         """Before anything is searched."""
         asked = replace(asked, cluster=order.cluster)
         programs = StepPrograms(asked, stages, microbatch_counts(asked))
-        return cls(order, asked, programs, PlanMemory(asked.cluster.device.platform, asked.tell))
+        return cls(order, asked, programs, Refinement(asked.cluster.device, asked.tell))
 
 
 def _searched(
@@ -210,47 +203,48 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
 def _plan_in_order(
     hosts: _InOrder, stages: int | None, presets: BestUnderPresets | None, *, faster_than_seconds: float
 ) -> Planning:
-    """The fastest plan whose stages follow the hosts in their order.
-
-    A found plan is written out (nothing is compiled), and what its stages hold is counted from their programs and the
-    schedule. Where that is too much, the search is repeated with less memory.
-    """
-    _, asked, programs, memory = hosts
+    """The fastest plan whose stages follow the hosts in their order."""
+    _, asked, programs, refinement = hosts
     request = replace(
         stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
-        known_interleaved=presets.interleaved if presets is not None else None,
     )  # fmt: skip
-    search = StageSearch(request)
-    nothing: MemoryExceeded | None = None
-    late, known = 0, isfinite(faster_than_seconds)
-    for _ in range(_ATTEMPTS):
-        late += known and asked.left_seconds < 0
-        if late > _LATE_ATTEMPTS:
-            break
-        asked.tell("searching stages")
-        least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
-        try:
-            result = search.run(memory.missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
-        except MemoryExceeded as error:
-            finer, nothing = finer_counts(asked, max(programs)), nothing or error
-            if not finer:
-                break
-            programs = StepPrograms(asked, stages, finer)
-            request = replace(request, programs=programs, begin_with=None, known_interleaved=None)
-            search = StageSearch(request)
-            continue
-        plan, counted = result.plan, held_bytes(result.plan)
-        if asked.schedule == "inference":
-            if len(plan.stages) == 1:
-                return _planning(asked, result, plan)  # it keeps nothing to be missed
-            plan = _timed(replace(plan, schedule="inference", schedule_options=()))
-        elif asked.schedule == "pipedream" and len(plan.stages) > 1:
-            plan = _asynchronous(plan, result.program.graph)
-        plan, fits = memory.written_out(plan, result.program, counted)
-        if fits:
-            return _planning(asked, result, plan)
-    raise memory.too_large(asked.cluster) if isfinite(memory.leanest) or nothing is None else nothing
+    search, known = StageSearch(request), isfinite(faster_than_seconds)
+    least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
+
+    def find(missed: MissedMemory) -> SearchResult:
+        nonlocal search
+        while True:
+            asked.tell("searching stages")
+            try:
+                found = search.run(missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
+            except MemoryExceeded:
+                finer = finer_counts(asked, max(search.counts))
+                if not finer:
+                    raise
+                programs = StepPrograms(asked, stages, finer)
+                search = StageSearch(replace(request, programs=programs, begin_with=None))
+                continue
+            if asked.schedule == "inference" and len(found.plan.stages) == 1:
+                raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline
+            return replace(found, plan=_under_schedule(asked.schedule, found))
+
+    found = refinement.run(
+        find, what=f"a plan of several stages for {asked.cluster.num_devices} x {asked.cluster.device.kind}",
+        where="the stage search", try_="more devices, a smaller batch", late=lambda: known and asked.left_seconds < 0,
+    )  # fmt: skip
+    return Planning.of(found, asked.cluster)
+
+
+def _under_schedule(schedule: str | None, found: SearchResult) -> Plan:
+    """A plan that was found, under a schedule that is searched under another name."""
+    plan = found.plan
+    if schedule == "inference" and len(plan.stages) > 1:
+        return _timed(replace(plan, schedule="inference", schedule_options=()))
+    if schedule == "pipedream" and len(plan.stages) > 1:
+        assert isinstance(found.program, StagedProgram)
+        return _asynchronous(plan, found.program.graph)
+    return plan
 
 
 def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
@@ -267,12 +261,9 @@ def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
     first = prices.any_program(counts)
     asked.pins.check(first.input_names, [first.graph.values[v].name for v in first.graph.inputs])
     found = planned_preset(
-        prices, preset, counts, remat=asked.remat, margin=MARGIN, finish=finish, late=lambda: asked.left_seconds < 0,
-        tell=asked.tell,
-    )  # fmt: skip
-    return Planning(
-        program=found.priced.program.source, plan=found.plan, cluster=asked.cluster, considered=found.considered
+        prices, preset, counts, remat=asked.remat, finish=finish, late=lambda: asked.left_seconds < 0, tell=asked.tell
     )
+    return Planning.of(found.result, asked.cluster)
 
 
 def _nearest(counts: Iterable[int], wanted: int) -> int:
@@ -293,13 +284,6 @@ def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
             needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}",
             where="mesh=", try_="the mesh of one stage, or stages=1",
         )  # fmt: skip
-
-
-def _planning(asked: PlanRequest, result: StageSearchResult, plan: Plan) -> Planning:
-    return Planning(
-        program=result.program.source, plan=plan, cluster=asked.cluster, considered=result.considered,
-        alternatives=result.alternatives,
-    )  # fmt: skip
 
 
 def check_stages(stages: Any, schedule: Any) -> None:

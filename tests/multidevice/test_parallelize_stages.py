@@ -182,6 +182,9 @@ def test_inference_of_as_many_stages_as_are_best() -> None:
         infer, (weights, jax.ShapeDtypeStruct((32, 64), jnp.float32)), stages=None, schedule="inference"
     )
     assert planning.plan.schedule == "inference" or any("is not used" in note for note in planning.plan.notes)
+    run = mw.parallelize(infer, stages=None, schedule="inference")
+    weights, batch = [jnp.full((64, 64), 0.01)] * 4, jnp.ones((32, 64))
+    np.testing.assert_allclose(run(weights, batch), infer(weights, batch), rtol=1e-6)
 
 
 def test_one_stage_that_the_stage_search_finds_runs(monkeypatch: pytest.MonkeyPatch) -> None:

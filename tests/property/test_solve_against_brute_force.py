@@ -26,7 +26,7 @@ from meshwright.solve import (
     solve_by_milp,
     solve_by_multiplier,
 )
-from meshwright.solve.improve import cross_over
+from meshwright.solve.improve import Improvement, places
 from meshwright.solve.thin import thin
 
 
@@ -248,9 +248,13 @@ def test_crossing_over_takes_the_best_cut() -> None:
         problem = random_problem(seed)
         rng = np.random.default_rng(seed)
         first, rest = (tuple(int(rng.integers(k)) for k in problem.sizes) for _ in range(2))
-        every = [(*first[:cut], *rest[cut:]) for cut in range(len(first) + 1)]
+        place = places(problem)
+        every = [
+            tuple(a if at < cut else b for a, b, at in zip(first, rest, place, strict=True))
+            for cut in range(len(first) + 1)
+        ]
         fitting = [problem.objective(one) for one in every if problem.fits(problem.memory_of(one))]
-        found = cross_over(problem, first, rest)
+        found = Improvement(problem).crossed_over(first, rest)
         if found is not None:
             assert found in every
             assert problem.fits(problem.memory_of(found))

@@ -86,7 +86,8 @@ def test_stages_on_the_same_devices_hold_memory_together() -> None:
         return {"devices": devices, "mesh": {"x": 2}, "remat": "none", "memory_bytes": {"total": held}}
 
     found = described({
-        "predicted": {"step_seconds": 1.5}, "planning": {"optimality_gap": 0.0, "seconds": 3.0}, "microbatches": 8,
+        "predicted": {"step_seconds": 1.5}, "microbatches": 8,
+        "planning": {"optimality_gap": 0.0, "seconds": 3.0, "trace_seconds": 1.0},
         "schedule": "interleaved", "schedule_options": {"chunks": 2},
         "stages": [stage([0, 1], 5.0), stage([2, 3], 7.0), stage([0, 1], 3.0), stage([2, 3], 0.5)],
     })  # fmt: skip

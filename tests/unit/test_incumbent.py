@@ -37,7 +37,7 @@ def prices(target: Any) -> PresetPrices:
 
 
 def test_it_is_the_best_of_all_presets(prices: PresetPrices) -> None:
-    found = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False).planned()
+    found = Incumbent(prices, COUNTS, remat=None, late=lambda: False).planned()
     assert found is not None
     seconds = []
     for preset in candidates_for(prices.cluster):
@@ -50,13 +50,13 @@ def test_it_is_the_best_of_all_presets(prices: PresetPrices) -> None:
             seconds.append(priced.step_seconds)
     assert len(seconds) > 40
     assert found.priced.step_seconds == min(seconds)
-    assert found.plan.predicted is not None
-    assert found.plan.predicted.step_seconds == pytest.approx(min(seconds), rel=1e-9)
+    assert found.result.plan.predicted is not None
+    assert found.result.plan.predicted.step_seconds == pytest.approx(min(seconds), rel=1e-9)
 
 
 def test_when_time_is_over_it_is_what_was_found_by_then(prices: PresetPrices) -> None:
-    first = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True).planned()
-    best = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: False).planned()
+    first = Incumbent(prices, COUNTS, remat=None, late=lambda: True).planned()
+    best = Incumbent(prices, COUNTS, remat=None, late=lambda: False).planned()
     assert first is not None  # without any time the first that fits
     left = [1000]  # looks at the clock
 
@@ -64,7 +64,7 @@ def test_when_time_is_over_it_is_what_was_found_by_then(prices: PresetPrices) ->
         left[0] -= 1
         return left[0] < 0
 
-    hurried = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=late)
+    hurried = Incumbent(prices, COUNTS, remat=None, late=late)
     left[0] = 1
     some = hurried.planned()
     assert best is not None
@@ -81,7 +81,7 @@ def test_presets_of_which_none_fits_are_given_up(prices: PresetPrices, monkeypat
 
     tried: list[Any] = []
     monkeypatch.setattr(PresetPrices, "placed", placed)
-    incumbent = Incumbent(prices, COUNTS, remat=None, margin=1.0, late=lambda: True, given_up=lambda: len(tried) > 2)
+    incumbent = Incumbent(prices, COUNTS, remat=None, late=lambda: True, given_up=lambda: len(tried) > 2)
     assert incumbent.priced() is None
     assert len(tried) == 3
 
@@ -98,9 +98,7 @@ def test_when_time_is_over_what_has_layouts_comes_before_what_promises_more(
         return placed(self, preset, count, **options)
 
     monkeypatch.setattr(PresetPrices, "placed", only_the_first_fits)
-    incumbent = Incumbent(
-        prices, COUNTS, remat=None, margin=1.0, late=lambda: len(tried) > 0, given_up=lambda: len(tried) > 0
-    )
+    incumbent = Incumbent(prices, COUNTS, remat=None, late=lambda: len(tried) > 0, given_up=lambda: len(tried) > 0)
     found = incumbent.priced()
     assert found is not None
     assert (found.preset, found.microbatches) == tried[0]
@@ -108,9 +106,9 @@ def test_when_time_is_over_what_has_layouts_comes_before_what_promises_more(
 
 
 def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrices) -> None:
-    found = Incumbent(prices, COUNTS, remat="none", margin=1.0, late=lambda: False).planned()
+    found = Incumbent(prices, COUNTS, remat="none", late=lambda: False).planned()
     assert found is not None
-    assert not any(stage.rematerialised for stage in found.plan.stages)
+    assert not any(stage.rematerialised for stage in found.result.plan.stages)
 
 
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +122,7 @@ def test_no_plan_is_slower_than_the_best_preset(
     target: Any, prices: PresetPrices, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     large(monkeypatch)
-    best = Incumbent(prices, [1, 2, 4, 8, 16, 32], remat=None, margin=1.04, late=lambda: False).planned()
+    best = Incumbent(prices, [1, 2, 4, 8, 16, 32], remat=None, late=lambda: False).planned()
     assert best is not None
     planning = plan_for(
         target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None,

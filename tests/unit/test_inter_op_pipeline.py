@@ -28,9 +28,9 @@ from meshwright.search.pins import Pins
 from meshwright.search.pipeline import (
     SIMULATED,
     NothingFaster,
+    SearchResult,
     StageRequest,
     StageSearch,
-    StageSearchResult,
     search_stages,
 )
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
@@ -84,7 +84,7 @@ def request(
 
 
 @cache
-def found(name: str, stages: int | None = None) -> StageSearchResult:
+def found(name: str, stages: int | None = None) -> SearchResult:
     return search_stages(request(name, stages=stages))
 
 
@@ -290,11 +290,11 @@ def wide_request(schedules: tuple[str, ...] = SIMULATED, stages: int | None = No
 
 
 @cache
-def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> StageSearchResult:
+def wide(schedules: tuple[str, ...] = SIMULATED, stages: int | None = None) -> SearchResult:
     return search_stages(wide_request(schedules, stages))
 
 
-def seconds(result: StageSearchResult) -> float:
+def seconds(result: SearchResult) -> float:
     assert result.plan.predicted is not None
     return result.plan.predicted.step_seconds
 
@@ -348,21 +348,18 @@ def test_stages_may_share_devices(stages: int, ranks: int) -> None:
         assert held <= plan.stages[rank].memory_limit_bytes
 
 
-def test_of_an_interleaving_that_nothing_beats_the_layouts_are_free() -> None:
-    """Bounds rule out whatever has devices of its own, and with it what would suggest to interleave."""
+def test_an_interleaving_is_found_where_bounds_rule_out_all_other_stages() -> None:
     interleaved = wide(("interleaved_one_f_one_b",))
     ranks = len({stage.devices for stage in interleaved.plan.stages})
     least = seconds(interleaved) * (1 + 1e-6)
     asked = wide_request(("one_f_one_b", "interleaved_one_f_one_b"))
     asked = replace(asked, faster_than_seconds=least, begin_with=8)
-    with pytest.raises(NothingFaster):
-        search_stages(asked)
-    shape = 8, ranks, len(interleaved.plan.stages) // ranks
-    result = search_stages(replace(asked, known_interleaved=shape))
+    result = search_stages(asked)
     assert result.plan.schedule == "interleaved_one_f_one_b"
+    assert len({stage.devices for stage in result.plan.stages}) == ranks
     assert seconds(result) < least
     with pytest.raises(NothingFaster):
-        search_stages(replace(asked, known_interleaved=shape, faster_than_seconds=0.9 * least))
+        search_stages(replace(asked, faster_than_seconds=0.9 * least))
 
 
 @pytest.mark.slow

@@ -118,28 +118,24 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
     whole = costs()
     request: Any = SimpleNamespace(
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None}, known_interleaved=None,
+        stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
     )  # fmt: skip
-    finished: Any = {(MICROBATCHES, tuple(range(RANKS))): 1.0}
-    tries = Interleaving(request, lambda program: whole)._tries(finished, [MICROBATCHES], inf, lambda count: whole)
+    tries = Interleaving(request, lambda program: whole)._tries([MICROBATCHES], inf, lambda count: whole)
     assert tries
     assert {count for count, _, _ in tries} == {MICROBATCHES}
 
 
-def test_the_ranks_of_a_known_interleaving_are_tried_though_no_plan_suggests_them() -> None:
+def test_all_ranks_are_tried_whatever_plans_have_been_found() -> None:
     whole = costs()
-
-    def ranks(known: tuple[int, int, int] | None, looked_at: Sequence[int]) -> set[int]:
-        request: Any = SimpleNamespace(
-            cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-            stages=None, by_microbatches={MICROBATCHES: None}, known_interleaved=known,
-        )  # fmt: skip
-        interleaving = Interleaving(request, lambda program: whole)
-        return {one for _, one, _ in interleaving._tries({}, looked_at, inf, lambda count: whole)}
-
-    assert ranks((MICROBATCHES, RANKS, CHUNKS), [MICROBATCHES]) == {RANKS}
-    assert ranks(None, [MICROBATCHES]) == set()
-    assert ranks((MICROBATCHES, RANKS, CHUNKS), []) == set()
+    request: Any = SimpleNamespace(
+        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
+        stages=None, by_microbatches={MICROBATCHES: None},
+    )  # fmt: skip
+    interleaving = Interleaving(request, lambda program: whole)
+    devices = whole.submeshes.cluster.num_devices
+    ranks = {one for _, one, _ in interleaving._tries([MICROBATCHES], inf, lambda count: whole)}
+    assert ranks == {n for n in range(2, devices + 1) if devices % n == 0 and MICROBATCHES % n == 0}
+    assert not interleaving._tries([], inf, lambda count: whole)
 
 
 def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
@@ -211,13 +207,13 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
     monkeypatch.setattr(interleaving, "main_scan", lambda source: ("scan", 96))
     monkeypatch.setattr(interleaving, "all_alike", alike)
     monkeypatch.setattr(interleaving, "interleaved", lambda cut, ranks, chunks: iter([(cut, ranks, chunks)]))
-    request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED, "one_f_one_b"), known_interleaved=None)
+    request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED, "one_f_one_b"))
     made = Interleaving(request, lambda staged: pytest.fail("stages were cut"))
     monkeypatch.setattr(made, "_tries", lambda *given: tries)
     monkeypatch.setattr(made, "_least", lambda costs, ranks, chunks: 0.0)
     monkeypatch.setattr(made, "_in_stages", lambda costs, ranks, chunks: costs.count)
     found = made.candidates(
-        {}, [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
+        [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
         scheduled=lambda cut, stages, chunks: SimpleNamespace(seconds=takes[stages]),
     )  # fmt: skip
     assert [one.seconds for one in found] == [25.0]

@@ -13,9 +13,9 @@ from meshwright import presets, zoo
 from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
-from meshwright.presets.written import written_out
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import traces_of
+from meshwright.refine import written_out
 from meshwright.runtime.loop_residuals import chooses
 from meshwright.schedule import make_schedule
 from meshwright.search.parameters import parameter_infos

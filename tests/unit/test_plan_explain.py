@@ -74,6 +74,10 @@ def plan_of(*stages: Stage, **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
 def role_of(stage: Stage) -> AxisRole:
     (role,) = axis_roles(stage)
     return role
@@ -213,12 +217,9 @@ def test_equal_parameters_of_many_layers_share_a_row() -> None:
 def test_memory_that_binds() -> None:
     ranges = (((), ((0, 3), (3, 6))),)
     tight = stage_of((), products=(), rematerialised=ranges, memory_limit_bytes=5.0 * MIB)
-    assert "memory binds (100.0 % of the limit): rematerialised, activations of 2 ranges" in explain_plan(
-        plan_of(tight)
-    )
-    roomy = explain_plan(plan_of(replace(tight, memory_limit_bytes=50 * MIB)))
-    assert "binds" not in roomy
-    assert "rematerialised: activations of 2 ranges of equations computed again" in roomy
+    text = explain_plan(plan_of(tight))
+    assert "predicted memory: 5.0 MiB (100.0 % of the limit) on the fullest devices" in text
+    assert "rematerialised: activations of 2 ranges of equations computed again" in text
 
 
 def test_microbatches_and_considered_and_notes() -> None:
@@ -241,8 +242,8 @@ def test_stages_are_rows_of_a_table_and_have_their_own_parts() -> None:
     text = explain_plan(plan_of(stage, second, schedule="gpipe", transfers=(sent, replace(sent, value=4))))
     assert "stages: 2, schedule gpipe" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert any(row.startswith("2 1 to 2 4 to 7 x=4 10.0 ms") for row in rows)
-    assert "1 to 2 tanh and 1 more 4.0 KiB 4.0 ms 2.0 ms" in rows
+    assert any(row.startswith("2 1 to 2 4 to 7 x=4 2 5.0 MiB (50.0 %) none 10.0 ms") for row in rows)
+    assert "1 the next tanh and 1 more 4.0 KiB 4.0 ms 2.0 ms" in rows
     first, other = text.split("STAGE 2 of 2")
     assert "x: data parallel" in first.split("STAGE 1 of 2")[1]
     assert "tensor parallel (column)" in other
@@ -307,7 +308,7 @@ def test_one_stage_waits_for_nobody() -> None:
     stage = working(3.0, 6.0, update_seconds=1.0, memory_limit_bytes=5.2 * MIB)
     text, found = explain_plan(plan_of(stage, microbatches=4)), why(plan_of(stage, microbatches=4))
     assert found is not None
-    assert all(words in text for words in ("Where a step of each device goes", "What binds", *found.binds))
+    assert all(words in unwrapped(text) for words in ("Where a step of each device goes", "What binds", *found.binds))
     (rank,) = found.ranks
     assert (rank.compute, rank.collectives, rank.other) == pytest.approx((27.0, 9.0, 1.0))
     assert (rank.transfers, rank.bubble, found.balance) == (0.0, 0.0, 1.0)
@@ -345,8 +346,10 @@ def test_sums_of_gradients_between_stages_are_collectives() -> None:
 
 def test_equal_ranks_share_a_row() -> None:
     plan = pipeline_of(*[working(2.0, 4.0)] * 3)
-    rows = why_table(why(plan)).splitlines()
-    assert [row.split()[0] for row in rows[2:]] == ["1", "2", "3"] or any("to" in row for row in rows[2:])
+    found = why(plan)
+    assert found is not None
+    (row,) = why_table(found).splitlines()[2:]
+    assert row.startswith("1 to 3  ")
     assert "Where a step of each device goes" in explain_plan(plan)
 
 
@@ -354,4 +357,4 @@ def test_alternatives_with_what_they_would_cost() -> None:
     others = (Alternative(what="2 microbatches, gpipe", step_seconds=0.021),)
     text = explain_plan(plan_of(stage_of((), products=())), alternatives=others)
     assert "Nearest alternatives" in text
-    assert "2 microbatches, gpipe  21.0 ms           +5.0%" in text
+    assert "21.0 ms  +5.0%  2 microbatches, gpipe" in text

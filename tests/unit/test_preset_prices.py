@@ -25,10 +25,10 @@ from meshwright.presets.least import StageLeast, least_step_seconds, microbatche
 from meshwright.presets.planned import planned_preset
 from meshwright.presets.prices import PresetPrices
 from meshwright.presets.solved import PresetStages
-from meshwright.presets.written import held_bytes, written_out
 from meshwright.program.equal_stages import equal_stages, even_bounds, main_scan, unlike_stages
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import Traces
+from meshwright.refine import held_bytes, written_out
 from meshwright.schedule import make_schedule
 from meshwright.search.ranges import Ranges
 from meshwright.simulate import StageTiming, Timing, simulate, simulate_plan

@@ -13,12 +13,12 @@ import pytest
 
 from meshwright import cli, zoo
 from meshwright.cluster import load_cluster
-from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.errors import PlanError
 from meshwright.method_planning import choice_words, space_of
-from meshwright.plan_memory import PlanMemory
 from meshwright.plan_request import PlanOptions
 from meshwright.planning import plan_for, request_of
 from meshwright.program.traces import traces_of
+from meshwright.refine import Refinement
 from meshwright.report.curves import Curve, curves_svg
 from meshwright.search.rivals import Budget, search_named
 from meshwright.search.space import Space
@@ -73,13 +73,10 @@ def test_a_plan_by_a_method_says_so_and_fits() -> None:
 
 def test_a_plan_that_turns_out_too_large_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step, args = small()
-    fits, answers = PlanMemory._fits, [False, True]
-    monkeypatch.setattr(PlanMemory, "_fits", lambda *given: fits(*given) and answers.pop(0))
+    fits, answers = Refinement._fits, [False, True]
+    monkeypatch.setattr(Refinement, "_fits", lambda *given: fits(*given) and answers.pop(0))
     plan_for(step, args, cluster=CLUSTER, method="recursive", time_limit_seconds=2)
     assert not answers
-    monkeypatch.setattr(PlanMemory, "_fits", lambda *given: False)
-    with pytest.raises(MemoryExceeded):
-        plan_for(step, args, cluster=CLUSTER, method="recursive", time_limit_seconds=1)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import pytest
 
 from meshwright import stage_planning, zoo
 from meshwright.cluster import load_cluster
-from meshwright.plan_memory import PlanMemory
 from meshwright.planning import plan_for
+from meshwright.refine import Refinement, held_bytes
 from meshwright.search.memory_reserve import MissedMemory
 
 
 def test_what_a_plan_misses_is_reserved_in_the_next_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, fits = stage_planning.StageSearch.run, PlanMemory._fits
+    run, fits = stage_planning.StageSearch.run, Refinement._fits
     reserved: list[float] = []
     refused: list[float] = []
 
@@ -22,15 +22,17 @@ def test_what_a_plan_misses_is_reserved_in_the_next_search(monkeypatch: pytest.M
         reserved.append(reserve(1).final)
         return run(self, reserve, **options)
 
-    def refusing(self: Any, plan: Any, peaks: Any, counted: Any) -> bool:
+    def refusing(self: Any, plan: Any, counted: Any) -> bool:
         if not refused:
+            peaks = held_bytes(plan)
             refused.append(max(peaks))
+            self.leanest = max(peaks), plan
             self.missed.learn(plan.microbatches, counted, peaks, [0.9 * one for one in peaks], [False] * len(peaks))
             return False
-        return fits(self, plan, peaks, counted)
+        return fits(self, plan, counted)
 
     monkeypatch.setattr(stage_planning.StageSearch, "run", running)
-    monkeypatch.setattr(PlanMemory, "_fits", refusing)
+    monkeypatch.setattr(Refinement, "_fits", refusing)
     target = zoo.mlp(width=1024, layers=8, batch=32)
     args = target.example_state, target.example_batch
     assert plan_for(target.step, args, cluster=load_cluster("p3.16xlarge:2"), stages=2).plan.stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .plan import ParameterPlan, Plan, Stage
+from .words import stage_words
 
 
 def row_notes(plan: Plan) -> tuple[str, ...]:
@@ -20,14 +21,22 @@ def row_notes(plan: Plan) -> tuple[str, ...]:
     if not unlike:
         return ()
     name, parts = next(iter(unlike.items()))
-    numbers = ", ".join(str(number + 1) for number, *_ in parts)
-    counts = ", ".join(str(p.rows[1] - p.rows[0]) for *_, p in parts if p.rows is not None)
+    by_rows: dict[int, list[int]] = {}
+    for number, _, parameter in parts:
+        assert parameter.rows is not None  # only such parts are kept above
+        by_rows.setdefault(parameter.rows[1] - parameter.rows[0], []).append(number)
+    held_words = ", ".join(f"{stage_words(numbers)} {_holds(rows, len(numbers))}" for rows, numbers in by_rows.items())
     more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
     return (
-        f"{name}{more}: stages {numbers} hold {counts} rows, in blocks that are no array together, so some rows of it "
+        f"{name}{more}: {held_words}, in blocks that are no array together, so some rows of it "
         "and of its optimizer state move between devices before and after each step, which the predicted time leaves "
         "out; equal numbers of layers on equal submeshes, in the same layouts, move nothing",
     )
+
+
+def _holds(rows: int, stages: int) -> str:
+    what = f"{rows} row{'' if rows == 1 else 's'}"
+    return f"holds {what}" if stages == 1 else f"hold {what} each"
 
 
 def _alike(parts: list[tuple[int, Stage, ParameterPlan]]) -> bool:

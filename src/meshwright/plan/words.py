@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from ..sharding.spec import Spec
 from .plan import ParameterPlan
@@ -34,6 +35,53 @@ def common_name(names: Sequence[str]) -> str:
 def mesh_words(mesh: Iterable[tuple[str, int]]) -> str:
     """A logical mesh: `x=2 y=4`."""
     return " ".join(f"{name}={size}" for name, size in mesh) or "one device"
+
+
+def number_words(numbers: Iterable[int]) -> str:
+    """Stages, counted from 0, as a reader counts them: from 1, neighbours together.
+
+    >>> number_words([0, 1, 2, 5]), number_words([1, 3, 5, 7])
+    ('1 to 3, 6', 'every second of 2 to 8')
+    """
+    runs = number_runs(sorted(numbers))
+    single = all(stop - first == 1 for first, stop in runs)
+    if len(runs) > 3 and single and {after[0] - before[0] for before, after in pairwise(runs)} == {2}:
+        return f"every second of {runs[0][0] + 1} to {runs[-1][0] + 1}"
+    return ", ".join(range_words((first + 1, stop + 1)) for first, stop in runs)
+
+
+def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers as (first, stop) of runs in which each is the one before plus 1, in the order given.
+
+    >>> number_runs([4, 5, 6, 0, 1])
+    [(4, 7), (0, 2)]
+    """
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1]:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def range_words(bounds: tuple[int, int]) -> str:
+    """The numbers of a range, its stop excluded.
+
+    >>> range_words((4, 8)), range_words((4, 5))
+    ('4 to 7', '4')
+    """
+    first, stop = bounds
+    return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+
+
+def stage_words(numbers: Sequence[int], noun: str = "stage") -> str:
+    """Stages by their numbers, counted from 0.
+
+    >>> stage_words([0]), stage_words([1, 2, 3])
+    ('stage 1', 'stages 2 to 4')
+    """
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {number_words(numbers)}"
 
 
 def split_words(spec: Spec) -> str:

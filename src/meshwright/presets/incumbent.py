@@ -41,7 +41,6 @@ class Incumbent:
       prices: of presets, for the step and the cluster.
       counts: numbers of microbatches to choose from.
       remat: "none", "layer", or None for the better of each stage.
-      margin: a device has to hold so many times what is predicted.
       late: whether the time is over: then the best that is known is taken, or the first that is priced.
       given_up: whether so much more time is over that there may be none.
       tell: called with a few words at each part of the work.
@@ -53,13 +52,12 @@ class Incumbent:
         counts: Sequence[int],
         *,
         remat: str | None,
-        margin: float,
         late: Callable[[], bool],
         given_up: Callable[[], bool] = lambda: False,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         tell("the best preset")
-        self._prices, self._remat, self._margin, self._late, self._tell = prices, remat, margin, late, tell
+        self._prices, self._remat, self._late, self._tell = prices, remat, late, tell
         self._given_up = given_up
         # PipeDream's gradients are of older weights.
         self._presets = [preset for preset in candidates_for(prices.cluster) if preset.schedule != "pipedream"]
@@ -129,10 +127,10 @@ class Incumbent:
         preset = self._presets[number]
         remat = preset.remat or self._remat
         if certain == _PRICED:
-            found = planned_preset(self._prices, preset, [count], remat=remat, margin=self._margin, tell=self._tell)
-            assert found.plan.predicted is not None  # presets are priced
+            found = planned_preset(self._prices, preset, [count], remat=remat, tell=self._tell)
             self._planned[count, number] = found
-            self._push(found.plan.predicted.step_seconds, _PLANNED, count, number)
+            assert found.result.plan.predicted is not None  # presets are priced
+            self._push(found.result.plan.predicted.step_seconds, _PLANNED, count, number)
         elif self._late() and self._priced:
             return
         elif certain == _TOLD and preset.chunks > 1:

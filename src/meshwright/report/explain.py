@@ -1,22 +1,28 @@
 """A plan as a page that a person reads: what it is, what it is predicted to take, where everything lies, and why.
 
 Everything follows from the plan; nothing is measured or priced here. What the plan does not say (`report.strategy`
-tells when) is left out.
+tells when) is left out. What is equal of several stages is printed once: a plan of many stages fits two screens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isfinite, prod
+from math import isfinite
+from textwrap import wrap
 
 from ..plan import ParameterPlan, Plan, Stage
-from ..plan.words import common_name, mesh_words, name_pattern, optimizer_words
+from ..plan.words import common_name, mesh_words, name_pattern, number_words, optimizer_words, stage_words
 from ..schedule import WORTH_SPLITTING
 from ..search.alternative import TOO_LITTLE, Alternative
 from ..sharding import Spec
+from .considered import considered_lines
+from .groups import grouped
+from .memory import memory_words, rank_memory
+from .reasons import details, reasons
 from .stages import stage_table, transfer_table
 from .strategy import AxisRole, axis_roles, side
 from .table import (
+    counted,
     format_bytes,
     format_count,
     format_flops,
@@ -25,60 +31,72 @@ from .table import (
     format_seconds,
     format_table,
 )
-from .why import BINDS, memory_share, why, why_table
+from .why import why, why_table
+
+# Columns of the page where nobody says how wide it is.
+_WIDTH = 120
+_INDENT = "  "
 
 
-def explain_plan(plan: Plan, *, considered: Sequence[str] = (), alternatives: Sequence[Alternative] = ()) -> str:
+def explain_plan(
+    plan: Plan, *, considered: Sequence[str] = (), alternatives: Sequence[Alternative] = (), width: int = _WIDTH
+) -> str:
     """The plan as text, without a final newline.
 
     Args:
       plan: to be explained.
       considered: the candidates that the search compared, a line each.
       alternatives: plans that were not taken.
+      width: of the page, characters; a single cell or word that is wider stays whole.
     """
-    parts = ["\n".join(_header(plan))]
-    if len(plan.stages) == 1:
-        parts += [*_time(plan), *_stage(plan, plan.stages[0])]
-    else:
-        parts.append(
-            _section(
-                "Stages: seconds of one microbatch and once a step, memory of a device", stage_table(plan).split("\n")
-            )
-        )
+    inner = width - len(_INDENT)
+    sections: list[tuple[str, Sequence[str]]] = []
+    if len(plan.stages) > 1:
+        title = f"{_noun(plan).capitalize()}s: memory of each on a device, seconds of one microbatch and once a step"
+        sections.append((title, stage_table(plan, width=inner).split("\n")))
         if plan.transfers:
-            parts.append(_section("Between stages, for one microbatch", transfer_table(plan).split("\n")))
-        parts += _time(plan)
-        for number in range(len(plan.stages)):
-            name = f"{'REPLICA' if plan.shares else 'STAGE'} {number + 1} of {len(plan.stages)}"
-            parts.append(_section(name, [*_staged(plan, number)]))
+            sections.append(("Between stages, for one microbatch", transfer_table(plan, width=inner).split("\n")))
+    sections += _time(plan, inner)
+    sections += _stage(plan, plan.stages[0], inner) if len(plan.stages) == 1 else _strategies(plan)
     if alternatives and plan.predicted is not None:
-        parts.append(_section("Nearest alternatives", _alternatives(alternatives, plan.predicted.step_seconds)))
+        sections.append(("Nearest alternatives", _alternatives(alternatives, plan.predicted.step_seconds)))
     if considered:
-        parts.append(_section("Considered by the search", considered))
+        sections.append(("Considered by the search", [*considered_lines(considered)]))
     if plan.notes:
-        parts.append(_section("Notes", plan.notes))
-    return "\n\n".join(parts)
+        sections.append(("Notes", plan.notes))
+    header = [part for line in _header(plan) for part in _wrapped(line, width, "")]
+    return "\n\n".join(["\n".join(header), *(_section(title, lines, width) for title, lines in sections)])
 
 
-def _time(plan: Plan) -> list[str]:
+def _section(title: str, lines: Sequence[str], width: int) -> str:
+    return "\n".join([title, *(part for line in lines for part in _wrapped(line, width, _INDENT))])
+
+
+def _wrapped(line: str, width: int, indent: str) -> list[str]:
+    """A line in as many as it needs; what follows the first is indented further."""
+    if len(indent + line) <= width:
+        return [indent + line]
+    return wrap(
+        line, width, initial_indent=indent, subsequent_indent=indent + 2 * _INDENT, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _time(plan: Plan, width: int) -> Iterator[tuple[str, Sequence[str]]]:
     """Where it goes, and what binds; nothing of a plan that nobody has priced or that does nothing."""
     found = why(plan) if plan.predicted is not None else None
-    if found is None:
-        return []
-    where = _section("Where a step of each device goes", why_table(found).split("\n"))
-    return [where, _section("What binds", found.binds)]
-
-
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
+    if found is not None:
+        yield "Where a step of each device goes", why_table(found, noun=_noun(plan), width=width).split("\n")
+        yield "What binds", found.binds
 
 
 def _alternatives(alternatives: Sequence[Alternative], step_seconds: float) -> list[str]:
     rows = [
-        (one.what, format_seconds(one.step_seconds), f"{one.step_seconds / step_seconds - 1:+.1%}")
+        (format_seconds(one.step_seconds), f"{one.step_seconds / step_seconds - 1:+.1%}", one.what)
         for one in alternatives
     ]
-    lines = format_table(("instead", "step", "than this plan"), rows, left=1).split("\n")
+    wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{step:>{wide[0]}}  {more:>{wide[1]}}  {what}" for step, more, what in rows]
     if any((1 - TOO_LITTLE) * step_seconds < one.step_seconds < step_seconds * (1 - 1e-3) for one in alternatives):
         lines.append(
             "what seems faster is less simple (a split backward, a further axis) and by too little to be trusted"
@@ -90,7 +108,7 @@ def _alternatives(alternatives: Sequence[Alternative], step_seconds: float) -> l
 
 
 def _header(plan: Plan) -> Iterator[str]:
-    yield f"Plan of program {plan.program} for cluster {plan.cluster}, {_count(plan.num_devices, 'device')}"
+    yield f"Plan of program {plan.program} for cluster {plan.cluster}, {counted(plan.num_devices, 'device')}"
     if len(plan.stages) == 1:
         yield f"mesh: {mesh_words(plan.stages[0].mesh)}"
     cut = "1 (the whole batch at once)"
@@ -100,7 +118,13 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.shares:
         yield f"replicas: {len(plan.stages)} of the whole program, which share the microbatches out"
     else:
-        yield f"stages: {len(plan.stages)}" + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
+        yield f"stages: {len(plan.stages)}{_ranks(plan)}" + (
+            f", schedule {plan.schedule}" if len(plan.stages) > 1 else ""
+        )
+    fullest = max(rank_memory(plan), key=lambda rank: (rank.share, rank.held_bytes))
+    held = memory_words(fullest.held_bytes, fullest.limit_bytes, " of the limit")
+    of = f", of {stage_words(fullest.stages, _noun(plan))}" if len(plan.stages) > 1 else ""
+    yield f"predicted memory: {held} on the fullest devices{of}"
     predicted = plan.predicted
     if predicted is None:
         yield "predicted step time: none, the plan has not been priced"
@@ -117,32 +141,55 @@ def _header(plan: Plan) -> Iterator[str]:
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"
 
 
-def _staged(plan: Plan, number: int) -> Iterator[str]:
-    """One stage of several: what its axes are for, and why; parameter by parameter is in the saved plan."""
-    stage = plan.stages[number]
-    roles = axis_roles(stage)
-    yield from (f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names)
-    yield from _reasons(plan.microbatches_of(number), stage, roles)
+def _noun(plan: Plan) -> str:
+    return "replica" if plan.shares else "stage"
 
 
-def _stage(plan: Plan, stage: Stage) -> Iterator[str]:
+def _ranks(plan: Plan) -> str:
+    """Of interleaved stages, on how many sets of devices they lie."""
+    ranks = len({stage.devices for stage in plan.stages})
+    return f" on {counted(ranks, 'rank')}" if 1 < ranks < len(plan.stages) else ""
+
+
+def _strategies(plan: Plan) -> Iterator[tuple[str, Sequence[str]]]:
+    """What the axes of stages are for, and why, stages of which the same is said together; what is said of all of them
+    stands first. Parameter by parameter it is in the saved plan."""
+    said: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    for number, stage in enumerate(plan.stages):
+        roles = axis_roles(stage)
+        said.append((tuple(_named(roles)), tuple(reasons(plan.microbatches_of(number), stage, roles))))
+    groups = grouped(said)
+    shared = set.intersection(*(set(why_so) for _, why_so in said)) if len(groups) > 1 else set()
+    noun = _noun(plan).upper()
+    if shared:
+        yield f"EVERY {noun}", [line for line in said[0][1] if line in shared]
+    for members, (named, why_so) in groups:
+        title = f"{noun}{'' if len(members) == 1 else 'S'} {number_words(members)} of {len(plan.stages)}"
+        yield title, [*named, *(line for line in why_so if line not in shared)]
+
+
+def _named(roles: Sequence[AxisRole]) -> list[str]:
+    return [f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names]
+
+
+def _stage(plan: Plan, stage: Stage, width: int) -> Iterator[tuple[str, Sequence[str]]]:
+    """The only stage of a plan, in full."""
     roles = axis_roles(stage)
-    named = [f"{role.axis}: {', '.join(role.names)}" for role in roles if role.names]
-    if named:
-        yield _section("Strategy", named)
-    yield _section("Predicted memory of a device", _memory(stage).split("\n"))
+    if named := _named(roles):
+        yield "Strategy", named
+    yield "Predicted memory of a device", _memory(stage).split("\n")
+    table = "none"
     if stage.communication:
         rows = [(c.kind, format_count(c.count), format_bytes(c.bytes)) for c in stage.communication]
         table = format_table(("collective", "count", "buffers"), rows)
-        yield _section("Predicted collectives of a step, on a device", table.split("\n"))
-    else:
-        yield _section("Predicted collectives of a step, on a device", ["none"])
+    yield "Predicted collectives of a step, on a device", table.split("\n")
     if stage.parameters:
-        yield _section("Parameters", _parameters(stage).split("\n"))
+        yield "Parameters", _parameters(stage, width).split("\n")
     if stage.inputs:
         rows = [(given.name, _shape(given.shape), _layout(given.shape, given.spec)) for given in stage.inputs]
-        yield _section("Inputs", format_table(("input", "shape", "layout"), rows, left=3).split("\n"))
-    yield _section("Why", [*_reasons(plan.microbatches, stage, roles)])
+        yield "Inputs", format_table(("input", "shape", "layout"), rows, left=3, width=width).split("\n")
+    if why_so := [*reasons(plan.microbatches, stage, roles), *details(stage)]:
+        yield "Why", why_so
 
 
 def _memory(stage: Stage) -> str:
@@ -161,7 +208,7 @@ def _memory(stage: Stage) -> str:
 # Where everything lies
 
 
-def _parameters(stage: Stage) -> str:
+def _parameters(stage: Stage, width: int) -> str:
     """A row for all parameters that differ in the numbers of their names only."""
     groups: dict[tuple[str, tuple[int, ...], Spec, Spec], list[str]] = {}
     of: dict[tuple[str, tuple[int, ...], Spec, Spec], ParameterPlan] = {}
@@ -177,7 +224,10 @@ def _parameters(stage: Stage) -> str:
         for names, p in ((names, of[key]) for key, names in groups.items())
     ]  # fmt: skip
     return format_table(
-        ("parameter", "count", "shape", "layout", "optimizer state", "gradient summed once over"), rows, left=6
+        ("parameter", "count", "shape", "layout", "optimizer state", "gradient summed over"),
+        rows,
+        left=6,
+        width=width,
     )
 
 
@@ -192,88 +242,3 @@ def _layout(shape: tuple[int, ...], spec: Spec) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
-
-
-# Why
-
-
-def _reasons(microbatches: int, stage: Stage, roles: Sequence[AxisRole]) -> Iterator[str]:
-    for role in roles:
-        if role.summed:
-            by = " by one device, a parameter server" if role.central else ""
-            yield f"gradients of {_parameters_of(role.summed)} summed over {role.axis}{by}: {_cause(role)}"
-    if microbatches > 1 and any(role.summed for role in roles):
-        yield f"gradients of the {microbatches} microbatches are added up first: one sum over devices a step"
-    yield from _storage(stage, [role.axis for role in roles if role.stored])
-    for role in roles:
-        if role.gathered:
-            yield f"{_parameters_of(role.gathered)} split over {role.axis}: stored split, gathered at use (ZeRO-3)"
-        if role.used_split:
-            yield f"{_parameters_of(role.used_split)} split over {role.axis}: each device computes with its part only"
-    yield from _unsummed(stage)
-    links = sum(bool(operator.broadcast) for operator in stage.operators)
-    if links:
-        yield f"{_count(links, 'operator')} on the way of a gradient leave its sum over devices to be taken once, later"
-    if stage.settled:
-        yield f"{_count(len(stage.settled), 'value')} with several readers moved once for all of them"
-    yield from _memory_reason(stage)
-
-
-def _unsummed(stage: Stage) -> Iterator[str]:
-    """Gradients of which nothing is left to be summed at the end of a step: of what every axis splits there never was,
-    else it may have been done where they are made."""
-    axes = {axis for axis, size in stage.mesh if size > 1}
-    unsummed = [p for p in stage.parameters if not p.use.broadcast]
-    whole = [p for p in unsummed if axes - {axis for dim in p.use.dims for axis in dim}]
-    split = len(unsummed) - len(whole)
-    if split:
-        yield f"no reduction needed for the gradients of {_count(split, 'parameter')}: each device has all of its part"
-    if whole:
-        yield (
-            f"gradients of {_parameters_of(whole)} that are not split over every axis: complete where the backward "
-            f"pass makes them, by its own sums or because devices compute the same"
-        )
-
-
-def _cause(role: AxisRole) -> str:
-    if role.over_batch:
-        return f"the batch is split over {role.axis}"
-    if role.input_dims:
-        return f"inputs are split over {role.axis} on dim {', '.join(map(str, role.input_dims))}"
-    return f"the operators that read them are split over {role.axis} along a dim they lack"
-
-
-def _storage(stage: Stage, axes: Sequence[str]) -> Iterator[str]:
-    """ZeRO-1 and 2, with the memory they save: the plan gives the optimizer state of all parameters together."""
-    stored = [p for p in stage.parameters if p.stored_axes]
-    if not stored:
-        return
-    sizes = stage.sizes
-    factors = {p.storage.shards(sizes) / p.use.shards(sizes) for p in stage.parameters}
-    held = sum(prod(p.shape) / p.storage.shards(sizes) for p in stage.parameters)
-    would = sum(prod(p.shape) / p.use.shards(sizes) for p in stage.parameters)
-    saved = stage.memory.optimizer * (would / held - 1) if held else 0.0
-    # Exact where every parameter is split further by the same factor, whatever the optimizer keeps of each.
-    about = "" if len(factors) == 1 else "about "
-    saying = f": saves {about}{format_bytes(saved)} a device" if saved > 0 else ""
-    yield f"optimizer state of {_parameters_of(stored)} split over {' '.join(axes)} (ZeRO-1/2){saying}"
-
-
-def _memory_reason(stage: Stage) -> Iterator[str]:
-    share = memory_share(stage)
-    ranges = sum(len(runs) for _, runs in stage.rematerialised)
-    again = (
-        f"activations of {_count(ranges, 'range')} of equations computed again in the backward pass" if ranges else ""
-    )
-    if share >= BINDS:
-        yield f"memory binds ({format_percent(share)} of the limit)" + (f": rematerialised, {again}" if again else "")
-    elif again:
-        yield f"rematerialised: {again}"
-
-
-def _parameters_of(parameters: Sequence[ParameterPlan]) -> str:
-    return _count(len(parameters), "parameter")
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"

@@ -1,84 +1,100 @@
-"""The stages of a plan as tables: what each is and takes, and what they send each other."""
+"""The stages of a plan as tables: what each is and takes, and what they send each other; equal stages share a row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Iterable, Sequence
 
 from ..plan import Plan, Stage
-from ..plan.words import mesh_words
-from .table import format_bytes, format_percent, format_seconds, format_table
+from ..plan.words import mesh_words, number_runs, number_words, range_words
+from .groups import grouped
+from .memory import memory_words
+from .table import format_bytes, format_seconds, format_table
 
-# Of transfers, these many edges are shown, the slowest first.
+# Of transfers, these many rows are shown, the slowest first.
 _MOST_EDGES = 12
 
+# Of layers and devices, so many runs of neighbours are shown; the saved plan has all.
+_MOST_RUNS = 3
 
-def stage_table(plan: Plan) -> str:
-    """A row for each stage: where it lies, its seconds, what it holds."""
-    rows = [
-        (
-            str(number), _range(stage.layers), _positions(stage.devices),
-            mesh_words(stage.mesh), format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
-            format_seconds(stage.synchronise_seconds), format_seconds(stage.update_seconds), str(stage.in_flight),
-            _memory(stage), "layer" if stage.rematerialised else "none",
-        )
-        for number, stage in enumerate(plan.stages, start=1)
-    ]  # fmt: skip
+
+def stage_table(plan: Plan, *, width: int | None = None) -> str:
+    """A row for stages that are alike: where they lie, what a device holds at most, their seconds.
+
+    Stages are alike where all that is shown of each is equal, but for what a row gives a range or a maximum of: their
+    layers and devices, the microbatches in flight, the memory. They have equal numbers of layers.
+
+    Args:
+      plan: of several stages or replicas.
+      width: of the page, characters.
+    """
+    mixed = len({stage.device_kind for stage in plan.stages}) > 1
+    noun = "replica" if plan.shares else "stage"
     heads = (
-        "stage", "layers", "devices", "mesh", "forward", "backward", "synchronise", "update", "in flight",
-        "memory (of the limit)", "remat",
+        f"{noun}s", "microbatches" if plan.shares else "layers", "devices", *(["of kind"] if mixed else []), "mesh",
+        "in flight", "memory, at most", "remat", "forward", "backward", "synchronise", "update",
     )  # fmt: skip
-    if plan.shares:  # what replicas differ in
-        heads = ("replica", "microbatches", *heads[2:])
-        rows = [(row[0], f"{n} of {plan.microbatches}", *row[2:]) for row, n in zip(rows, plan.shares, strict=True)]
-    kinds = [stage.device_kind for stage in plan.stages]
-    if len(set(kinds)) > 1:
-        heads = (*heads[:3], "of kind", *heads[3:])
-        rows = [(*row[:3], kind, *row[3:]) for row, kind in zip(rows, kinds, strict=True)]
-    return format_table(heads, rows, left=heads.index("forward"))
+    alike = [
+        (stage.layers[1] - stage.layers[0], stage.memory_limit_bytes, plan.microbatches_of(number), *_cells(stage))
+        for number, stage in enumerate(plan.stages)
+    ]
+    rows = []
+    for members, (_, limit, share, kind, mesh, remat, *seconds) in grouped(alike):
+        stages = [plan.stages[number] for number in members]
+        part = _runs(layer for stage in stages for layer in range(*stage.layers))
+        if plan.shares:
+            part = f"{share} of {plan.microbatches}" + (" each" if len(members) > 1 else "")
+        rows.append((
+            number_words(members), part, _runs(device for stage in stages for device in stage.devices),
+            *([kind] if mixed else []), mesh, _in_flight(stages),
+            memory_words(max(stage.memory.total for stage in stages), limit), remat, *seconds,
+        ))  # fmt: skip
+    return format_table(heads, rows, left=heads.index("in flight"), width=width)
 
 
-def transfer_table(plan: Plan) -> str:
-    """A row for each edge: what it carries for one microbatch and how long that takes."""
-    found: list[tuple[float, tuple[str, ...]]] = []
+def _cells(stage: Stage) -> tuple[str, ...]:
+    """What is printed of one stage and has to be equal in a row."""
+    return (
+        stage.device_kind, mesh_words(stage.mesh), "layer" if stage.rematerialised else "none",
+        format_seconds(stage.forward_seconds), format_seconds(stage.backward_seconds),
+        format_seconds(stage.synchronise_seconds), format_seconds(stage.update_seconds),
+    )  # fmt: skip
+
+
+def transfer_table(plan: Plan, *, width: int | None = None) -> str:
+    """A row for edges that are alike: what each carries for one microbatch and how long that takes.
+
+    Args:
+      plan: of several stages.
+      width: of the page, characters.
+    """
+    seconds: list[float] = []
+    cells: list[tuple[str, ...]] = []
     for source, target in plan.edges:
         mine = [t for t in plan.transfers if (t.source, t.target) == (source, target)]
         forward, backward = sum(t.forward_seconds for t in mine), sum(t.backward_seconds for t in mine)
-        found.append((
-            forward + backward,
-            (
-                f"{source + 1} to {target + 1}", _names([t.name for t in mine]),
-                format_bytes(sum(t.bytes for t in mine)), format_seconds(forward), format_seconds(backward),
-            ),
+        seconds.append(forward + backward)
+        cells.append((
+            "the next" if target == source + 1 else str(target + 1), _names([t.name for t in mine]),
+            format_bytes(sum(t.bytes for t in mine)), format_seconds(forward), format_seconds(backward),
         ))  # fmt: skip
-    shown = sorted(range(len(found)), key=lambda i: (-found[i][0], i))[:_MOST_EDGES]
-    rows = [found[i][1] for i in sorted(shown)]
-    table = format_table(("stages", "values", "size", "forward", "backward"), rows, left=2)
-    left_out = len(found) - len(rows)
-    return table if not left_out else f"{table}\nand {left_out} faster edges"
+    slowest = sorted(grouped(cells), key=lambda group: -max(seconds[edge] for edge in group[0]))[:_MOST_EDGES]
+    rows = [(number_words(plan.edges[edge][0] for edge in edges), *shown) for edges, shown in sorted(slowest)]
+    table = format_table(("from stage", "to", "values", "size", "forward", "backward"), rows, left=3, width=width)
+    more = len(cells) - sum(len(edges) for edges, _ in slowest)
+    return table if not more else f"{table}\nand {more} more, none of them slower"
 
 
-def _positions(devices: Sequence[int]) -> str:
-    """Neighbours together; of a stage over hosts of several kinds they need not be one run."""
-    runs: list[list[int]] = []
-    for device in devices:
-        if runs and device == runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([device, device + 1])
-    return ", ".join(_range((first, stop)) for first, stop in runs)
+def _runs(numbers: Iterable[int]) -> str:
+    """Neighbours together; the devices of stages on hosts of several kinds need not be one run."""
+    runs = [range_words(run) for run in number_runs(numbers)]
+    left_out = len(runs) - _MOST_RUNS
+    return ", ".join(runs) if left_out <= 1 else f"{', '.join(runs[:_MOST_RUNS])} and {left_out} more"
 
 
-def _range(bounds: tuple[int, int]) -> str:
-    first, stop = bounds
-    return str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+def _in_flight(stages: Sequence[Stage]) -> str:
+    counts = [stage.in_flight for stage in stages]
+    return range_words((min(counts), max(counts) + 1))
 
 
 def _names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _memory(stage: Stage) -> str:
-    total, limit = stage.memory.total, stage.memory_limit_bytes
-    share = f" ({format_percent(total / limit)})" if limit > 0 and isfinite(limit) else ""
-    return f"{format_bytes(total)}{share}"

@@ -104,6 +104,19 @@ def format_count(count: float) -> str:
     return _scaled(count, _COUNT, "")
 
 
+def counted(count: float, noun: str) -> str:
+    """So many things of a kind.
+
+    Args:
+        count: how many.
+        noun: of one; its plural takes an s.
+
+    >>> counted(1, "stage"), counted(1024, "stage")
+    ('1 stage', '1,024 stages')
+    """
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def format_ratio(ratio: float) -> str:
     """How many times as much: `1.85x`.
 
@@ -132,13 +145,18 @@ def format_percent(fraction: float) -> str:
     return f"{fraction * 100:,.1f} %"
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+def format_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None
+) -> str:
     """Cells in aligned columns under a ruled header, without trailing blanks or a final newline.
+
+    A table wider than `width` is continued below itself: each part has the first column and some of the others.
 
     Args:
         header: one title per column.
         rows: cells already formatted, one per column; a cell holds no newline.
         left: how many leading columns are aligned left (names); the others are aligned right (quantities).
+        width: of the page in characters; None for no limit. A part holds one column beside the first however wide.
 
     Raises:
         ValueError: when a row has another number of cells than the header.
@@ -157,14 +175,40 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
             )
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
-    def line(cells: Sequence[str]) -> str:
+    def line(cells: Sequence[str], columns: Sequence[int]) -> str:
         aligned = (
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            cells[column].ljust(widths[column]) if column < left else cells[column].rjust(widths[column])
+            for column in columns
         )
         return "  ".join(aligned).rstrip()
 
-    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+    rule = ["-" * one for one in widths]
+    return "\n".join(line(cells, part) for part in _parts(widths, width) for cells in (header, rule, *rows))
+
+
+def _parts(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """The columns of each part of a table: as few parts as the width allows, and those about equally wide."""
+    total = sum(widths) + 2 * (len(widths) - 1)
+    if width is None or total <= width:
+        return [list(range(len(widths)))]
+    parts = _filled(widths, width)
+    narrowest = max(widths[0] + 2 + one for one in widths[1:])
+    for narrower in range(width - 1, narrowest - 1, -1):
+        tried = _filled(widths, narrower)
+        if len(tried) > len(parts):
+            break
+        parts = tried
+    return parts
+
+
+def _filled(widths: Sequence[int], width: int) -> list[list[int]]:
+    """Every part as full as its width allows."""
+    parts = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[one] + 2 for one in parts[-1]) + widths[column] > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return parts
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]], suffix: str) -> str:

@@ -18,11 +18,17 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from ..plan import Plan, Stage
+from ..plan.words import number_words, stage_words
 from ..simulate import Timeline, plan_timing, simulate_plan, step_seconds
+from .groups import grouped
+from .memory import rank_memory
 from .table import format_bytes, format_percent, format_seconds, format_table
 
 # From this share of the limit on, memory is said to bind.
 BINDS = 0.9
+
+# A smaller share of a step is printed as 0.0 %, and not at all among what binds.
+_SHOWN = 0.0005
 
 # Stages whose slowest takes no longer than the mean by this much are said to be balanced.
 _BALANCED = 1.02
@@ -126,65 +132,56 @@ def _binds(plan: Plan, ranks: Sequence[RankSeconds], step: float, balance: float
         "update, launches and sums of gradients": slowest.other, "transfers between stages": slowest.transfers,
         "the bubble": slowest.bubble,
     }  # fmt: skip
-    told = [f"{name} {format_percent(s / step)}" for name, s in sorted(shares.items(), key=lambda x: -x[1]) if s > 0]
-    yield f"the step of the busiest devices (stage {_numbers(slowest.stages)}): {', '.join(told)}"
+    noun = "replica" if plan.shares else "stage"
+    busiest = stage_words(slowest.stages, noun)
+    told = [
+        f"{name} {format_percent(s / step)}"
+        for name, s in sorted(shares.items(), key=lambda x: -x[1])
+        if s >= _SHOWN * step
+    ]
+    yield f"the step of the busiest devices ({busiest}): {', '.join(told)}"
     if balance * _BALANCED < 1:
-        yield f"work is uneven: the others wait for stage {_numbers(slowest.stages)}, balance {format_percent(balance)}"
+        yield f"work is uneven: the others wait for {busiest}, balance {format_percent(balance)}"
     elif len(ranks) > 1:
         yield f"work is even: balance {format_percent(balance)}"
-    full = [number for number, stage in enumerate(plan.stages) if memory_share(stage) >= BINDS]
+    memory = rank_memory(plan)
+    full = [rank for rank in memory if rank.share >= BINDS]
     if full:
-        most = max(memory_share(plan.stages[number]) for number in full)
-        yield f"memory binds on stage {_numbers(full)}: up to {format_percent(most)} of what a device has"
+        stages = [number for rank in full for number in rank.stages]
+        most = max(rank.share for rank in full)
+        yield f"memory binds on {stage_words(stages, noun)}: up to {format_percent(most)} of what a device has"
     again = [number for number, stage in enumerate(plan.stages) if stage.rematerialised]
     if again:
         forward = {n: plan.microbatches_of(n) * plan.stages[n].forward_seconds for n in again}
         work = max(sum(forward.get(n, 0.0) for n in rank.stages) for rank in ranks) / step
         yield (
-            f"memory makes stage {_numbers(again)} rematerialise: up to {format_percent(work)} of the step is spent on "
-            f"activations that are computed again"
+            f"memory makes {stage_words(again, noun)} rematerialise: up to {format_percent(work)} of the step is spent "
+            f"on activations that are computed again"
         )
     if not full and not again:
-        free = min(stage.memory_limit_bytes - stage.memory.total for stage in plan.stages)
+        free = min(rank.limit_bytes - rank.held_bytes for rank in memory)
         if isfinite(free):
             yield f"memory does not bind: every device has {format_bytes(free)} or more left"
 
 
-def memory_share(stage: Stage) -> float:
-    """How much of its limit a stage holds; 0 where there is none."""
-    limit = stage.memory_limit_bytes
-    return stage.memory.total / limit if limit > 0 and isfinite(limit) else 0.0
+def why_table(found: Why, *, noun: str = "stage", width: int | None = None) -> str:
+    """A row for ranks of which the same is printed; hidden collectives only where there are any.
 
-
-def why_table(found: Why) -> str:
-    """A row for each rank; equal neighbours in one."""
-    rows: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
-    for rank in found.ranks:
-        step = rank.busy + rank.transfers + rank.bubble
-        parts = (rank.compute, rank.collectives, rank.other, rank.transfers, rank.bubble)
-        shares = [f"{format_seconds(s)} ({format_percent(s / step)})" if step > 0 else "-" for s in parts]
-        cells = (*shares, format_seconds(rank.hidden))
-        if rows and rows[-1][1] == cells:
-            rows[-1] = ((*rows[-1][0], *rank.stages), cells)
-        else:
-            rows.append((rank.stages, cells))
-    heads = (
-        "stages", "compute", "exposed collectives", "update and other", "waiting for transfers", "bubble",
-        "collectives hidden",
-    )  # fmt: skip
-    return format_table(heads, [(_numbers(stages), *cells) for stages, cells in rows], left=1)
-
-
-def _numbers(stages: Sequence[int]) -> str:
-    """Stages, counted from 1, neighbours together.
-
-    >>> _numbers([0, 1, 2, 5])
-    '1 to 3, 6'
+    Args:
+      found: of a plan.
+      noun: stage or replica.
+      width: of the page, characters.
     """
-    runs: list[list[int]] = []
-    for number in sorted(stages):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0] + 1) if len(run) == 1 else f"{run[0] + 1} to {run[-1] + 1}" for run in runs)
+    heads = (f"{noun}s", "compute", "exposed collectives", "update and other", "transfers", "bubble")
+    hidden = any(rank.hidden for rank in found.ranks)
+    rows: list[tuple[str, ...]] = []
+    for ranks, cells in grouped([_cells(rank, hidden=hidden) for rank in found.ranks]):
+        rows.append((number_words(stage for rank in ranks for stage in found.ranks[rank].stages), *cells))
+    return format_table((*heads, *(["hidden collectives"] if hidden else [])), rows, width=width)
+
+
+def _cells(rank: RankSeconds, *, hidden: bool) -> tuple[str, ...]:
+    step = rank.busy + rank.transfers + rank.bubble
+    parts = (rank.compute, rank.collectives, rank.other, rank.transfers, rank.bubble)
+    shares = [f"{format_seconds(s)} ({format_percent(s / step)})" if step > 0 else "-" for s in parts]
+    return (*shares, *([format_seconds(rank.hidden)] if hidden else []))

@@ -5,12 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from ..plan import Collective
 from ..sharding import Conversion, Spec, convert
 from .intra_op import IntraOpProblem, IntraOpSolution
 from .parameter_prices import central_messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """A collective that one device issues `count` times in a step.
+
+    Args:
+      kind: as of `plan.Collective`.
+      axes: of the mesh that it runs over; over axes of one device nothing moves.
+      size_bytes: of its buffer, as `cost.collective` defines it.
+      count: in a step.
+      when: "forward" or "backward" for each microbatch (what is rematerialised runs again in the backward pass), or
+        "step": once a step, for a gradient or a parameter.
+      strided: as of `sharding.conversion.Step`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    size_bytes: float
+    count: int
+    when: Literal["forward", "backward", "step"]
+    strided: bool = False
 
 
 @dataclass(slots=True)
@@ -37,27 +59,42 @@ class Account:
 def account(problem: IntraOpProblem, chosen: IntraOpSolution) -> Account:
     """Totals of a solution. Collectives on single elements are left out: they carry no bytes worth counting."""
     total = Account()
-    for conversion, value, forward_runs, count in conversions(problem, chosen):
-        _count(problem, total, conversion, value, forward_runs, problem.microbatches * count)
-    _operators(problem, chosen, total)
-    _parameters(problem, chosen, total)
+    for one in issued(problem, chosen):
+        seconds = problem.prices.collective(one.kind, one.size_bytes, one.axes, strided=one.strided)
+        total.add(one.kind, one.size_bytes, seconds, one.count)
+    _compute(problem, chosen, total)
     return total
 
 
-def _count(
-    problem: IntraOpProblem, total: Account, conversion: Conversion, value: int, forward_runs: int, count: int
-) -> None:
+def issued(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[Issued]:
+    """The collectives of a solution, in no order that matters; those on single elements are left out."""
+    for conversion, value, forward_runs, count in conversions(problem, chosen):
+        yield from _of_conversion(problem, conversion, value, forward_runs, problem.microbatches * count)
+    yield from _of_operators(problem, chosen)
+    yield from _of_parameters(problem, chosen)
+
+
+def _of_conversion(
+    problem: IntraOpProblem, conversion: Conversion, value: int, forward_runs: int, count: int
+) -> Iterator[Issued]:
     array = problem.graph.values[value]
     if prod(array.shape) == 1:
         return
     for step in conversion:
         size = array.bytes * step.buffer_fraction(problem.sizes)
         if step.forward is not None:
-            seconds = problem.prices.collective(step.forward, size, step.axes, strided=step.strided)
-            total.add(step.forward, size, seconds, forward_runs * count)
+            yield Issued(
+                kind=step.forward, axes=step.axes, size_bytes=size, count=count, when="forward", strided=step.strided
+            )
+            if forward_runs > 1:
+                yield Issued(
+                    kind=step.forward, axes=step.axes, size_bytes=size, count=(forward_runs - 1) * count,
+                    when="backward", strided=step.strided,
+                )  # fmt: skip
         if step.backward is not None and array.differentiated:
-            seconds = problem.prices.collective(step.backward, size, step.axes, strided=step.strided)
-            total.add(step.backward, size, seconds, count)
+            yield Issued(
+                kind=step.backward, axes=step.axes, size_bytes=size, count=count, when="backward", strided=step.strided
+            )
 
 
 def conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
@@ -110,7 +147,7 @@ def _plain(problem: IntraOpProblem, value: int, source: Spec, target: Spec) -> C
     return conversion
 
 
-def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:
+def _compute(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:
     graph, m, prices = problem.graph, problem.microbatches, problem.prices
     for operator, choice in zip(graph.operators, chosen.operators, strict=True):
         if choice is None:
@@ -122,15 +159,28 @@ def _operators(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account)
             kernels = prices.kernels(graph, operator, choice.algorithm)
             flops = runs * kernels.forward.flops + sum(one.runs * one.kernel.flops for one in kernels.gradients)
             total.flops += m * operator.repeats * flops
+
+
+def _of_operators(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[Issued]:
+    graph = problem.graph
+    for operator, choice in zip(graph.operators, chosen.operators, strict=True):
+        if choice is None:
+            continue
         results = [graph.values[v].shape for v in operator.results if v is not None]
         if all(prod(shape) == 1 for shape in results):
             continue
-        for inner in prices.inner_collectives(graph, operator, choice.algorithm):
-            seconds = prices.collective(inner.kind, inner.size_bytes, inner.axes)
-            total.add(inner.kind, inner.size_bytes, seconds, m * operator.repeats * (runs + inner.mirrored))
+        count = problem.microbatches * operator.repeats
+        again = problem.forward_runs(operator) - 1
+        for inner in problem.prices.inner_collectives(graph, operator, choice.algorithm):
+            yield Issued(kind=inner.kind, axes=inner.axes, size_bytes=inner.size_bytes, count=count, when="forward")
+            if again + inner.mirrored:
+                yield Issued(
+                    kind=inner.kind, axes=inner.axes, size_bytes=inner.size_bytes,
+                    count=(again + inner.mirrored) * count, when="backward",
+                )  # fmt: skip
 
 
-def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account) -> None:
+def _of_parameters(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[Issued]:
     graph = problem.graph
     central: dict[tuple[tuple[str, ...], str], float] = {}
     for position, choice in zip(graph.parameters, chosen.parameters, strict=True):
@@ -145,9 +195,11 @@ def _parameters(problem: IntraOpProblem, chosen: IntraOpSolution, total: Account
                 if step.forward == "all_reduce" and problem.gradient_exchange == "central":
                     central[step.axes, value.dtype] = central.get((step.axes, value.dtype), 0.0) + size
                 elif step.forward is not None and prod(value.shape) > 1:
-                    seconds = problem.prices.collective(step.forward, size, step.axes, strided=step.strided)
-                    total.add(step.forward, size, seconds, 1)
+                    yield Issued(
+                        kind=step.forward, axes=step.axes, size_bytes=size, count=1, when="step", strided=step.strided
+                    )
     # What goes to the server goes in one buffer.
     for (axes, _), size in sorted(central.items()):
-        seconds = problem.prices.collective("permute", size, axes)
-        total.add("permute", size, seconds, central_messages(axes, problem.sizes))
+        yield Issued(
+            kind="permute", axes=axes, size_bytes=size, count=central_messages(axes, problem.sizes), when="step"
+        )

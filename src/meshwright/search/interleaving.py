@@ -13,7 +13,7 @@ its share of the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
@@ -22,7 +22,6 @@ from ..errors import PlanError
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.staged import StagedProgram
 from .candidate import Candidate
-from .finished_plans import PlanKey
 from .interleaved_stages import all_alike, balanced, fastest, in_flight_of, interleaved, places_of
 from .stage_costs import StageCosts
 from .stage_request import INTERLEAVED, StageRequest
@@ -39,9 +38,6 @@ _ALIKE_AT_MOST = 0.97
 
 # Numbers of microbatches and of ranks that are tried.
 _MOST_INTERLEAVED = 8
-
-# Plans that suggest numbers of ranks.
-_SUGGESTING = 3
 
 # Microbatches, ranks, and by how many stages these may have each the seconds that are expected.
 _Try = tuple[int, int, dict[int, float]]
@@ -92,20 +88,13 @@ class Interleaving:
         """Whether nothing but interleaved stages will do, or their number is given: all ways are tried then."""
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
 
-    @property
-    def _known_ranks(self) -> set[int]:
-        known = self._request.known_interleaved
-        return {known[1]} if known is not None else set()
-
     def _tries(
-        self, finished: Mapping[PlanKey, float], looked_at: Sequence[int],
-        below_seconds: float, costs_in: Callable[[int], StageCosts],
+        self, looked_at: Sequence[int], below_seconds: float, costs_in: Callable[[int], StageCosts],
     ) -> list[_Try]:  # fmt: skip
         """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
         ascending, with the seconds that are expected of a step.
 
         Args:
-          finished: seconds of the plans so far, by their microbatches and stages.
           looked_at: as of `candidates`.
           below_seconds: what takes longer is of no interest.
           costs_in: as of `candidates`.
@@ -116,10 +105,9 @@ class Interleaving:
         if not looked_at:
             return []
         asked = self._asked
-        suggested = range(2, devices + 1) if asked else sorted(_ranks_of(finished) | self._known_ranks)
         found = []
         for count in looked_at if asked else list(request.by_microbatches):
-            for ranks in suggested:
+            for ranks in range(2, devices + 1):
                 chunks = chunks_of(costs_in(looked_at[0]).program, count, ranks, devices)
                 fewer = [one for one in looked_at if one <= count]
                 ways = {
@@ -149,46 +137,21 @@ class Interleaving:
                 break
         return seconds
 
-    def known(
-        self,
-        costs_in: Callable[[int], StageCosts],
-        scheduled: Callable[..., Candidate | None],
-        *,
-        below_seconds: float,
-    ) -> Candidate | None:
-        """The interleaving that the request knows, but its stages solved: few others are as fast. None if it seems to
-        take too long.
-
-        Args:
-          costs_in: so many microbatches.
-          scheduled: as of `candidates`.
-          below_seconds: what takes longer is of no interest.
-        """
-        if self._request.known_interleaved is None:
-            return None
-        count, ranks, chunks = self._request.known_interleaved
-        try:
-            return self.candidate(costs_in(count), ranks, chunks, scheduled, below_seconds=below_seconds)
-        except (PlanError, TooSlow):
-            return None
-
     def candidates(
-        self, finished: Mapping[PlanKey, float], looked_at: Sequence[int], *,
-        below_seconds: float, costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None],
-        late: Callable[[], bool],
+        self, looked_at: Sequence[int], *, below_seconds: float, costs_in: Callable[[int], StageCosts],
+        scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
     ) -> Iterator[Candidate]:  # fmt: skip
         """Plans that are expected to take less than these seconds, and than those before, were they to take as much
         more than expected as what is most like them and was tried.
 
         Args:
-          finished: seconds of the plans so far, by their microbatches and stages.
           looked_at: numbers of microbatches of which more than bounds is known, the fewest first.
           below_seconds: of the best plan so far.
           costs_in: of the program in so many microbatches; raises `PlanError` where it cannot be cut so.
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
-        tries = self._tries(finished, looked_at, below_seconds, costs_in) if not late() else []
+        tries = self._tries(looked_at, below_seconds, costs_in) if not late() else []
         tried: list[_Tried] = []
         for count, ranks, ways in tries:
             for chunks, expected in ways.items():
@@ -301,10 +264,12 @@ class _Tried:
 
 
 def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int) -> float:
-    """How many times what is expected an interleaving may take: what estimates leave out depends on how many stages
-    send each other something, and how often. As those of as many stages, or of as many ranks and microbatches; as the
-    best of those of as many ranks at least."""
-    same = [one for one in tried if one.ranks == ranks]
+    """The factor by which an estimate is expected to be too low: estimates leave out what stages send each other.
+
+    The factor of tries with as many ranks: of as many microbatches or stages the largest, of others the smallest. Finer
+    microbatches lose more, so that they say nothing of coarser ones.
+    """
+    same = [one for one in tried if one.ranks == ranks and one.microbatches <= microbatches]
     alike = [one.ratio for one in same if one.microbatches == microbatches or one.chunks == chunks]
     return max([min((one.ratio for one in same), default=1.0), *alike])
 
@@ -315,12 +280,3 @@ class TooSlow(Exception):
     def __init__(self, least_seconds: float) -> None:
         super().__init__(least_seconds)
         self.least_seconds = least_seconds
-
-
-def _ranks_of(finished: Mapping[PlanKey, float]) -> set[int]:
-    """How many ranks the best few plans suggest: theirs are equal and divide the devices, those of a plan need not."""
-    found: set[int] = set()
-    for (_, stages), _ in sorted(finished.items(), key=lambda one: one[1])[:_SUGGESTING]:
-        length = len(stages).bit_length()
-        found |= {len(stages), 1 << length, 1 << length - 1}
-    return found

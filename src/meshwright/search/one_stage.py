@@ -18,15 +18,14 @@ from typing import Literal, get_args
 
 from ..cluster import LogicalMesh
 from ..errors import MemoryExceeded, PlanError, size_words
-from ..plan import Plan
 from ..program.segments import layer_segments
 from ..solve import Infeasible, Unsolved
-from .alternative import Alternative, nearest
+from .alternative import nearest
 from .best_known import gap_of
 from .intra_op import IntraOpSolution
 from .least_work import least_work_seconds
 from .one_stage_plan import SearchRequest, one_stage_plan
-from .stage_result import NothingFaster
+from .result import NothingFaster, SearchResult
 from .stage_solver import meshes_of
 from .ways import Variant, Way
 
@@ -39,15 +38,6 @@ _LEAST_SECONDS, _MOST_SECONDS = 1.0, 20.0
 # The relative gap to which problems are solved, and what each axis of a mesh beyond the first has to gain, relative:
 # less than the error of the cost model.
 GAP, _WORTH_AN_AXIS = 2e-3, 2e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """A plan and what finding it took."""
-
-    plan: Plan
-    considered: tuple[str, ...]
-    alternatives: tuple[Alternative, ...] = ()
 
 
 _Known = Literal["nothing", "fastest", "prices"]

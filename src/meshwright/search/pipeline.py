@@ -12,7 +12,7 @@ Nothing here needs a device: the cluster is a description, and programs are shap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from ..program.staged import StagedProgram
 from .alternative import nearest
 from .best_known import BestKnown, gap_of, handicap
 from .candidate import Candidate, better, merged, scheduled
-from .finished_plans import FinishedPlans, PlanKey
+from .finished_plans import FinishedPlans
 from .given_stages import POWERS_OF_TWO, first_seconds, restricted
 from .inter_op import solve_inter_op
 from .inter_op_bounds import most_seconds
@@ -34,6 +34,7 @@ from .memory_reserve import MemoryReserve, nothing_reserved
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .part_rows import OutOfTime
+from .result import NothingFaster as NothingFaster, SearchResult as SearchResult
 from .stage_costs import StageCosts
 from .stage_request import (
     INTERLEAVED,
@@ -45,7 +46,6 @@ from .stage_request import (
     placements,
     schedules_for,
 )
-from .stage_result import NothingFaster as NothingFaster, StageSearchResult as StageSearchResult
 from .submeshes import Submeshes
 
 # An estimated plan may turn out to take this much longer: less is tried first.
@@ -65,7 +65,7 @@ _AGAIN = 3
 _MOST_ROUNDS = 24
 
 
-def search_stages(request: StageRequest) -> StageSearchResult:
+def search_stages(request: StageRequest) -> SearchResult:
     """The fastest staged plan that fits memory; raises what `StageSearch` and its `run` do."""
     return StageSearch(request).run()
 
@@ -125,7 +125,7 @@ class StageSearch:
         reserve: Callable[[int], MemoryReserve] | None = None,
         *,
         time_limit_seconds: float | None = None,
-    ) -> StageSearchResult:
+    ) -> SearchResult:
         """The fastest plan that fits.
 
         Args:
@@ -142,7 +142,7 @@ class StageSearch:
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
-        best = better(self._again(last), self._known_interleaving())
+        best = self._again(last)
         for self._slack in _ESTIMATE_SLACK:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
@@ -157,21 +157,18 @@ class StageSearch:
             best = self._simulate(None)
         if best is None:
             raise self.costs.nothing_fits()
-        searched, stages, taken = best.costs, best.stages, best.words(best.scheduled.name)
-        self.taken = searched.program.microbatches
+        stages, taken = best.stages, best.words(best.scheduled.name)
+        self.taken = best.costs.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
         if best.weight >= known:
             raise self._nothing_faster()
-        plan = best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor)))
-        solves = sum(costs.solves for costs in (*self.costs.all, *self._interleaving.costs))
-        solves += best.costs.solves if best.costs is not searched else 0
-        return StageSearchResult(
-            plan=plan, program=best.costs.program, solves=solves,
-            considered=tuple(dict.fromkeys(self.considered)), scheduled=best.scheduled,
-            alternatives=nearest(self.finished.simulated, but=taken), stages=stages,
+        return SearchResult(
+            plan=best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor))), program=best.costs.program,
+            considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
+            stages=stages,
         )  # fmt: skip
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
@@ -188,21 +185,7 @@ class StageSearch:
                     problem = replace(self._problem(costs, order, costs.crossings()), num_stages=count)
                     costs.solve_all(problem, stages)
                     self._keep(number, costs, problem, stages)
-        return self._simulate(None, suggesting=last.seconds) if last.seconds else None
-
-    def _known_interleaving(self) -> Iterator[Candidate]:
-        """The one that the request knows, with layouts of its own: few others are as fast, and what it takes bounds
-        them."""
-        self.costs.forget_estimates()
-        candidate = None
-        if isfinite(self._known) and not self.over:
-            below = self.best.simulated
-            candidate = self._interleaving.known(self.costs, self._scheduled, below_seconds=below)
-        if candidate is not None:
-            self.finished.compare(candidate)
-            self.best.simulate(candidate.weight)
-            self.considered.append(interleaving_words(candidate))
-            yield candidate
+        return self._simulate(None, again=True) if last.seconds else None
 
     def _nothing_faster(self) -> NothingFaster:
         return NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
@@ -376,30 +359,24 @@ class StageSearch:
         if problem.order != "zero_bubble" or self._only_splits:
             self.best.objective = min(self.best.objective, found.seconds * handicap(problem.order))
 
-    def _simulate(
-        self, best: Candidate | None, *, suggesting: Mapping[PlanKey, float] | None = None
-    ) -> Candidate | None:
-        """The best of the finished plans by simulation.
+    def _simulate(self, best: Candidate | None, *, again: bool = False) -> Candidate | None:
+        """The best of the finished plans by simulation, and of interleaved ones.
 
         Args:
           best: what is known; None for nothing.
-          suggesting: plans that suggest numbers of ranks to interleave; None for the finished ones.
+          again: whether the plans are those of the last run: they are interleaved if its best was.
         """
         best = better(best, self.finished.simulate(self.best))
-        again = suggesting is not None
-        suggesting = self.finished.seconds if suggesting is None else suggesting
         if again and not self._taken_interleaved:
             return best
-        return better(best, self._interleaved(suggesting, self.best.simulated, again=again))
+        return better(best, self._interleaved(self.best.simulated, again=again))
 
-    def _interleaved(
-        self, suggesting: Mapping[PlanKey, float], below_seconds: float, *, again: bool
-    ) -> Iterator[Candidate]:
+    def _interleaved(self, below_seconds: float, *, again: bool) -> Iterator[Candidate]:
         """Plans of several stages a rank that are expected to take less than these seconds; of those of the last run
         no more than there is time for."""
         self.costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
-            suggesting, self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
+            self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
             self.finished.compare(candidate)

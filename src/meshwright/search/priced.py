@@ -159,20 +159,19 @@ class PricedProblem:
         Raises:
           Infeasible: every assignment is forbidden.
         """
+        passing = self.passing()
+        return self._better(price, passing.at(*price)[0], known) if passing is not None else known
+
+    def passing(self) -> Passing | None:
+        """Messages on its edges, for prices that are asked for one after another; None where no node has two choices.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
         allowed, gone, their_choices = self._allowed
         if not allowed.problem.costs:
-            return known
-        held, starts = self._flat[1].numbers, self._flat[1].starts
-        paid = held[:, 0] * price[0] + held[:, 1] * (price[0] * price[1])
-        costs = [
-            seconds + paid[starts[node] + names]
-            for seconds, node, names in zip(allowed.problem.costs, allowed.nodes, allowed.choices, strict=True)
-        ]
-        passed, rest = Messages(allowed.problem).bound(costs, passes=_PASSES)
-        choices, totals, bounds = Forest(rest).minimise_each(np.concatenate(rest.costs)[:, None])
-        found = allowed.restore(tuple(choices[:, 0].tolist())) if np.isfinite(totals[0]) else None
-        apart = allowed.offset_seconds + float(paid[starts[gone] + their_choices].sum())
-        return self._better(price, Priced(choices=found, bound=apart + passed + float(bounds[0])), known)
+            return None
+        return Passing(allowed, self._flat[1], gone, their_choices)
 
     def _better(self, price: tuple[float, float], one: Priced, other: Priced) -> Priced:
         """Of what was found at a price in two ways the better choices and the closer bound."""
@@ -262,6 +261,42 @@ class PricedProblem:
         """Seconds of choices, and what their bytes cost."""
         once, each = self._flat[1].sum(np.array(choices, dtype=int)).tolist()
         return self.seconds(choices), price[0] * (once + price[1] * each)
+
+
+class Passing:
+    """Messages on the edges of one problem, kept from price to price: they are soon right where prices differ little.
+
+    Args:
+      allowed: the problem without choices that have no finite edge.
+      held: bytes of each choice of each node of the whole problem, once and for each microbatch in flight.
+      gone: nodes that have one choice left.
+      their_choices: that one.
+    """
+
+    def __init__(self, allowed: Reduction, held: FlatNodes, gone: np.ndarray, their_choices: np.ndarray) -> None:
+        self._allowed, self._held, self._gone, self._their_choices = allowed, held, gone, their_choices
+        self._messages = Messages(allowed.problem)
+
+    def at(self, price: float, in_flight: float) -> tuple[Priced, list[tuple[int, ...]]]:
+        """What a forest of what messages leave finds at a price, with the bound of both; and all that was found.
+
+        Args:
+          price: of memory, in seconds a byte.
+          in_flight: microbatches that are kept.
+        """
+        allowed, starts = self._allowed, self._held.starts
+        paid = self._held.numbers[:, 0] * price + self._held.numbers[:, 1] * (price * in_flight)
+        costs = [
+            seconds + paid[starts[node] + names]
+            for seconds, node, names in zip(allowed.problem.costs, allowed.nodes, allowed.choices, strict=True)
+        ]
+        passed, rest = self._messages.bound(costs, passes=_PASSES)
+        choices, totals, bounds = Forest(rest).minimise_each(np.concatenate(rest.costs)[:, None])
+        apart = allowed.offset_seconds + float(paid[starts[self._gone] + self._their_choices].sum())
+        best = allowed.restore(tuple(choices[:, 0].tolist())) if np.isfinite(totals[0]) else None
+        decoded = allowed.restore(self._messages.decode(costs))
+        found = [decoded, best] if best is not None else [decoded]
+        return Priced(choices=best, bound=apart + passed + float(bounds[0])), found
 
 
 def _paid(held: np.ndarray, at: np.ndarray) -> np.ndarray:

@@ -43,8 +43,6 @@ class StageRequest:
       time_limit_seconds: after it, the best plan found by then is taken.
       faster_than_seconds: of the step of a plan that is known; others are not wanted.
       begin_with: the number of microbatches to look at first; None for one that is expected to be fast.
-      known_interleaved: of a plan that is known its microbatches, of which there is a program, its ranks, and the
-        stages on each, if these are several: it is tried with free layouts where nothing else is as fast.
     """
 
     programs: Sequence[StagedProgram] | Mapping[int, StagedProgram]
@@ -61,7 +59,6 @@ class StageRequest:
     time_limit_seconds: float = 60.0
     faster_than_seconds: float = float("inf")
     begin_with: int | None = None
-    known_interleaved: tuple[int, int, int] | None = None
 
     @property
     def by_microbatches(self) -> Mapping[int, StagedProgram]:

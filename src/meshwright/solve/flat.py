@@ -63,7 +63,16 @@ class FlatEdges:
         Args:
             choices: shape (nodes,), or (nodes, cases).
         """
+        return self.between(choices, choices).sum(axis=0)
+
+    def between(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """Of each pair the number of one choice of its first node and one of its second.
+
+        Args:
+            first: a choice of each node, shape (nodes,), or (nodes, cases).
+            second: the same.
+        """
         starts, width = self._starts, self._width
-        if choices.ndim == 2:
+        if first.ndim == 2:
             starts, width = starts[:, None], width[:, None]
-        return self._numbers[starts + choices[self._first] * width + choices[self._second]].sum(axis=0)
+        return self._numbers[starts + first[self._first] * width + second[self._second]]

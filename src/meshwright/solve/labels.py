@@ -276,7 +276,7 @@ def solve_by_labels(
     elimination = Elimination(problem, deadline=Deadline.after(time_limit_seconds))
     dual = maximise_dual(problem, elimination)
     known = [dual.light] if incumbent is None else [dual.light, incumbent.choices]
-    choices = dual.light if dual.optimal else improve(problem, heavy=dual.heavy, light=known)
+    choices = dual.light if dual.optimal else improve(problem, heavy=dual.over, light=known)
     objective = problem.objective(choices)
     bound = min(max(dual.bound, 0.0), objective)
     if objective - bound > max(gap, _EXACT) * objective:

@@ -46,6 +46,11 @@ class Dual:
     light: tuple[int, ...]
     optimal: bool
 
+    @property
+    def over(self) -> tuple[tuple[int, ...], ...]:
+        """`heavy`, where there is one."""
+        return (self.heavy,) if self.heavy is not None else ()
+
 
 def priced(problem: Problem, price: float) -> tuple[np.ndarray, ...]:
     """The node costs with memory paid for at `price` seconds per byte."""
@@ -123,7 +128,7 @@ def solve_by_multiplier(
     choices = dual.light
     if not dual.optimal:
         others = [dual.light] if incumbent is None else [dual.light, incumbent.choices]
-        choices = improve(problem, heavy=dual.heavy, light=others)
+        choices = improve(problem, heavy=dual.over, light=others)
     objective = problem.objective(choices)
     bound = min(max(dual.bound, 0.0), objective)
     return Solution(

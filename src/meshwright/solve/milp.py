@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.solve.improve import descend
+from meshwright.solve.improve import Improvement
 from meshwright.solve.problem import Infeasible, OutOfTime, Problem, Solution, Unsolved
 
 # HiGHS stops at an absolute gap of 1e-6, so objectives are scaled far above it.
@@ -68,7 +68,7 @@ def solve_by_milp(
         if result.x is not None:
             found = program.choices(result.x)
             if math.isfinite(problem.objective(found)) and problem.fits(problem.memory_of(found)):
-                found = descend(problem, found)
+                found = Improvement(problem).descended(found)
                 break
             found = None
     if found is None or (incumbent is not None and incumbent.objective <= problem.objective(found)):

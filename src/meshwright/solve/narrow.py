@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.solve.deadline import NEVER, Deadline
 from meshwright.solve.eliminate import Elimination, Marginals
-from meshwright.solve.improve import descend, improve
+from meshwright.solve.improve import Improvement, improve
 from meshwright.solve.lagrange import maximise_dual, priced
 from meshwright.solve.messages import Messages
 from meshwright.solve.order import elimination_order
@@ -80,7 +80,7 @@ def narrow(
         Unsolved: the edges are too large even for a forest.
     """
     messages = Messages(problem)
-    known = [] if light is None else [descend(problem, light)]
+    known = [] if light is None else [Improvement(problem).descended(light)]
     best: _View | None = None
     price = 0.0
     for _ in range(_MOST_PRICES):
@@ -106,7 +106,7 @@ def narrow(
 def _decoded(problem: Problem, messages: Messages, price: float) -> tuple[int, ...] | None:
     choices = messages.decode(priced(problem, price))
     if math.isfinite(problem.objective(choices)) and problem.fits(problem.memory_of(choices)):
-        return descend(problem, choices)
+        return Improvement(problem).descended(choices)
     return None
 
 
@@ -137,9 +137,9 @@ def _among_the_best(
     except (Infeasible, Unsolved):
         return None, 0.0
     inside = [tuple(int(np.searchsorted(k, s)) for k, s in zip(kept, c, strict=True)) for c in known]
-    choices = dual.light if dual.optimal else improve(small, heavy=dual.heavy, light=[dual.light, *inside])
+    choices = dual.light if dual.optimal else improve(small, heavy=dual.over, light=[dual.light, *inside])
     whole = tuple(int(k[s]) for k, s in zip(kept, choices, strict=True))
-    return descend(problem, whole), dual.price
+    return Improvement(problem).descended(whole), dual.price
 
 
 def _without(problem: Problem, view: _View, upper_bound: float) -> Problem:

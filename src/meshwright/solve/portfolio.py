@@ -21,7 +21,7 @@ import time
 
 from meshwright.solve.deadline import Deadline
 from meshwright.solve.eliminate import LARGEST_HELD, Elimination
-from meshwright.solve.improve import descend, improve
+from meshwright.solve.improve import Improvement, improve
 from meshwright.solve.labels import close_gap
 from meshwright.solve.lagrange import maximise_dual, priced
 from meshwright.solve.messages import Messages
@@ -170,12 +170,12 @@ class _Search:
         self.bound = offset + math.fsum(float(a.min()) for a in (*whole.costs, *whole.edges.values()))
         greedy = Messages(whole).decode(whole.costs)
         if whole.fits(whole.memory_of(greedy)):
-            self.offer(allowed.restore(descend(whole, greedy)), inside=False)
+            self.offer(allowed.restore(Improvement(whole).descended(greedy)), inside=False)
         if not whole.limited:
             return False
         if math.isinf(self.objective):
             light = self._least_memory(whole)
-            self.offer(None if light is None else allowed.restore(descend(whole, light)), inside=False)
+            self.offer(None if light is None else allowed.restore(Improvement(whole).descended(light)), inside=False)
         free = Problem(costs=whole.costs, edges=whole.edges)
         try:
             found = solve(free, gap=self.gap, time_limit_seconds=_PART_OF_TIME * self.deadline.seconds_left)
@@ -225,7 +225,7 @@ class _Search:
             price = dual.price
             self.bound = max(self.bound, dual.bound + self.offset)
             if math.isfinite(small.objective(dual.light)):
-                self.offer(improve(small, heavy=dual.heavy if relaxation is small else None, light=[dual.light]))
+                self.offer(improve(small, heavy=dual.over if relaxation is small else (), light=[dual.light]))
             if math.isinf(self.objective):
                 return None
             if self.closed or elimination.largest > LARGEST_HELD:

@@ -21,9 +21,9 @@ from ..choice import Choice, Partial, StageChoice
 from ..one_stage import OneStageSearch
 from ..one_stage_plan import SearchRequest
 from ..pipeline import StageSearch
+from ..result import NothingFaster
 from ..solved_stage import SolvedStage
 from ..space import Space
-from ..stage_result import NothingFaster
 from ..submeshes import Submesh
 from .search import Budget, Found, Incumbent
 
@@ -111,7 +111,7 @@ def _several_stages(space: Space, seconds: float, faster_than_seconds: float) ->
         space.request, schedules=space.schedules, time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds
     )
     found = StageSearch(request).run(space.reserve)
-    count, stages = found.program.microbatches, []
+    count, stages = found.plan.microbatches, []
     for placed in found.stages:
         solved: SolvedStage = placed.option.tag
         axes = tuple((axis.name, axis.size) for axis in solved.mesh.axes)

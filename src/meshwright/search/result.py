@@ -1,4 +1,4 @@
-"""What the stage search finds."""
+"""What a search finds."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ from dataclasses import dataclass
 
 from ..plan import Plan
 from ..program.staged import StagedProgram
+from ..program.trace import Program
 from .alternative import Alternative
 from .inter_op_problem import PlacedStage
-from .staged_timing import Scheduled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageSearchResult:
+class SearchResult:
     """A plan and what finding it took.
 
     Args:
       plan: the plan.
-      program: the program its equations count in: the core with scans split as the plan says.
-      solves: integer programs solved.
-      considered: the best plan of each number of microbatches and order, a line each.
-      scheduled: the schedule and its simulation.
+      considered: what was looked at, a line each.
+      program: what it is of: the whole step, or the core cut into stages, with scans split as the plan says; None where
+        the search was given no more than its graph.
       alternatives: plans that were not taken, the fastest first.
-      stages: of the plan, by layers of the request's program in as many microbatches.
+      stages: of a plan that was searched in stages, by layers of the request's program in as many microbatches.
     """
 
     plan: Plan
-    program: StagedProgram
-    solves: int
     considered: tuple[str, ...]
-    scheduled: Scheduled
-    alternatives: tuple[Alternative, ...]
-    stages: tuple[PlacedStage, ...]
+    program: Program | StagedProgram | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    stages: tuple[PlacedStage, ...] = ()
 
 
 class NothingFaster(Exception):

@@ -1,0 +1,158 @@
+"""The loop of every search for a plan: search, write the plan out, count its memory, reserve what was missed, repeat.
+
+Searches count memory by layouts. A plan that is found is therefore written out (nothing is compiled), and the peak of
+its programs is counted. Where a device cannot hold that, what the search missed is reserved (`MissedMemory`), and the
+search is repeated in less memory; what it knows by then makes that quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from .cluster import Device
+from .errors import MemoryExceeded, size_words
+from .plan import Memory, Plan
+from .program.staged import StagedProgram
+from .program.trace import Program
+from .runtime.local_step import LocalStep
+from .runtime.pipeline.local_stages import LocalStages
+from .runtime.pipeline.stage_memory import StageMemory
+from .search.memory_reserve import MissedMemory
+from .search.result import SearchResult
+
+# A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
+MARGIN = 1.04
+
+# How often a search is repeated in less memory; most of it is known by then.
+_ATTEMPTS = 12
+
+# So many repetitions may begin when the time is over and another plan is known.
+_LATE_ATTEMPTS = 3
+
+
+class Refinement:
+    """The loop for one request on one cluster. What plans have shown to be missed stays known between runs.
+
+    Args:
+      device: what a plan has to fit on; of several kinds the platform is what counts.
+      tell: called with a few words before programs are traced.
+
+    Attributes:
+      missed: what a search may not count.
+      leanest: of the plans that were too large, the one whose fullest device has to have the least memory.
+    """
+
+    def __init__(self, device: Device, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.missed = MissedMemory(MARGIN)
+        self.leanest: tuple[float, Plan] | None = None
+        self._device, self._tell = device, tell
+        self._counted: dict[Hashable, StageMemory] = {}
+
+    def run(
+        self, search: Callable[[MissedMemory], SearchResult], *, what: str, where: str, try_: str,
+        late: Callable[[], bool] = lambda: False,
+    ) -> SearchResult:  # fmt: skip
+        """The first plan of a search whose programs fit, with the memory that they need.
+
+        Args:
+          search: finds the best plan in the memory that is left.
+          what: is refused where no plan fits.
+          where: the same.
+          try_: the same.
+          late: whether the time is over and another plan is known.
+
+        Raises:
+          MemoryExceeded: if no plan fits.
+        """
+        attempts = _ATTEMPTS
+        exceeded = partial(self._exceeded, what, where, try_)
+        while attempts > 0:
+            attempts = min(attempts, _LATE_ATTEMPTS) if late() else attempts
+            attempts -= 1
+            try:
+                found = search(self.missed)
+            except MemoryExceeded as error:
+                if self.leanest is None:
+                    raise
+                raise exceeded() from error
+            assert found.program is not None  # what is written out
+            self._tell("predicting memory")
+            plan = written_out(found.plan, found.program, self._device.platform, counted=self._counted)
+            if self._fits(plan, held_bytes(found.plan)):
+                return replace(found, plan=plan)
+        raise exceeded()
+
+    def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
+        """Whether a plan fits that was written out; else what the search missed is learned.
+
+        Args:
+          plan: with the memory that its programs need.
+          counted: by the search, bytes on a device of each rank.
+        """
+        peaks, usable = held_bytes(plan), usable_bytes(plan)
+        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
+            return True
+        if self.leanest is None or MARGIN * max(peaks) < self.leanest[0]:
+            self.leanest = MARGIN * max(peaks), plan
+        self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
+        return False
+
+    def _exceeded(self, what: str, where: str, try_: str) -> MemoryExceeded:
+        assert self.leanest is not None  # a plan was too large
+        needed, plan = self.leanest
+        return MemoryExceeded(
+            refused=what, got=f"{size_words(self._device.usable_memory_bytes)} usable on a device",
+            needed=f"about {size_words(needed)} on a device, the predicted peak of the leanest plan found with "
+            f"{plan.microbatches} microbatches",
+            where=where, try_=try_,
+        )  # fmt: skip
+
+
+def written_out(
+    plan: Plan, program: Program | StagedProgram, platform: str, *,
+    counted: MutableMapping[Hashable, StageMemory] | None = None,
+) -> Plan:  # fmt: skip
+    """A plan with the memory that its programs need; nothing is compiled.
+
+    Args:
+      plan: of one stage or several.
+      program: whole, or cut into its stages.
+      platform: of the devices.
+      counted: stages that were counted before, by their fingerprints; new ones are added.
+    """
+    if isinstance(program, StagedProgram) and len(plan.stages) > 1:
+        return LocalStages(program, plan, platform=platform, counted=counted).plan_with_memory()
+    (stage,) = plan.stages
+    whole = program.source if isinstance(program, StagedProgram) else program
+    peak = float(LocalStep(whole, plan).predicted_memory(platform).peak_bytes)
+    known = stage.memory
+    held = max(peak - known.parameters - known.gradients - known.optimizer, 0.0)
+    activations = min(known.activations, held)
+    memory = Memory(
+        parameters=known.parameters, optimizer=known.optimizer, activations=activations, workspace=held - activations,
+        gradients=min(known.gradients, max(peak - known.parameters - known.optimizer, 0.0)),
+    )  # fmt: skip
+    return replace(plan, stages=(replace(stage, memory=memory),))
+
+
+def usable_bytes(plan: Plan) -> tuple[float, ...]:
+    """What a device of each rank of a plan can hold."""
+    return tuple({stage.devices: stage.memory_limit_bytes for stage in plan.stages}.values())
+
+
+def held_bytes(plan: Plan) -> tuple[float, ...]:
+    """What a device of each rank of a plan holds, all of its stages together."""
+    held: dict[tuple[int, ...], float] = {}
+    for stage in plan.stages:
+        held[stage.devices] = held.get(stage.devices, 0.0) + stage.memory.total
+    return tuple(held.values())
+
+
+def _plain_ranks(plan: Plan) -> list[bool]:
+    """Of each rank, whether some stage of it computes nothing again."""
+    found: dict[tuple[int, ...], bool] = {}
+    for stage in plan.stages:
+        found[stage.devices] = found.get(stage.devices, False) or not stage.rematerialised
+    return list(found.values())
