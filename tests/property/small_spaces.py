@@ -52,6 +52,10 @@ SPACES: dict[str, tuple[str, int, float | None, tuple[int, ...], dict[str, Any]]
     "moe": ("moe-2", 2, None, (2,), {"stages": 1}),
 }
 
+# The same of a space that is too large for its optimum to be known.
+PIPELINES = "pipelines"
+_STEPS = {**SPACES, PIPELINES: ("gpt-1", 4, None, (2, 4), {})}
+
 
 @cache
 def _programs(name: str, counts: tuple[int, ...]) -> tuple[Any, Any]:
@@ -64,7 +68,7 @@ def _programs(name: str, counts: tuple[int, ...]) -> tuple[Any, Any]:
 @cache
 def space(name: str, gap: float = 1e-6) -> Space:
     """The space of this name."""
-    step, count, memory, counts, wishes = SPACES[name]
+    step, count, memory, counts, wishes = _STEPS[name]
     programs, infos = _programs(step, counts)
     request = StageRequest(programs=programs, parameters=infos, cluster=devices(count, memory), **wishes)
     return Space(request, gap=gap)

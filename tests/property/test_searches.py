@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from small_spaces import SPACES, optimum, space
+from small_spaces import PIPELINES, SPACES, optimum, space
 
 from meshwright.errors import PlanError
 from meshwright.search.choice import Choice, Partial
+from meshwright.search.moves import neighbour
 from meshwright.search.rivals import SEARCH_NAMES, Budget, Found, Search, search_named
 from meshwright.search.space import Space
 
@@ -80,6 +82,28 @@ def test_the_optimum_of_every_choice_is_no_less_than_its_bound() -> None:
         return steps
 
     assert len(check(Partial())) == of.structures.count() == len(list(of.structures.all()))
+
+
+def test_a_walk_stays_in_the_space_and_above_every_bound() -> None:
+    """Pipelines in all schedules, far more of them than can be enumerated."""
+    of = space(PIPELINES)
+    *_, searched = search_named("bfs").run(of, Budget(evaluations=100))
+    rng, layers, devices = np.random.default_rng(0), of.structures.layers(2), of.cluster.num_devices
+    choice, seen = of.start(2, 4), set()
+    assert choice is not None
+    for _ in range(400):
+        choice = neighbour(of, choice, rng)
+        stages = choice.stages
+        assert [stages[0].first, *(stage.last for stage in stages)] == [*(stage.first for stage in stages), layers]
+        places = [stage.submesh for stage in stages]
+        assert [0, *(place.stop for place in places)] == [*(place.first for place in places), devices]
+        price = of.price(choice)
+        if price.fits:
+            seen.add((len(stages), price.schedule))
+            assert price.seconds >= searched.lower_bound * (1 - ROUNDING)
+            for number in range(len(stages) + 1):
+                assert price.seconds >= of.bound(Partial(choice.microbatches, stages[:number])) * (1 - ROUNDING)
+    assert len({stages for stages, _ in seen}) >= 3
 
 
 def test_layouts_of_the_integer_program_are_a_choice_like_any_other() -> None:

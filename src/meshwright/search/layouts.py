@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -155,13 +155,3 @@ def _on_axis(choice: Any, axis: str) -> Hashable:
     if axis in choice.partial:
         return "partial"
     return "broadcast" if axis in choice.broadcast else dim
-
-
-def count_layouts(sizes: Sequence[int], most: float = inf) -> float:
-    """How many layouts nodes of so many choices have together; infinite beyond `most`."""
-    total = 1.0
-    for size in sizes:
-        total *= size
-        if total > most:
-            return inf
-    return total
