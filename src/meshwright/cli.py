@@ -10,13 +10,11 @@ Exit status: 0; 1 if a comparison failed; 2 if the request was refused.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from . import __version__
+from .cli_output import print_json, progress, refusals, stdout_for_json, write
 from .cli_values import parse_bytes, parse_mesh, parse_stages, parse_submeshes
 from .errors import PlanError
 
@@ -106,12 +105,15 @@ def plan(
     refine: Annotated[
         str | None, typer.Option(metavar="measure", help="Run the best few here, keep the fastest.")
     ] = None,
+    method: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Search by a method of the literature (docs/searches.md).")
+    ] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for the search.")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Find the fastest plan for TARGET on a cluster, and explain it."""
-    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+    with refusals(), stdout_for_json(as_json), progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
@@ -122,7 +124,7 @@ def plan(
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
-            stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine,
+            stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine, method=method,
             submeshes=None if submeshes is None else parse_submeshes(submeshes),
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip
@@ -131,7 +133,7 @@ def plan(
     if as_json:
         from .documents import plan_document
 
-        _print_json(plan_document(target, planning))
+        print_json(plan_document(target, planning))
         return
     from .report.explain import explain_plan
     from .report.table import format_seconds
@@ -167,7 +169,7 @@ def compare(
     as_json: _Json = False,
 ) -> None:
     """Price the best plan for TARGET beside data parallelism, ZeRO, Megatron, GPipe and the other presets."""
-    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+    with refusals(), stdout_for_json(as_json), progress() as tell:
         options = _choices(microbatches, memory_per_device, None, None, None, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
@@ -181,9 +183,51 @@ def compare(
             **{name: value for name, value in options.items() if value is not None},
         )  # fmt: skip
     if as_json:
-        _print_json(comparison_document(target, compared))
+        print_json(comparison_document(target, compared))
         return
     print(comparison_text(compared))
+
+
+@app.command()
+def searches(
+    target: _Target,
+    cluster: Annotated[
+        str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
+    ] = "local",
+    global_batch: _GlobalBatch = None,
+    microbatches: _Microbatches = None,
+    memory_per_device: _Memory = None,
+    mesh: _Mesh = None,
+    zero: _Zero = None,
+    remat: _Remat = None,
+    reduction: _Reduction = None,
+    stages: Annotated[str, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = "auto",
+    methods: Annotated[str | None, typer.Option(metavar="NAME,NAME", help="Which; else all that apply.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds for each method.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the best step over time.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Run the search methods of the literature on one problem, under the same costs, for the same time each."""
+    with refusals(), stdout_for_json(as_json), progress() as tell:
+        options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
+        tell("starting")
+        provide_devices(_VIRTUAL_DEVICES)
+        from .searches import run_searches, searches_document, searches_svg, searches_text
+        from .targets import load_target
+
+        loaded = load_target(target, global_batch=global_batch)
+        searched = run_searches(
+            loaded.step, loaded.example_args, cluster=cluster, stages=parse_stages(stages), seed=seed,
+            methods=None if methods is None else [name.strip() for name in methods.split(",")],
+            time_limit_seconds=time_limit, tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
+        )  # fmt: skip
+        if out is not None:
+            write(out, searches_svg(f"{target} on {cluster}", searched))
+    if as_json:
+        print_json(searches_document(target, searched))
+        return
+    print(searches_text(searched))
 
 
 @app.command()
@@ -200,7 +244,7 @@ def schemes(
     as_json: _Json = False,
 ) -> None:
     """Show what every parallelism sends and holds for TARGET: by the formulas of the literature, and counted."""
-    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+    with refusals(), stdout_for_json(as_json), progress() as tell:
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
         from .schemes import analyse, schemes_document, schemes_text
@@ -212,7 +256,7 @@ def schemes(
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
         )  # fmt: skip
     if as_json:
-        _print_json(schemes_document(target, cluster, analysed))
+        print_json(schemes_document(target, cluster, analysed))
         return
     print(schemes_text(analysed))
 
@@ -224,7 +268,7 @@ def simulate(
     as_json: _Json = False,
 ) -> None:
     """Show what every stage of a saved plan does when, as predicted."""
-    with _refusals():
+    with refusals():
         from .plan.io import load_plan
         from .report.trace import write_trace
         from .simulate import simulate_plan
@@ -242,7 +286,7 @@ def simulate(
     from .report.timeline import timeline_text
 
     if as_json:
-        _print_json(timeline_document(timeline))
+        print_json(timeline_document(timeline))
         return
     print(timeline_text(timeline))
     if trace is not None:
@@ -272,7 +316,7 @@ def verify(
     as_json: _Json = False,
 ) -> None:
     """Run TARGET on the local devices, and compare what was predicted with what happens."""
-    with _refusals(), _stdout_for_json(as_json), _progress() as tell:
+    with refusals(), stdout_for_json(as_json), progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         options |= {"schedule": schedule, "preset": preset}
         if stages is not None:
@@ -287,7 +331,7 @@ def verify(
     from .documents import verification_document, verification_text
 
     if as_json:
-        _print_json(verification_document(verification))
+        print_json(verification_document(verification))
     else:
         print(verification_text(verification))
     raise typer.Exit(0 if verification.passed else 1)
@@ -300,7 +344,7 @@ def calibrate(
     as_json: _Json = False,
 ) -> None:
     """Measure the local devices, and fit a cluster to plan with to what was seen."""
-    with _refusals(), _stdout_for_json(as_json):
+    with refusals(), stdout_for_json(as_json):
         provide_devices(_VIRTUAL_DEVICES)
         from .calibrate.command import run
 
@@ -314,7 +358,7 @@ def demo(
     pipeline: Annotated[bool, typer.Option("--pipeline", help="The devices are four stages.")] = False,
 ) -> None:
     """Train a small GPT on eight devices and on one, and compare the losses."""
-    with _refusals():
+    with refusals():
         provide_devices(_VIRTUAL_DEVICES)
         from .demo import run_demo
 
@@ -328,7 +372,7 @@ def reshard(
     as_json: _Json = False,
 ) -> None:
     """Plan the moves of FILE.json between meshes, and compare with the lower bound and the published algorithms."""
-    with _refusals(), _progress() as tell:
+    with refusals(), progress() as tell:
         from .resharding.cases import read_cases, report, report_table
 
         reports = []
@@ -336,7 +380,7 @@ def reshard(
             tell(f"resharding {case.name}")
             reports.append(report(case))
     if as_json:
-        _print_json({"schema": 1, "cases": reports})
+        print_json({"schema": 1, "cases": reports})
         return
     from .report.table import format_seconds, format_table
 
@@ -358,7 +402,7 @@ def launch(
     port: Annotated[int | None, typer.Option(help="Of the coordinator on 127.0.0.1; else a free one.")] = None,
 ) -> None:
     """Run SCRIPT in several processes on this machine; if one fails, all end and its error is shown."""
-    with _refusals():
+    with refusals():
         from .launch import run
 
         result = run(
@@ -423,45 +467,3 @@ def _choices(
         "remat": remat,
         "reduction": reduction,
     }
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """A refusal is one message, not a traceback, unless the environment asks for one with MESHWRIGHT_DEBUG=1."""
-    from .cluster import ClusterError
-
-    try:
-        yield
-    except (PlanError, ClusterError) as error:
-        if os.environ.get("MESHWRIGHT_DEBUG") == "1":
-            raise
-        print(f"meshwright: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-
-
-@contextlib.contextmanager
-def _stdout_for_json(wanted: bool) -> Iterator[None]:
-    """While JSON is wanted, what a user's module prints goes to stderr."""
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A spinner with what is being done and for how long, where stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task("")
-        yield lambda text: progress.update(task, description=text)
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, allow_nan=False))

@@ -29,6 +29,9 @@ from .search.result import SearchResult
 from .search.submeshes import Submesh, Submeshes
 from .simulate.of_plan import plan_schedule
 
+# The search method that is taken where none is named, by its name.
+DEFAULT_METHOD = "hierarchical"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
@@ -50,6 +53,7 @@ class PlanOptions:
     devices: Any = None
     time_limit_seconds: float = 60.0
     refine: str | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

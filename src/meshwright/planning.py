@@ -18,6 +18,7 @@ from .microbatch_counts import microbatch_counts
 from .one_stage_planning import fits_at_once, plan_one_stage
 from .plan.row_notes import row_notes
 from .plan_request import (
+    DEFAULT_METHOD,
     Planning as Planning,
     PlanOptions,
     PlanRequest,
@@ -31,7 +32,7 @@ from .presets import Preset, check_free, parse_preset
 from .program.batch import batch_inputs
 from .program.effects import effect_notes
 from .program.trace import Program
-from .program.traces import traces_of
+from .program.traces import Traces, traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .replicated_work import replicated_work
 from .runtime.devices import named_devices
@@ -78,6 +79,7 @@ def plan_for(
     devices: Any = None,
     time_limit_seconds: float = 60.0,
     refine: str | None = None,
+    method: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:
     """Find the fastest plan that fits memory. No device is touched unless `cluster` is "local".
@@ -110,6 +112,7 @@ def plan_for(
         Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
+      method: the search method, by name (docs/searches.md); None for the default.
       tell: called with a few words at each part of the work.
 
     Raises:
@@ -119,7 +122,7 @@ def plan_for(
         cluster=cluster, microbatches=microbatches, mesh=mesh, pins=pins, zero=zero, remat=remat,
         memory_per_device=memory_per_device, batch_axis=batch_axis, reduction=reduction, stages=stages,
         schedule=schedule, submeshes=submeshes, preset=preset, devices=devices, refine=refine,
-        time_limit_seconds=time_limit_seconds,
+        time_limit_seconds=time_limit_seconds, method=method,
     )  # fmt: skip
     bound = bound_to_static(step, args)
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
@@ -155,6 +158,63 @@ def plan_without_advice(
     start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
     check_refine(options.refine)
+    if options.method is not None:
+        from .method_planning import check_method  # what most never need
+
+        check_method(options)
+    asked, stages = request_of(traces, args, options, started=start, tell=tell)
+    if options.refine is not None:
+        from .calibrate.origin import check_origin  # a tenth of a second, which most never need
+        from .calibrate.refine import measured_best
+
+        where = asked.cluster
+        check_origin(where)
+        predicted = replace(options, cluster=where, devices=None, memory_per_device=None, refine=None)
+        found = measured_best(
+            lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted,
+            traces=traces, args=args, cluster=where, tell=tell, devices=options.devices,
+        )  # fmt: skip
+        return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+    preset = asked.preset
+    if options.method not in (None, DEFAULT_METHOD):
+        from .method_planning import plan_by_method
+
+        found = plan_by_method(asked, stages, options.method)
+    else:
+        found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
+        if preset is None and asked.submeshes is None and not asked.mesh:
+            found = _beside_one_kind(asked, stages, found)
+    notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes += storage_notes(found.plan, asked.pins.zero, preset)
+    notes += replicated_work(asked, found, _roles(asked, found.program))
+    if asked.schedule is not None and len(found.plan.stages) == 1:
+        notes += (f"the schedule {asked.schedule} is not used: one stage is faster than several (stages=2 for two)",)
+    notes += effect_notes(found.program, found.plan.schedule)
+    notes += row_notes(found.plan)
+    if options.microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
+        notes += _why_one_microbatch(asked)
+    if asked.is_traced(found.plan.microbatches):
+        asked.program(found.plan.microbatches, warn=True)
+    found = replace(found, plan=replace(found.plan, notes=notes))
+    return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+
+
+def request_of(
+    traces: Traces, args: Sequence[Any], options: PlanOptions, *, started: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[PlanRequest, int | None]:  # fmt: skip
+    """What a user asks for, checked, and the number of stages; None to choose.
+
+    Args:
+      traces: of the step.
+      args: as of `plan_for`.
+      options: as there.
+      started: when the work began, by `time.perf_counter`.
+      tell: as there.
+
+    Raises:
+      PlanError: if something is wrong with it.
+    """
     where = _cluster(options.cluster, options.devices)
     preset, stages, schedule = options.preset, options.stages, options.schedule
     _check_types(where, options.pins, preset)
@@ -164,17 +224,6 @@ def plan_without_advice(
     if options.memory_per_device is not None:
         where = where.with_memory_limit(_positive(options.memory_per_device, "memory_per_device"))
     meshes = mesh_argument(options.mesh)
-    if options.refine is not None:
-        from .calibrate.origin import check_origin  # a tenth of a second, which most never need
-        from .calibrate.refine import measured_best
-
-        check_origin(where)
-        predicted = replace(options, cluster=where, devices=None, memory_per_device=None, refine=None)
-        found = measured_best(
-            lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted,
-            traces=traces, args=args, cluster=where, tell=tell, devices=options.devices,
-        )  # fmt: skip
-        return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     zero, remat = options.zero, options.remat
     if preset is not None:
         preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
@@ -199,25 +248,10 @@ def plan_without_advice(
     asked = PlanRequest(
         traces=traces, args=args, cluster=where, microbatches=options.microbatches, mesh=meshes,
         pins=Pins(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
-        reduction=options.reduction, schedule=schedule, submeshes=submeshes, preset=preset, started=start,
+        reduction=options.reduction, schedule=schedule, submeshes=submeshes, preset=preset, started=started,
         time_limit_seconds=options.time_limit_seconds, tell=tell,
     )  # fmt: skip
-    found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
-    if preset is None and submeshes is None and not meshes:
-        found = _beside_one_kind(asked, stages, found)
-    notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
-    notes += storage_notes(found.plan, zero, preset)
-    notes += replicated_work(asked, found, _roles(asked, found.program))
-    if asked.schedule is not None and len(found.plan.stages) == 1:
-        notes += (f"the schedule {schedule} is not used: one stage is faster than several (stages=2 for two)",)
-    notes += effect_notes(found.program, found.plan.schedule)
-    notes += row_notes(found.plan)
-    if options.microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
-        notes += _why_one_microbatch(asked)
-    if asked.is_traced(found.plan.microbatches):
-        asked.program(found.plan.microbatches, warn=True)
-    found = replace(found, plan=replace(found.plan, notes=notes))
-    return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+    return asked, stages
 
 
 def _cluster(cluster: Any, devices: Any) -> Any:

@@ -175,8 +175,13 @@ def _least_told(asked: PlanRequest, error: NothingFaster | MemoryExceeded) -> fl
     return inf if asked.left_seconds > 0 else asked.least_work_seconds
 
 
-def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
+def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
     """What is asked of the stage search.
+
+    Args:
+      asked: the request.
+      stages: how many; None to choose.
+      programs: the step in each number of microbatches.
 
     Raises:
       PlanError: if pins or meshes are not of the step and the cluster.
@@ -185,7 +190,7 @@ def _request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> 
     source = first.source
     asked.pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
     _check_mesh(asked, stages)
-    if stages is not None and asked.submeshes is None:
+    if stages is not None and stages > 1 and asked.submeshes is None:
         Submeshes(asked.cluster).check_stages(stages)
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
     return StageRequest(
@@ -201,7 +206,7 @@ def _plan_in_order(
     """The fastest plan whose stages follow the hosts in their order."""
     _, asked, programs, refinement = hosts
     request = replace(
-        _request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
+        stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
         begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
     )  # fmt: skip
     search, known = StageSearch(request), isfinite(faster_than_seconds)

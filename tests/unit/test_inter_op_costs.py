@@ -127,7 +127,7 @@ def test_a_whole_program_is_one_stage() -> None:
     mesh = cluster.logical_mesh((2, 4))
 
     class Whole(IntraOpProblem):
-        sums_numbers_last = False  # as ranks of a pipeline, which hand on what each microbatch makes
+        is_one_program = False  # as a stage of a pipeline
 
     whole, summed_last = (
         kind(

@@ -153,12 +153,10 @@ class IntraOpProblem:
       carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
     """
 
-    # Whether forward and backward pass are one program, which keeps more than two do.
+    # Whether forward and backward pass are one program. Such a one keeps more than two do; it keeps what it gathers of
+    # parameters, which the loop of a pipeline's stage gathers again; and it sums single numbers over devices once, at
+    # the end of a step.
     is_one_program = True
-    # Whether what is made of parameters alone is gathered again in the backward pass, and not kept.
-    gathers_again = False
-    # Whether what a step leaves of single numbers is summed over devices once, at the end of a step.
-    sums_numbers_last = True
 
     def __init__(
         self,
@@ -280,7 +278,7 @@ class IntraOpProblem:
 
     def forward_runs_of(self, value: int, operator: Operator) -> int:
         """How often a conversion of `value` made for (or right after) `operator` runs forward."""
-        of_parameters = self.gathers_again and value in self.of_parameters and len(operator.path) == 1
+        of_parameters = not self.is_one_program and value in self.of_parameters and len(operator.path) == 1
         return 2 if of_parameters else forward_runs_of(self.graph, value, operator)
 
     def _add_operators(self) -> None:
@@ -391,8 +389,8 @@ class IntraOpProblem:
                 source, specs = self._defines[index]
                 targets = operands[read.position]
                 if source != node or specs is not targets:  # else it follows what makes the value
-                    runs = 2 if read.of_parameters and self.gathers_again else read.runs
-                    often = 1 / self.microbatches if read.waits and self.sums_numbers_last else times
+                    runs = 2 if read.of_parameters and not self.is_one_program else read.runs
+                    often = 1 / self.microbatches if read.waits and self.is_one_program else times
                     self._connect(source, node, self._conversions(index, specs, targets, runs, often))
                     self.moves.append(Move(source, node, index, often, specs, targets))
                 if read.holds == "read":
@@ -417,7 +415,7 @@ class IntraOpProblem:
                 self.moves.append(Move(node, target, index, 1, specs, wanted))
                 continue
             whole = SpecRow(Spec(spec.dims) for spec in specs)
-            last = self.sums_numbers_last and not self.graph.values[index].shape
+            last = self.is_one_program and not self.graph.values[index].shape
             often = 1 / self.microbatches if last else 1
             self.moves.append(Move(node, node, index, often, specs, whole))
             if whole is not specs:

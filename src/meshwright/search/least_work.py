@@ -19,8 +19,18 @@ def least_work_seconds(graph: Graph, microbatches: int, cluster: Cluster) -> flo
       microbatches: in a step.
       cluster: where it runs.
     """
+    return microbatches * sum(least_work_by_equation(graph, cluster).values()) / cluster.num_devices
+
+
+def least_work_by_equation(graph: Graph, cluster: Cluster) -> dict[int, float]:
+    """Of each top-level equation of a program that has any such work, its seconds in one microbatch on one device.
+
+    Args:
+      graph: the program at the size of one microbatch.
+      cluster: where it runs.
+    """
     devices = list(dict.fromkeys(host.device for host in cluster.hosts))
-    total = 0.0
+    found: dict[int, float] = {}
     for operator in graph.operators:
         if operator.is_link or not operator.matmul:
             continue
@@ -28,8 +38,9 @@ def least_work_seconds(graph: Graph, microbatches: int, cluster: Cluster) -> flo
         seconds = []
         for device in devices:
             profile = profile_of(device)
-            found = KernelsOf(graph, operator, {}, device, stored=False)(whole.algorithm)
-            backward = sum(one.runs * arithmetic_seconds(one.kernel, device, profile) for one in found.gradients)
-            seconds.append(arithmetic_seconds(found.forward, device, profile) + backward)
-        total += operator.repeats * min(seconds)
-    return microbatches * total / cluster.num_devices
+            kernels = KernelsOf(graph, operator, {}, device, stored=False)(whole.algorithm)
+            backward = sum(one.runs * arithmetic_seconds(one.kernel, device, profile) for one in kernels.gradients)
+            seconds.append(arithmetic_seconds(kernels.forward, device, profile) + backward)
+        equation = operator.path[0]
+        found[equation] = found.get(equation, 0.0) + operator.repeats * min(seconds)
+    return found

@@ -166,7 +166,7 @@ class StageSearch:
             best = self._simulate(None)
         if best is None:
             raise self.costs.nothing_fits()
-        taken = best.words(best.scheduled.name)
+        stages, taken = best.stages, best.words(best.scheduled.name)
         self.taken = best.costs.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
         best = merged(best, self._costs_of, self._scheduled)
@@ -177,6 +177,7 @@ class StageSearch:
         return SearchResult(
             plan=best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor))), program=best.costs.program,
             considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
+            stages=stages,
         )  # fmt: skip
 
     def _again(self, last: FinishedPlans) -> Candidate | None:

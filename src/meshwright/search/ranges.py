@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..program.cut import Cut
 from ..program.graph import Graph
 from ..program.residuals import kept_values
-from ..program.segments import Segments, rematerialise
+from ..program.segments import Segments, layer_segments, rematerialise
 from ..program.staged import StagedProgram
 from .intra_op import trips_of
 from .stage_segments import stage_segments
@@ -17,10 +17,11 @@ class Ranges:
 
     Args:
       program: in layers, at the size of one microbatch.
+      alone: whether each range is to be the only stage of its plan (`StageProblem`).
     """
 
-    def __init__(self, program: StagedProgram) -> None:
-        self.program = program
+    def __init__(self, program: StagedProgram, *, alone: bool = False) -> None:
+        self.program, self._alone = program, alone
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._segments: dict[tuple[int, int], Segments] = {}
         self._graphs: dict[tuple[int, int, str], tuple[Graph, Workspace]] = {}
@@ -36,8 +37,13 @@ class Ranges:
     def segments(self, first: int, last: int) -> Segments:
         """What a range rematerialises."""
         if (first, last) not in self._segments:
-            self._segments[first, last] = stage_segments(self.cut(first, last), self.program.layers[first:last])
+            self._segments[first, last] = self.segments_of(self.cut(first, last), first, last)
         return self._segments[first, last]
+
+    def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
+        """What a range rematerialises, by paths of a cut of its own. The only stage of a plan keeps one microbatch, a
+        stage of several at least two."""
+        return layer_segments(cut.graph) if self._alone else stage_segments(cut, self.program.layers[first:last])
 
     def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
         """A range with what it rematerialises marked, and its workspace."""
@@ -45,7 +51,10 @@ class Ranges:
         if key not in self._graphs:
             graph = self.cut(first, last).graph
             graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
-            self._graphs[key] = graph, workspace_of(graph, microbatches=self.program.microbatches)
+            self._graphs[key] = (
+                graph,
+                workspace_of(graph, microbatches=self.program.microbatches, is_one_program=self._alone),
+            )
         return self._graphs[key]
 
     def kept_bytes(self, first: int, last: int) -> float:

@@ -8,6 +8,7 @@ from ..plan import Plan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from .alternative import Alternative
+from .inter_op_problem import PlacedStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +21,14 @@ class SearchResult:
       program: what it is of: the whole step, or the core cut into stages, with scans split as the plan says; None where
         the search was given no more than its graph.
       alternatives: plans that were not taken, the fastest first.
+      stages: of a plan that was searched in stages, by layers of the request's program in as many microbatches.
     """
 
     plan: Plan
     considered: tuple[str, ...]
     program: Program | StagedProgram | None = None
     alternatives: tuple[Alternative, ...] = ()
+    stages: tuple[PlacedStage, ...] = ()
 
 
 class NothingFaster(Exception):

@@ -23,7 +23,6 @@ from .pins import Pins
 from .program_parts import in_parts
 from .solved_stage import SolvedStage, better_of, in_turn
 from .stage_estimates import StageEstimates
-from .stage_segments import stage_segments
 from .stage_solver import RANGE_GAP, Kinds, Place, StageSolver, WantedMesh
 from .submeshes import Submesh, Submeshes
 
@@ -41,6 +40,7 @@ class StageCosts:
       own_meshes: the same for submeshes that have their own.
       coarser: of the same program in fewer microbatches, whose estimates bound these; None for none.
       check: called before what can take long; raises `OutOfTime` where there is no time for it.
+      alone: whether each range is to be the only stage of its plan (`StageProblem`).
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class StageCosts:
         own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
         coarser: StageCosts | None = None,
         check: Callable[[], None] = lambda: None,
+        alone: bool = False,
     ) -> None:
         self.program = program
         self.submeshes = submeshes
@@ -62,7 +63,7 @@ class StageCosts:
         kinds = coarser.solver.kind_of if coarser is not None else Kinds(submeshes, meshes, own_meshes)
 
         def solver(of: StagedProgram) -> StageSolver:
-            return StageSolver(of, parameters=parameters, submeshes=submeshes, pins=pins, kinds=kinds)
+            return StageSolver(of, parameters=parameters, submeshes=submeshes, pins=pins, kinds=kinds, alone=alone)
 
         parts = in_parts(program)
         self.solver = solver(program)
@@ -339,7 +340,7 @@ def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Optio
     if cut.fingerprint != solved.cut.fingerprint:
         return None
     if solved not in solver.adopted:  # of equal ranges one is enough, wherever they are
-        segments = stage_segments(cut, solver.program.layers[first:last]) if solved.segments else {}
+        segments = solver.segments_of(cut, first, last) if solved.segments else {}
         solver.adopted[solved] = replace(solved, cut=cut, segments=segments)
     return option._replace(tag=solver.adopted[solved])
 

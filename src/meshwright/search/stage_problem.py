@@ -85,13 +85,8 @@ class StageProblem(LimitedProblem):
       pins: what the user has fixed.
       split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
       workspace: what its backward pass makes beside what is kept; None for nothing.
+      alone: whether it is the only stage of its plan, which is run as one program then.
     """
-
-    is_one_program = False
-    # Loops keep it.
-    gathers_again = True
-    # Ranks hand on what each microbatch makes.
-    sums_numbers_last = False
 
     def __init__(
         self,
@@ -105,7 +100,9 @@ class StageProblem(LimitedProblem):
         pins: Pins,
         split_dims: Sequence[int | None],
         workspace: Workspace | None = None,
+        alone: bool = False,
     ) -> None:
+        self.is_one_program = alone
         dims = [None] * len(cut.parameters) + [
             split_dims[i] if microbatches > 1 and i < len(split_dims) else None for i in cut.program_inputs
         ]

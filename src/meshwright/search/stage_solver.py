@@ -92,6 +92,7 @@ class StageSolver:
       pins: what the user has fixed.
       kinds: of submeshes; who shares them can share numbers.
       ranges: of the program, shared by those who solve it under other pins.
+      alone: whether each range is to be the only stage of its plan (`StageProblem`).
 
     Attributes:
       adopted: of solutions of another program what they are here.
@@ -106,9 +107,10 @@ class StageSolver:
         pins: Pins,
         kinds: Kinds,
         ranges: Ranges | None = None,
+        alone: bool = False,
     ) -> None:
-        self.program = program
-        self._ranges = ranges or Ranges(program)
+        self.program, self._alone = program, alone
+        self._ranges = ranges or Ranges(program, alone=alone)
         self.submeshes = submeshes
         self.parameters = parameters
         self.solves = 0
@@ -163,6 +165,10 @@ class StageSolver:
         """What a range rematerialises, by the places of the first that is alike."""
         return self._ranges.segments(*self._first_alike(first, last))
 
+    def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
+        """As `Ranges.segments_of`."""
+        return self._ranges.segments_of(cut, first, last)
+
     def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
         """A range with what it rematerialises marked, and its workspace."""
         return self._ranges.graph(*self._first_alike(first, last), remat)
@@ -189,6 +195,7 @@ class StageSolver:
                 pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,
                 split_dims=self.program.split_dims,
                 workspace=workspace,
+                alone=self._alone,
             )
             self._problems[key] = problem, segments, cut
         return self._problems[key]
@@ -273,6 +280,46 @@ class StageSolver:
         if key not in self._same:
             self._same[key] = self._solved(place, built, built[0].chosen(choices, share))
         return self._same[key]
+
+    def proven(
+        self, place: Place, remat: str, in_flight: int, limit: float, *, gap: float, time_limit_seconds: float
+    ) -> SolvedStage | None:
+        """As `within`, solved to a gap of one's own; None also where nothing was found in time.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          in_flight: microbatches.
+          limit: bytes on a device.
+          gap: relative, at which to stop.
+          time_limit_seconds: for what prices of memory leave open.
+        """
+        built = self.problem(place, remat)
+        problem = built[0]
+        self.solves += 1
+        problem.in_flight = in_flight
+        try:
+            chosen = problem.proven(limit, gap=gap, time_limit_seconds=time_limit_seconds)
+        except Infeasible as error:
+            if error.least_memory is None and self._relax(place):
+                return self.proven(place, remat, in_flight, limit, gap=gap, time_limit_seconds=time_limit_seconds)
+            return None
+        except Unsolved:
+            return None
+        finally:
+            problem.in_flight = 1
+        return self._solved(place, built, chosen)
+
+    def laid_out(self, place: Place, remat: str, layouts: tuple[int, ...]) -> SolvedStage:
+        """A range in given layouts, whatever they take and hold.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          layouts: of each node of its problem the number of the choice.
+        """
+        built = self.problem(place, remat)
+        return self._solved(place, built, built[0].chosen(layouts, 0.0, proven=False))
 
     def within(
         self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool = False

@@ -1,0 +1,111 @@
+"""A choice as a sequence of decisions, for searches that take one after the other.
+
+First the structure (`choice.Structures`), then for each stage how its largest parameters are split and stored, as users
+of partitioners decide; what nobody has decided is what is fastest with that (`Layouts.complete`).
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import NamedTuple
+
+from ..choice import Choice, Option, Partial
+from ..space import Price, Space
+
+# So many parameters of a stage are decided one by one: a transformer's layer has about so many matrices.
+PARAMETERS = 6
+
+# What a choice counts for more for each device's worth of memory that it is over.
+_EXCESS = 4.0
+
+
+class State(NamedTuple):
+    """What is decided.
+
+    Args:
+      partial: the structure.
+      parameters: of its stages in order the choices of their largest parameters.
+    """
+
+    partial: Partial = Partial()
+    parameters: tuple[int, ...] = ()
+
+
+class Decisions:
+    """The sequence of decisions of a space.
+
+    Args:
+      space: of all plans.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._completed: dict[State, Choice | None] = {}
+
+    def next(self, state: State) -> tuple[tuple[str, int], tuple[Option, ...]] | None:
+        """What is decided next, as its name with the number of the stage or parameter, and the options; None where
+        nothing is left."""
+        decision = self.space.structures.decision(state.partial)
+        if decision is not None:
+            return (decision.about, len(state.partial.stages)), decision.options
+        nodes = self._nodes(state)
+        if len(state.parameters) == len(nodes):
+            return None
+        stage, node = nodes[len(state.parameters)]
+        size = self.space.layouts(self.space.structures.choice(state.partial), stage).sizes[node]
+        return ("parameter", len(state.parameters)), tuple(range(size))
+
+    def decide(self, state: State, option: Option) -> State:
+        """The state with the next decision taken."""
+        if not self.space.structures.is_complete(state.partial):
+            return State(self.space.structures.decide(state.partial, option))
+        assert isinstance(option, int)
+        return State(state.partial, (*state.parameters, option))
+
+    def label(self, state: State, option: Option) -> Option:
+        """What an option means wherever it stands: of layers and submeshes their number."""
+        if isinstance(option, str):
+            return option
+        if not isinstance(option, int):
+            return option.size
+        about = self.space.structures.decision(state.partial)
+        return option - state.partial.next_layer if about is not None and about.about == "layers" else option
+
+    def choice(self, state: State, seconds: float) -> Choice | None:
+        """The choice of a state in which nothing is left to decide; None where it has no layouts.
+
+        Args:
+          state: complete.
+          seconds: for the solver.
+        """
+        if state not in self._completed:
+            choice = self.space.structures.choice(state.partial)
+            for number, stage in enumerate(choice.stages):
+                pairs = zip(self._nodes(state), state.parameters, strict=True)
+                kept = {node: [one] for (at, node), one in pairs if at == number}
+                of = self.space.layouts(choice, number)
+                # Where nothing fits the walk is told by how much not, and not only that.
+                limit = seconds / len(choice.stages)
+                layouts = of.complete(kept, time_limit_seconds=limit) or of.complete(
+                    kept, limit_bytes=float("inf"), time_limit_seconds=limit
+                )
+                if layouts is None:
+                    self._completed[state] = None
+                    return None
+                choice = choice.with_stage(number, stage._replace(layouts=layouts))
+            self._completed[state] = choice
+        return self._completed[state]
+
+    def _nodes(self, state: State) -> list[tuple[int, int]]:
+        """The stage and the node of each parameter that is decided."""
+        choice = self.space.structures.choice(state.partial)
+        return [
+            (number, node)
+            for number in range(len(choice.stages))
+            for node in self.space.layouts(choice, number).parameter_nodes[:PARAMETERS]
+        ]
+
+
+def weight(price: Price) -> float:
+    """Seconds, with what a choice counts for more that does not fit; infinite where it is none."""
+    return price.seconds * (1 + _EXCESS * price.excess) if isfinite(price.seconds) else price.seconds

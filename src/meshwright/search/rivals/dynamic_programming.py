@@ -1,0 +1,190 @@
+"""Dynamic programming over layers, each in the layouts that are best for it alone.
+
+Papers: Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019 (stages by dynamic
+programming over layers and workers, so that the slowest stage is as fast as can be); Jia, Lin, Qi, Aiken, "Exploring
+hidden dimensions in parallelizing convolutional neural networks" (OptCNN), ICML 2018 (a configuration for each
+layer). Method: every layer is solved alone on every kind of submesh, logical mesh and rematerialisation, whatever its
+memory. The seconds and bytes of a stage are the sums of its layers'. A dynamic program from the last layer to the
+first finds, for each number of microbatches, the stages whose slowest is the fastest and that fit by these sums; of
+equal ones those whose sum is the least. In the plan every operator keeps the layout of its layer alone, and only
+inputs, parameters and shared values are solved around them.
+
+Cost: layers x kinds of submesh small problems; layers^2 x devices x stages steps. Limits: what a layer prefers alone
+is charged no conversion from the layer before; the fill of the pipeline and transfers between stages are not seen; no
+bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+from ...solve import Infeasible
+from ..choice import Choice, LayoutNumbers, Partial, StageChoice
+from ..space import Space
+from ..submeshes import Submesh
+from .search import Budget, Found, Incumbent
+
+# Of each number of microbatches so many plans are priced: those with the fastest slowest stage, by number of stages.
+_PRICED = 4
+
+
+class _Layer(NamedTuple):
+    """A layer alone: seconds of a step, and bytes throughout and for each microbatch in flight."""
+
+    seconds: float
+    once_bytes: float
+    kept_bytes: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Stages:
+    """The best stages for the last layers on the last devices: seconds of the slowest, and of all."""
+
+    slowest: float
+    total: float
+    stages: tuple[StageChoice, ...]
+
+
+class DynamicProgramming:
+    """See the module."""
+
+    name, exact = "dynamic_programming", False
+    paper = "Narayanan et al., PipeDream, SOSP 2019; Jia et al., Exploring Hidden Dimensions (OptCNN), ICML 2018"
+
+    def run(self, space: Space, budget: Budget) -> Iterator[Found]:
+        """As `Search.run`."""
+        best = Incumbent(space.bound(Partial()))
+        for count in space.structures.counts:
+            if space.work_bound(Partial(count)) >= best.seconds:
+                continue
+            found = _balanced(space, count, budget)
+            for _, stages in sorted(found.items(), key=lambda one: one[1])[:_PRICED]:
+                if budget.over:
+                    return
+                choice = _as_alone(space, Choice(count, stages.stages))
+                if choice is not None:
+                    yield from best.offer(choice, budget.price(space, choice))
+
+
+def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
+    """The best stages by their number."""
+    structures, layers = space.structures, space.structures.layers(count)
+    devices, costs = structures.devices, space.costs_in(count, alone=False)
+    counts = range(1, min(layers, devices) + 1) if structures.stage_counts is None else structures.stage_counts
+
+    @cache
+    def sums(kind: Submesh, mesh: int, remat: str) -> list[_Layer]:
+        """Of all layers before a layer, on a kind of submesh; and of all."""
+        total, found = _Layer(0.0, 0.0, 0.0), [_Layer(0.0, 0.0, 0.0)]
+        for layer in range(layers):
+            one = _alone(space, count, layer, kind, mesh, remat) if not budget.over else None
+            own = one if one is not None else _Layer(inf, inf, inf)
+            total = _Layer(*(a + b for a, b in zip(total, own, strict=True)))
+            found.append(total)
+        return found
+
+    @cache
+    def stage(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[float, StageChoice] | None:
+        """The fastest way to run a stage by the sums of its layers."""
+        best: tuple[float, StageChoice] | None = None
+        for mesh, remat in product(
+            range(structures.meshes(count, first, last, submesh)), structures.remats(count, first, last)
+        ):
+            choice = StageChoice(first, last, submesh, mesh, remat)
+            beside = _mesh_beside(space, count, choice)
+            if beside is None:
+                continue
+            before, after = (sums(space.like(submesh), beside, remat)[layer] for layer in (first, last))
+            if after.seconds < inf:
+                held = after.once_bytes - before.once_bytes + in_flight * (after.kept_bytes - before.kept_bytes)
+                limit = space.limit_of(costs, choice)
+                if held <= limit and (best is None or after.seconds - before.seconds < best[0]):
+                    best = after.seconds - before.seconds, choice
+        return best
+
+    # By number of stages from the end on, first layer and first device.
+    known: dict[tuple[int, int, int], _Stages] = {(0, layers, devices): _Stages(0.0, 0.0, ())}
+    for placed in range(max(counts)):
+        for (number, last, device), after in list(known.items()):
+            if number != placed:
+                continue
+            for submesh in (one for one in structures.submeshes if one.stop == device):
+                for first in range(last) if submesh.first else [0]:
+                    if budget.over or (first == 0) != (submesh.first == 0):
+                        continue
+                    one = stage(first, last, submesh, min(count, placed + 1))
+                    if one is None:
+                        continue
+                    found = _Stages(max(one[0], after.slowest), one[0] + after.total, (one[1], *after.stages))
+                    key = placed + 1, first, submesh.first
+                    known[key] = min(known.get(key, found), found)
+    ends = structures.ends
+    return {
+        number: found
+        for (number, first, device), found in known.items()
+        if first == device == 0 and number in counts and (ends is None or [s.last for s in found.stages] == list(ends))
+    }
+
+
+def _mesh_beside(space: Space, count: int, stage: StageChoice) -> int | None:
+    """The number of a stage's logical mesh among those of one of several stages; None for one that only a stage that is
+    alone may have."""
+    meshes = space.meshes(count, stage.first, stage.last, stage.submesh)
+    beside = space.meshes_beside(stage.submesh)
+    return beside.index(meshes[stage.mesh]) if meshes[stage.mesh] in beside else None
+
+
+def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: str) -> Choice:
+    # Beside another stage: a layer alone is no plan of one stage.
+    one = StageChoice(layer, layer + 1, submesh, mesh, remat)
+    return Choice(count, (one, one))
+
+
+def _alone(space: Space, count: int, layer: int, submesh: Submesh, mesh: int, remat: str) -> _Layer | None:
+    """A layer in the layouts that are fastest for it alone; None where there are none."""
+    of = space.layouts(_layer_choice(count, layer, submesh, mesh, remat), 0)
+    try:
+        fastest = of.problem.fastest
+    except Infeasible:
+        return None
+    if fastest.choices is None:
+        return None
+    seconds = of.problem.seconds(fastest.choices)
+    return _Layer(of.seconds(fastest.choices), seconds.constant_bytes, seconds.in_flight_bytes)
+
+
+def _as_alone(space: Space, choice: Choice) -> Choice | None:
+    """The choice with each operator in the layout of its layer alone; None where these cannot be together in
+    memory."""
+    for number, stage in enumerate(choice.stages):
+        layouts = _stage_as_alone(space, choice, number)
+        if layouts is None:
+            return None
+        choice = choice.with_stage(number, stage._replace(layouts=layouts))
+    return choice
+
+
+def _stage_as_alone(space: Space, choice: Choice, number: int) -> LayoutNumbers | None:
+    of, stage = space.layouts(choice, number), choice.stages[number]
+    wanted: dict[tuple[int, ...], object] = {}
+    mesh = _mesh_beside(space, choice.microbatches, stage)
+    if mesh is None:
+        return None
+    for layer in range(stage.first, stage.last):
+        alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, stage.remat)
+        fastest = space.layouts(alone, 0).problem.fastest
+        if fastest.choices is not None:
+            wanted |= space.operators(alone, 0, fastest.choices)
+    votes: dict[int, Counter[int]] = {}
+    for path, operator in space.paths(choice, number).items():
+        node, known = of.problem.operator_node.get(operator), of.problem.operator_prices.get(operator)
+        if node is not None and known is not None and path in wanted and wanted[path] in known.choices:
+            votes.setdefault(node, Counter())[known.choices.index(wanted[path])] += 1
+    kept = {node: [counted.most_common(1)[0][0]] for node, counted in votes.items()}
+    return of.complete(kept)

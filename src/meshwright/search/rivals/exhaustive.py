@@ -1,0 +1,69 @@
+"""Every choice of the space, one after the other: the truth that other searches are tested against.
+
+Paper: none; this is what "optimal" means. Method: all structures, and for each all layouts of all nodes of all stages.
+Cost: the product of all numbers of choices, so that it is refused beyond a small number of choices; what it is not
+refused for is proven to the last choice. Limits: two layers on two devices are already near the most it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from ...errors import PlanError
+from ..choice import Choice
+from ..space import Space
+from .search import Budget, Found, Incumbent
+
+# Choices are priced at about a thousand a second.
+MOST_CHOICES = 200_000
+
+
+class Exhaustive:
+    """See the module."""
+
+    name, exact = "exhaustive", True
+    paper = "none: every choice is priced"
+
+    def run(self, space: Space, budget: Budget) -> Iterator[Found]:
+        """As `Search.run`."""
+        self._check(space)
+        best = Incumbent()
+        for structure in space.structures.all():
+            for choice in _all_layouts(space, structure):
+                if budget.over:
+                    return
+                yield from best.offer(choice, budget.price(space, choice))
+        if best.choice is not None:
+            yield from best.prove(best.seconds)
+
+    def _check(self, space: Space) -> None:
+        first = next(space.structures.all(), None)
+        layouts = prod(map(float, _sizes(space, first))) if first is not None else 0.0
+        structures = space.structures.count() if layouts <= MOST_CHOICES else 1
+        total = layouts if structures == 1 else float(structures)
+        if max(layouts, structures) <= MOST_CHOICES:
+            total = 0.0
+            for structure in space.structures.all():
+                total += prod(map(float, _sizes(space, structure)))
+                if total > MOST_CHOICES:
+                    break
+        if total > MOST_CHOICES:
+            raise PlanError(
+                refused="the search method exhaustive", got=f"{total:.3g} choices at least",
+                needed=f"at most {MOST_CHOICES} in all", where="method=",
+                try_="another method, or a smaller program on fewer devices",
+            )  # fmt: skip
+
+
+def _sizes(space: Space, structure: Choice) -> list[int]:
+    return [size for number in range(len(structure.stages)) for size in space.layouts(structure, number).sizes]
+
+
+def _all_layouts(space: Space, structure: Choice) -> Iterator[Choice]:
+    """Every choice of a structure."""
+    each = [[range(size) for size in space.layouts(structure, n).sizes] for n in range(len(structure.stages))]
+    for picked in product(*(product(*ranges) for ranges in each)):
+        stages = zip(structure.stages, picked, strict=True)
+        yield Choice(structure.microbatches, tuple(stage._replace(layouts=one) for stage, one in stages))

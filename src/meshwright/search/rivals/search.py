@@ -1,0 +1,138 @@
+"""What a search is: a function from a space and a budget to better and better choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import numpy as np
+
+from ..choice import Choice
+from ..space import Price, Space
+from ..stage_space import SECONDS_PER_SOLVE
+
+# What the integer program has at least, so that a plan is found at all.
+_LEAST_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search has found so far.
+
+    Args:
+      seconds: of the simulated step of the choice.
+      lower_bound: no choice of the space takes less; 0 where nothing is known. Seconds.
+      choice: fits memory.
+    """
+
+    seconds: float
+    lower_bound: float
+    choice: Choice
+
+    @property
+    def gap(self) -> float:
+        """How much of its seconds other choices may save at most, as a share."""
+        return max(1 - self.lower_bound / self.seconds, 0.0) if self.seconds > 0 else 0.0
+
+
+class Search(Protocol):
+    """A search method. `run` raises PlanError where the method does not apply to a space, saying why."""
+
+    @property
+    def name(self) -> str:
+        """As the user calls it."""
+        ...
+
+    @property
+    def paper(self) -> str:
+        """The publication that the method is from."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether its lower bound reaches its best choice, up to the space's gap, given time enough."""
+        ...
+
+    def run(self, space: Space, budget: Budget) -> Iterator[Found]:
+        """Anytime: each that is found is faster than the one before it, or proves more. The same seed and the same
+        number of evaluations give the same choices."""
+        ...
+
+
+class Budget:
+    """What a run may use, and where its random numbers are from.
+
+    >>> budget = Budget(seconds=10.0, clock=iter([0.0, 4.0, 11.0]).__next__)
+    >>> budget.over, budget.over
+    (False, True)
+
+    Args:
+      seconds: from now on.
+      evaluations: the most choices to price; infinite for as many as there is time for.
+      seed: of the random numbers.
+      clock: in seconds.
+
+    Attributes:
+      rng: random numbers.
+      evaluations: choices priced so far.
+    """
+
+    def __init__(
+        self, *, seconds: float = inf, evaluations: float = inf, seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._clock, self._seconds, self._most = clock, seconds, evaluations
+        self._begun = clock()
+        self.rng = np.random.default_rng(seed)
+        self.evaluations = 0
+
+    @property
+    def spent_seconds(self) -> float:
+        """Since the beginning."""
+        return self._clock() - self._begun
+
+    @property
+    def left_seconds(self) -> float:
+        """Negative once the time is over."""
+        return self._seconds - self.spent_seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has to end."""
+        return self.evaluations >= self._most or self.left_seconds <= 0
+
+    def price(self, space: Space, choice: Choice) -> Price:
+        """The price of a choice, counted; what the integer program solves of it has the time that is left."""
+        self.evaluations += 1
+        return space.price(choice, time_limit_seconds=max(min(self.left_seconds, SECONDS_PER_SOLVE), _LEAST_SECONDS))
+
+
+class Incumbent:
+    """The best choice so far, and what is proven.
+
+    Args:
+      lower_bound: that is known from the beginning, seconds.
+    """
+
+    def __init__(self, lower_bound: float = 0.0) -> None:
+        self.lower_bound, self.seconds = lower_bound, inf
+        self.choice: Choice | None = None
+
+    def offer(self, choice: Choice, price: Price) -> Iterator[Found]:
+        """Take a choice if it fits and is faster; one `Found` then, else none."""
+        if price.fits and price.seconds < self.seconds:
+            self.choice, self.seconds = choice, price.seconds
+            yield self._found(choice)
+
+    def prove(self, lower_bound: float) -> Iterator[Found]:
+        """Take a lower bound if it says more; one `Found` then where a choice is known, else none."""
+        if lower_bound > self.lower_bound:
+            self.lower_bound = lower_bound
+            if self.choice is not None:
+                yield self._found(self.choice)
+
+    def _found(self, choice: Choice) -> Found:
+        return Found(seconds=self.seconds, lower_bound=min(self.lower_bound, self.seconds), choice=choice)
