@@ -40,19 +40,19 @@ class Exhaustive:
 
     def _check(self, space: Space) -> None:
         first = next(space.structures.all(), None)
-        layouts = prod(map(float, _sizes(space, first))) if first is not None else 0.0
-        structures = space.structures.count() if layouts <= MOST_CHOICES else 1
-        total = layouts if structures == 1 else float(structures)
-        if max(layouts, structures) <= MOST_CHOICES:
-            total = 0.0
+        total = prod(_sizes(space, first)) if first is not None else 0
+        if total <= MOST_CHOICES:  # else not even the structures are counted, of which there may be very many
+            total = max(total, space.structures.count())
+        if total <= MOST_CHOICES:
+            total = 0
             for structure in space.structures.all():
-                total += prod(map(float, _sizes(space, structure)))
+                total += prod(_sizes(space, structure))
                 if total > MOST_CHOICES:
                     break
         if total > MOST_CHOICES:
             raise PlanError(
-                refused="the search method exhaustive", got=f"{total:.3g} choices at least",
-                needed=f"at most {MOST_CHOICES} in all", where="method=",
+                refused="the search method exhaustive", got=f"more than 10^{len(str(total)) - 1} choices",
+                needed=f"at most {MOST_CHOICES}", where="method=",
                 try_="another method, or a smaller program on fewer devices",
             )  # fmt: skip
 
