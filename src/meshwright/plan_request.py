@@ -76,6 +76,7 @@ class PlanRequest:
       started: when the work began, by `time.perf_counter`.
       time_limit_seconds: from then on.
       tell: called with a few words at each part of the work.
+      several: whether plans of one stage are left out, since the best of those is known.
       expectations: of the step's programs.
     """
 
@@ -94,6 +95,7 @@ class PlanRequest:
     started: float
     time_limit_seconds: float
     tell: Callable[[str], None]
+    several: bool = False
     expectations: Expectations = field(default_factory=Expectations)
 
     @property

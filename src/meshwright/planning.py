@@ -15,7 +15,7 @@ from .advice import with_advice
 from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
 from .errors import MemoryExceeded, PlanError, size_words
 from .microbatch_counts import microbatch_counts
-from .one_stage_planning import fits_at_once, plan_one_stage
+from .one_stage_planning import fits_in_few, plan_one_stage
 from .plan.row_notes import row_notes
 from .plan_request import (
     DEFAULT_METHOD,
@@ -401,7 +401,7 @@ def _any_stages(asked: PlanRequest) -> Planning:
     program = asked.program(count)
     if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked)
-    if is_large(program) and not fits_at_once(asked):
+    if is_large(program) and not fits_in_few(asked):
         return _as_one_stage(asked, plan_stages(asked, None))
     try:
         one = plan_one_stage(replace(asked, time_limit_seconds=_ONE_STAGE_SHARE * asked.time_limit_seconds))
@@ -413,7 +413,8 @@ def _any_stages(asked: PlanRequest) -> Planning:
     if asked.left_seconds < 0:
         return one.unfinished("several stages: not searched, out of time", asked.least_work_seconds)
     try:
-        several = plan_stages(asked, None, faster_than_seconds=one.step_seconds * (1 - _WORTH))
+        beside = replace(asked, several=True)
+        several = plan_stages(beside, None, faster_than_seconds=one.step_seconds * (1 - _WORTH))
     except (NothingFaster, MemoryExceeded) as nothing:
         if asked.left_seconds < 0:
             least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds

@@ -196,7 +196,7 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
     return StageRequest(
         programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, pins=asked.pins,
         remat=asked.remat, submeshes=asked.submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
-        time_limit_seconds=asked.time_limit_seconds,
+        time_limit_seconds=asked.time_limit_seconds, several=asked.several,
     )  # fmt: skip
 
 

@@ -112,9 +112,9 @@ def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrice
 
 
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every program be planned as large ones that do not fit at once are: for several stages first."""
+    """Have every program be planned as large ones that do not fit in few microbatches are: for several stages first."""
     monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
-    monkeypatch.setattr(planning_module, "fits_at_once", lambda asked: False)
+    monkeypatch.setattr(planning_module, "fits_in_few", lambda asked: False)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])

@@ -36,6 +36,7 @@ class StageRequest:
       remat: "none", "layer", or None to choose for each stage.
       schedules: schedules to choose from, names of `SIMULATED`.
       stages: how many stages there are to be; None to choose.
+      several: whether plans of one stage are left out.
       submeshes: how many devices each stage has, in order; None to choose.
       layers: how many layers each stage has, in order; None to choose.
       mesh: logical meshes to consider on submeshes of so many devices, as (names, sizes); none for all.
@@ -52,6 +53,7 @@ class StageRequest:
     remat: str | None = None
     schedules: Sequence[str] = SIMULATED
     stages: int | None = None
+    several: bool = False
     submeshes: Sequence[int] | None = None
     layers: Sequence[int] | None = None
     mesh: Sequence[WantedMesh] = ()
@@ -208,7 +210,8 @@ def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ..
       PlanError: if those asked for are not of the cluster.
     """
     if request.submeshes is None:
-        return submeshes.all
+        devices = request.cluster.num_devices
+        return tuple(one for one in submeshes.all if not request.several or one.size < devices)
     bounds = list(accumulate(request.submeshes, initial=0))
     found = tuple(Submesh(a, b) for a, b in pairwise(bounds))
     for submesh in found:
