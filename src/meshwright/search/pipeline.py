@@ -64,7 +64,7 @@ _AGAIN = 3
 # After this share of the time all numbers of microbatches that are left are bounded, before one is searched: the gap
 # then says how much better those can be that are not searched when the time is over. (A U-Net of a public diffusion
 # code on 16 A100, in 60 s: 1 % instead of 78 %.)
-_BOUNDED_AT = 0.6
+_BOUNDED_AT = 0.25
 
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
