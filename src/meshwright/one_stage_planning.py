@@ -18,7 +18,7 @@ from .search.result import SearchResult
 from .search.ways import Variant
 
 # Microbatches. One stage first, Gemma 3 27B on 64 v5p takes 1.499 s a step after 41 CPU seconds of planning; several
-# first, it takes 116. Of gpt3-15b on 32 V100, which needs 64, one stage first takes 75 of the 26 that it takes in all.
+# first, it takes 116. Of gpt3-15b on 32 V100, which needs 64, one stage takes 75, and several first take 26.
 _FEW = 4
 
 

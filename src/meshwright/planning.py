@@ -390,8 +390,8 @@ def _in_stages(asked: PlanRequest, stages: int | None) -> Planning:
 
 
 def _any_stages(asked: PlanRequest) -> Planning:
-    """The fastest plan of any number of stages. The search for several looks at one stage too, but on meshes of two
-    axes."""
+    """The fastest plan of any number of stages: the best of one stage and what is faster of several, or where one stage
+    is not soon planned, what the search for stages finds, which looks at one stage too, on meshes of two axes."""
     if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
         try:
             return plan_stages(asked, None)

@@ -241,8 +241,8 @@ def _kinds(cluster: Cluster) -> int:
 
 def _limits(replicas: Replicas, missed: MissedMemory) -> list[float]:
     """Of each group what may be counted on a device."""
-    reserve, usable = missed(replicas.request.program.microbatches), replicas.usable_bytes
-    return [reserve.limit(room, last=group == len(usable) - 1) for group, room in enumerate(usable)]
+    count = replicas.request.program.microbatches
+    return [missed.limit_of_rank(count, group, room) for group, room in enumerate(replicas.usable_bytes)]
 
 
 def _over(asked: PlanRequest, replicas: Replicas, microbatches: int) -> MemoryExceeded:

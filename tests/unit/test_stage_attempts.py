@@ -38,3 +38,15 @@ def test_what_a_plan_misses_is_reserved_in_the_next_search(monkeypatch: pytest.M
     assert plan_for(target.step, args, cluster=load_cluster("p3.16xlarge:2"), stages=2).plan.stages
     before, after = reserved
     assert before == 0.0 < after
+
+
+@pytest.mark.parametrize("memory", [2.876e6, 2.233e6])
+def test_presets_reserve_what_each_rank_misses(memory: float) -> None:
+    """Of ranks that compute nothing again, inner ones too: the same plan is not found over and over."""
+    target = zoo.mlp(width=128, layers=8, batch=2048)
+    args = target.example_state, target.example_batch
+    found = plan_for(
+        target.step, args, cluster=load_cluster("p4d.24xlarge:1"), preset="megatron(tp=2, pp=4)", microbatches=8,
+        memory_per_device=memory,
+    )  # fmt: skip
+    assert max(held_bytes(found.plan)) <= memory

@@ -61,13 +61,12 @@ def planned_preset(
       MemoryExceeded: if nothing fits.
     """
     prices.check(preset)
-    usable = prices.usable_bytes(preset)
+    usable = prices.limits(preset)
     found: list[PricedPreset] = []
 
     def find(missed: MissedMemory) -> SearchResult:
         def limits(count: int) -> tuple[float, ...]:
-            last = len(usable) - 1
-            return tuple(missed(count).limit(size, last=rank == last) for rank, size in enumerate(usable))
+            return tuple(missed.limit_of_rank(count, rank, size) for rank, size in enumerate(usable))
 
         considered: list[str] = []
         priced = _best(prices, preset, sorted(counts), remat, limits, considered, late, tell)

@@ -25,7 +25,6 @@ from ..program.batch import batch_extents, batch_inputs
 from ..program.equal_stages import equal_stages, main_scan, unlike_stages
 from ..program.trace import Program
 from ..program.traces import Traces
-from ..refine import MARGIN
 from ..search.inter_op_problem import PlacedStage
 from ..search.parameters import parameter_infos
 from ..search.pins import Layout, Pins
@@ -258,10 +257,6 @@ class PresetPrices:
         return Floor(preset=preset, microbatches=microbatches, stages=tuple(ways))
 
     def limits(self, preset: Preset) -> tuple[float, ...]:
-        """What may be counted on a device of each rank."""
-        return tuple(size / MARGIN for size in self.usable_bytes(preset))
-
-    def usable_bytes(self, preset: Preset) -> tuple[float, ...]:
         """What a device of each rank can hold."""
         places = self._places(preset)
         return tuple(self.submeshes.part(place).device.usable_memory_bytes for place in places)

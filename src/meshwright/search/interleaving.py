@@ -79,11 +79,6 @@ class Interleaving:
         self._cut: dict[tuple[int, int, int], StageCosts] = {}
 
     @property
-    def costs(self) -> list[StageCosts]:
-        """Of the programs that were cut anew."""
-        return list(self._cut.values())
-
-    @property
     def _asked(self) -> bool:
         """Whether nothing but interleaved stages will do, or their number is given: all ways are tried then."""
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
@@ -208,7 +203,8 @@ class Interleaving:
             if rough is not None and rough.seconds * _ALIKE_AT_MOST >= below_seconds:
                 raise TooSlow(rough.seconds * _ALIKE_AT_MOST)
         found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
-        return next((one for one in found if one is not None), rough)
+        first = next((one for one in found if one is not None), None)
+        return min((one for one in (first, rough) if one is not None), key=lambda one: one.seconds, default=None)
 
     def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
         """Seconds that the busiest rank takes for its stages alone, by estimates of the ranges that they would have; 0

@@ -309,7 +309,8 @@ class LimitedProblem(IntraOpProblem):
         if passing is None:
             return known.found
         improvement, in_flight = Improvement(self.problem(limit_bytes)), self.in_flight
-        solution, price, cheap, dear = known.found, known.price, 0.0, inf
+        solution, cheap, dear = known.found, 0.0, inf
+        price = known.price or _FIRST_PRICES[0] * self.fastest.bound / limit_bytes
         for _ in range(_ROUNDS_OF_MESSAGES):
             at_price, found = passing.at(price, in_flight)
             bound = max(bound, at_price.bound - _paid(price, limit_bytes))

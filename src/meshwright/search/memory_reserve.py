@@ -59,6 +59,7 @@ class _Missed:
 
     Args:
       microbatches: of the plan.
+      rank: its number.
       last: whether it has the last layer.
       plain: whether some stage of it computes nothing again, and it has not the last layer.
       counted: bytes on a device.
@@ -68,6 +69,7 @@ class _Missed:
     """
 
     microbatches: int
+    rank: int
     last: bool
     plain: bool
     counted: float
@@ -100,6 +102,18 @@ class MissedMemory:
         )
         return MemoryReserve(inner, final, self._margin, plain)
 
+    def limit_of_rank(self, microbatches: int, rank: int, usable_bytes: float) -> float:
+        """Bytes that may be counted on a device of one rank, where all plans have the same ranks: all of it before
+        anything is known to be missed there, since what is counted too high may fit all the same.
+
+        Args:
+          microbatches: of the plans.
+          rank: its number.
+          usable_bytes: of a device.
+        """
+        missed = self._of(microbatches, [one for one in self._missed if one.rank == rank])
+        return max(usable_bytes / self._margin - missed, 1.0) if missed else usable_bytes
+
     def _of(self, microbatches: int, missed: Sequence[_Missed]) -> float:
         reserve = 0.0
         for one in missed:
@@ -125,7 +139,8 @@ class MissedMemory:
                 last = rank == len(peaks) - 1
                 self._missed.append(
                     _Missed(
-                        microbatches=microbatches, last=last, plain=keeps and not last, counted=seen, peak=peak,
+                        microbatches=microbatches, rank=rank, last=last,
+                        plain=keeps and not last, counted=seen, peak=peak,
                         usable=most, before=self._too_large[microbatches],
                     )
                 )  # fmt: skip

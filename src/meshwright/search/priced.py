@@ -296,7 +296,7 @@ class Passing:
         best = allowed.restore(tuple(choices[:, 0].tolist())) if np.isfinite(totals[0]) else None
         decoded = allowed.restore(self._messages.decode(costs))
         found = [decoded, best] if best is not None else [decoded]
-        return Priced(choices=best, bound=apart + passed + float(bounds[0])), found
+        return Priced(choices=best, bound=apart + passed + float(bounds[0]), share=0.0), found
 
 
 def _paid(held: np.ndarray, at: np.ndarray) -> np.ndarray:
