@@ -52,8 +52,6 @@ def interleaved(
         for number, (first, last) in enumerate(ranges):
             place, limit = places[number % ranks], limits[number % ranks]
             option = solved_in_turn(costs, first, last, place, in_flight[number], chunks, limit)
-            if option is None and in_flight is ways[0]:
-                return  # with more in flight hardly anything fits
             if option is None:
                 break
             stages.append(PlacedStage(first, last, place, option))
