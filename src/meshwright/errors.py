@@ -36,7 +36,13 @@ class StepError(PlanError, TypeError):
 
 
 class MemoryExceeded(PlanError):
-    """Nothing that was asked for fits a device's memory."""
+    """Nothing that was asked for fits a device's memory.
+
+    Attributes:
+      proven: whether no plan fits; else all that were tried were too large, and the search was given up.
+    """
+
+    proven = True
 
     def but(self, reason: str) -> MemoryExceeded:
         """The same refusal with what stands against the next thing to try."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .errors import PlanError
+from .errors import MemoryExceeded, PlanError
 from .microbatch_counts import microbatch_counts
 from .plan_request import DEFAULT_METHOD, Planning, PlanOptions, PlanRequest
 from .program.expected import Unexpected
@@ -122,6 +122,7 @@ def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Plannin
 
     def find(missed: MissedMemory) -> SearchResult:
         asked.tell(f"searching by {search.name}")
+        considered.clear()
         space.reserve_again()
         seconds = max(_SHARE * asked.left_seconds, _LEAST_SHARE * asked.time_limit_seconds)
         budget = Budget(seconds=seconds)
@@ -131,7 +132,8 @@ def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Plannin
             considered.append(f"{choice_words(space, best.choice)}: {best.seconds:.6g} s, after {spent}")
         made = space.plan(best.choice, gap=best.gap) if best is not None else None
         if made is None:
-            raise PlanError(
+            kind = PlanError if budget.over else MemoryExceeded
+            raise kind(
                 refused=f"the search method {search.name}", got=f"no plan that fits in {seconds:.3g} s",
                 needed="more time, more memory, or another method", where="method=",
                 try_=f"method={DEFAULT_METHOD!r}",

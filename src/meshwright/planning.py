@@ -396,7 +396,11 @@ def _any_stages(asked: PlanRequest) -> Planning:
         try:
             return plan_stages(asked, None)
         except NothingFaster:
-            return plan_one_stage(replace(asked, microbatches=None))
+            one = plan_one_stage(replace(asked, microbatches=None))
+            if asked.microbatches in (None, 1):
+                return one
+            note = f"the {asked.microbatches} microbatches are not used: one stage takes the batch at once"
+            return replace(one, plan=replace(one.plan, notes=(*one.plan.notes, note)))
     count = asked.microbatches if asked.microbatches is not None else 1
     program = asked.program(count)
     if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
@@ -421,6 +425,8 @@ def _any_stages(asked: PlanRequest) -> Planning:
             return one.unfinished("several stages: broken off, out of time", least)
         if isinstance(nothing, NothingFaster):
             one = one.beside(nothing.least_seconds)
+        elif not nothing.proven:
+            return one.unfinished("several stages: all that were tried are too large", asked.least_work_seconds)
         return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
     except PlanError as error:
         return replace(one, considered=(*one.considered, f"several stages: {error}"))

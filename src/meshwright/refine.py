@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from .cluster import Device
 from .errors import MemoryExceeded, size_words
@@ -32,21 +33,37 @@ _ATTEMPTS = 12
 _LATE_ATTEMPTS = 3
 
 
+class _TooLarge(NamedTuple):
+    """A plan that was too large, by the rank that exceeds its memory the most.
+
+    Args:
+      share: of what a device of it can hold, what it needs.
+      needed_bytes: on a device, with what is to spare.
+      usable_bytes: of a device.
+      microbatches: of the plan.
+    """
+
+    share: float
+    needed_bytes: float
+    usable_bytes: float
+    microbatches: int
+
+
 class Refinement:
     """The loop for one request on one cluster. What plans have shown to be missed stays known between runs.
 
     Args:
-      device: what a plan has to fit on; of several kinds the platform is what counts.
+      device: what plans are for; of several kinds any, since their platform is what counts.
       tell: called with a few words before programs are traced.
 
     Attributes:
       missed: what a search may not count.
-      leanest: of the plans that were too large, the one whose fullest device has to have the least memory.
+      leanest: of the plans that were too large, the one that exceeds the memory of its fullest device the least.
     """
 
     def __init__(self, device: Device, tell: Callable[[str], None] = lambda text: None) -> None:
         self.missed = MissedMemory(MARGIN)
-        self.leanest: tuple[float, Plan] | None = None
+        self.leanest: _TooLarge | None = None
         self._device, self._tell = device, tell
         self._counted: dict[Hashable, StageMemory] = {}
 
@@ -82,7 +99,9 @@ class Refinement:
             plan = written_out(found.plan, found.program, self._device.platform, counted=self._counted)
             if self._fits(plan, held_bytes(found.plan)):
                 return replace(found, plan=plan)
-        raise exceeded()
+        given_up = exceeded()
+        given_up.proven = False
+        raise given_up
 
     def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
         """Whether a plan fits that was written out; else what the search missed is learned.
@@ -94,18 +113,21 @@ class Refinement:
         peaks, usable = held_bytes(plan), usable_bytes(plan)
         if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
             return True
-        if self.leanest is None or MARGIN * max(peaks) < self.leanest[0]:
-            self.leanest = MARGIN * max(peaks), plan
+        share, rank = max(
+            (MARGIN * peak / most, rank) for rank, (peak, most) in enumerate(zip(peaks, usable, strict=True))
+        )
+        if self.leanest is None or share < self.leanest.share:
+            self.leanest = _TooLarge(share, MARGIN * peaks[rank], usable[rank], plan.microbatches)
         self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         return False
 
     def _exceeded(self, what: str, where: str, try_: str) -> MemoryExceeded:
         assert self.leanest is not None  # a plan was too large
-        needed, plan = self.leanest
+        lean = self.leanest
         return MemoryExceeded(
-            refused=what, got=f"{size_words(self._device.usable_memory_bytes)} usable on a device",
-            needed=f"about {size_words(needed)} on a device, the predicted peak of the leanest plan found with "
-            f"{plan.microbatches} microbatches",
+            refused=what, got=f"{size_words(lean.usable_bytes)} usable on a device",
+            needed=f"about {size_words(lean.needed_bytes)} on a device, the predicted peak of the leanest plan found "
+            f"with {lean.microbatches} microbatches",
             where=where, try_=try_,
         )  # fmt: skip
 

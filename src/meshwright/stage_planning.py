@@ -27,15 +27,11 @@ from .replica_planning import REPLICAS
 from .search.memory_reserve import MissedMemory
 from .search.parameters import parameter_infos
 from .search.pipeline import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
-from .search.stage_request import INTERLEAVED
+from .search.stage_request import INTERLEAVED, SMALL_PROGRAM
 from .search.submeshes import Submeshes
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 from .step_programs import StepPrograms
-
-# One stage of a program that runs up to this many operators is planned first: it is soon done, and bounds the search
-# for more. A larger program is one for several stages.
-_SMALL_PROGRAM = 1200
 
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
 # there is, are a beginning and seldom the best.
@@ -46,8 +42,8 @@ _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "infe
 
 
 def is_large(program: Program) -> bool:
-    """Whether a program is planned for several stages at once: a plan of one stage is not soon found."""
-    return program.graph.runs > _SMALL_PROGRAM
+    """Whether a program is one for several stages, unless it fits in few microbatches."""
+    return program.graph.runs > SMALL_PROGRAM
 
 
 def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = float("inf")) -> Planning:
@@ -172,7 +168,7 @@ def _least_told(asked: PlanRequest, error: NothingFaster | MemoryExceeded) -> fl
     """What plans in an order of the hosts take at least in which there is none."""
     if isinstance(error, NothingFaster):
         return error.least_seconds
-    return inf if asked.left_seconds > 0 else asked.least_work_seconds
+    return inf if error.proven and asked.left_seconds > 0 else asked.least_work_seconds
 
 
 def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:

@@ -92,15 +92,19 @@ def test_one_is_traced_if_none_has_been() -> None:
         assert counts == ([4] if asked else [8])
 
 
-def test_a_number_that_says_nothing_is_followed_by_one_that_does() -> None:
-    """A microbatch of one sample has dims of another structure."""
-    target = zoo.registry.build("gpt-tiny", global_batch=16)
-    traces, args = Traces(target.step), (target.example_state, target.example_batch)
-    asked: Any = SimpleNamespace(
+def request(traces: Traces, args: Any) -> Any:
+    return SimpleNamespace(
         traces=traces, args=args, batch_axis=0, schedule=None, expectations=Expectations(), tell=lambda text: None,
         program=lambda count: traces.program(args, microbatches=count),
         is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
     )  # fmt: skip
+
+
+def test_a_number_that_says_nothing_is_followed_by_one_that_does() -> None:
+    """A microbatch of one sample has dims of another structure."""
+    target = zoo.registry.build("gpt-tiny", global_batch=16)
+    traces, args = Traces(target.step), (target.example_state, target.example_batch)
+    asked = request(traces, args)
     programs = StepPrograms(asked, None, [1, 2, 4, 8, 16])
     for count in (16, 2, 8):
         assert programs[count].microbatches == count
@@ -126,11 +130,7 @@ def test_two_that_are_alike_are_extrapolated_where_the_fewest_microbatches_are_m
     weights = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 4
     batch = {"x": jax.ShapeDtypeStruct((64, 32), jnp.float32), "mask": jax.ShapeDtypeStruct((64,), jnp.bool_)}
     traces, args = Traces(step), (weights, batch)
-    asked: Any = SimpleNamespace(
-        traces=traces, args=args, batch_axis=0, schedule=None, expectations=Expectations(), tell=lambda text: None,
-        program=lambda count: traces.program(args, microbatches=count),
-        is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
-    )  # fmt: skip
+    asked = request(traces, args)
     programs = StepPrograms(asked, None, [1, 2, 4, 8, 16])
     for count in (4, 8, 16, 2):
         assert programs[count].layers == programs[4].layers

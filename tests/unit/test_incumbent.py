@@ -113,7 +113,7 @@ def test_rematerialisation_that_is_ruled_out_is_in_no_preset(prices: PresetPrice
 
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every program be planned as large ones that do not fit in few microbatches are: for several stages first."""
-    monkeypatch.setattr(stage_planning, "_SMALL_PROGRAM", 0)
+    monkeypatch.setattr(stage_planning, "SMALL_PROGRAM", 0)
     monkeypatch.setattr(planning_module, "fits_in_few", lambda asked: False)
 
 

@@ -26,7 +26,6 @@ def test_what_a_plan_misses_is_reserved_in_the_next_search(monkeypatch: pytest.M
         if not refused:
             peaks = held_bytes(plan)
             refused.append(max(peaks))
-            self.leanest = max(peaks), plan
             self.missed.learn(plan.microbatches, counted, peaks, [0.9 * one for one in peaks], [False] * len(peaks))
             return False
         return fits(self, plan, counted)

@@ -30,7 +30,7 @@ from .stage_solver import meshes_of
 from .ways import Variant, Way
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
-_SMALL_PROGRAM = 150
+THREE_AXES_OPERATORS = 150
 
 # What a problem gets at least when the time is over, so that there is a plan at all; and at most.
 _LEAST_SECONDS, _MOST_SECONDS = 1.0, 20.0
@@ -374,7 +374,7 @@ def _weight(one: _Solved) -> float:
 def _meshes(request: SearchRequest) -> tuple[LogicalMesh, ...]:
     if request.mesh:
         return tuple(request.cluster.logical_mesh(sizes, names) for names, sizes in request.mesh)
-    return meshes_of(request.cluster, (), max_axes=3 if len(request.graph.operators) <= _SMALL_PROGRAM else 2)
+    return meshes_of(request.cluster, (), max_axes=3 if len(request.graph.operators) <= THREE_AXES_OPERATORS else 2)
 
 
 def _nothing_fits(request: SearchRequest, count: int, least: float) -> MemoryExceeded:

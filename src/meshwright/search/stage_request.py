@@ -16,6 +16,10 @@ from .pins import Pins
 from .stage_solver import WantedMesh
 from .submeshes import Submesh, Submeshes
 
+# A program that runs more operators is one for several stages; up to this many, one stage is soon planned, and bounds
+# the search for more.
+SMALL_PROGRAM = 1200
+
 # The schedule of stages that share their devices.
 INTERLEAVED = "interleaved_one_f_one_b"
 

@@ -18,18 +18,13 @@ from .choice import Choice, LayoutNumbers, StageChoice, Structures
 from .choices import OperatorChoice
 from .layouts import Layouts
 from .memory_reserve import MemoryReserve, nothing_reserved
+from .one_stage import GAP as GAP, THREE_AXES_OPERATORS
 from .solved_stage import SolvedStage
 from .stage_costs import StageCosts
 from .stage_problem import StageProblem
 from .stage_request import StageRequest, check_layers, check_request, placements
 from .stage_solver import Kinds, Place, WantedMesh, meshes_of
 from .submeshes import Submesh, Submeshes
-
-# Three-axis meshes are tried on programs of up to this many operators, as in `one_stage`.
-_SMALL_PROGRAM = 150
-
-# To this relative gap the integer program solves layouts that are left to it, as in `one_stage`.
-GAP = 2e-3
 
 # The integer program may take so long for one stage, beyond what prices of memory find; seconds.
 SECONDS_PER_SOLVE = 20.0
@@ -150,7 +145,7 @@ class StageSpace:
         """Of the only stage of a plan: of a small program also meshes of three axes."""
         if self.request.mesh:
             return self.request.mesh
-        small = len(self.program(self.structures.counts[0]).graph.operators) <= _SMALL_PROGRAM
+        small = len(self.program(self.structures.counts[0]).graph.operators) <= THREE_AXES_OPERATORS
         found = meshes_of(self.cluster, (), max_axes=3 if small else 2)
         return [(tuple(a.name for a in one.axes), tuple(a.size for a in one.axes)) for one in found]
 

@@ -6,14 +6,19 @@ of partitioners decide; what nobody has decided is what is fastest with that (`L
 
 from __future__ import annotations
 
-from math import isfinite
+from collections.abc import Generator
+from math import inf, isfinite
 from typing import NamedTuple
 
 from ..choice import Choice, Option, Partial
 from ..space import Price, Space
+from .search import Budget, Found, Incumbent
 
 # So many parameters of a stage are decided one by one: a transformer's layer has about so many matrices.
 PARAMETERS = 6
+
+# What the solver has for the parameters that nobody has decided: little, since hundreds of choices are tried.
+_MOST_SECONDS, _LEAST_SECONDS = 5.0, 0.1
 
 # What a choice counts for more for each device's worth of memory that it is over.
 _EXCESS = 4.0
@@ -95,6 +100,25 @@ class Decisions:
                 choice = choice.with_stage(number, stage._replace(layouts=layouts))
             self._completed[state] = choice
         return self._completed[state]
+
+    def tried(self, state: State, budget: Budget, best: Incumbent) -> Generator[Found, None, float]:
+        """Price the choice of a complete state, and yield it where it is the best so far.
+
+        Args:
+          state: complete.
+          budget: of the run.
+          best: of the run.
+
+        Returns:
+          Its seconds, with what it counts for more where it does not fit; infinite where it has no layouts.
+        """
+        choice = self.choice(state, max(min(budget.left_seconds, _MOST_SECONDS), _LEAST_SECONDS))
+        if choice is None:
+            budget.evaluations += 1
+            return inf
+        price = budget.price(self.space, choice)
+        yield from best.offer(choice, price)
+        return weight(price)
 
     def _nodes(self, state: State) -> list[tuple[int, int]]:
         """The stage and the node of each parameter that is decided."""

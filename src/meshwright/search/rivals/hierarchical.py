@@ -24,11 +24,9 @@ from ..pipeline import StageSearch
 from ..result import NothingFaster
 from ..solved_stage import SolvedStage
 from ..space import Space
+from ..stage_request import SMALL_PROGRAM
 from ..submeshes import Submesh
 from .search import Budget, Found, Incumbent
-
-# Programs that run more operators than these are for several stages, as in planning.
-_SMALL_PROGRAM = 1200
 
 # The first of the two searches may take this share of the time.
 _FIRST_SHARE = 0.5
@@ -52,7 +50,7 @@ class Hierarchical:
             searches.append(_one_stage)
         if space.cluster.num_devices > 1 and (counts is None or counts != {1}):
             searches.append(_several_stages)
-        if space.program(space.structures.counts[0]).graph.runs > _SMALL_PROGRAM:
+        if space.program(space.structures.counts[0]).graph.runs > SMALL_PROGRAM:
             searches.reverse()
         for number, search in enumerate(searches):
             left = budget.left_seconds * (_FIRST_SHARE if number + 1 < len(searches) else 1.0)

@@ -20,7 +20,7 @@ from math import exp, inf, isfinite, log, sqrt
 
 from ..choice import Option, Partial
 from ..space import Space
-from .decisions import Decisions, State, weight
+from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 
 # Of the upper confidence bound, where values are between 0 and 1; the theory's sqrt(2) explores too much for some
@@ -67,14 +67,7 @@ class MCTS:
                     option = max(options, key=lambda one: _promise(node, node.after[one], least, most))
                     path.append(node.after[option])
                 state = decisions.decide(state, option)
-            choice = decisions.choice(state, max(min(budget.left_seconds, 5.0), 0.1))
-            seconds = inf
-            if choice is None:
-                budget.evaluations += 1
-            else:
-                price = budget.price(space, choice)
-                seconds = weight(price)
-                yield from best.offer(choice, price)
+            seconds = yield from decisions.tried(state, budget, best)
             if not isfinite(seconds):
                 seconds = _NO_PLAN * exp(most) if isfinite(most) else 1.0
             value = log(seconds)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..choice import Option, Partial
 from ..space import Space
-from .decisions import Decisions, State, weight
+from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 
 # By how much a plan that is one deviation better than expected raises the logits of what was drawn; the share that each
@@ -51,14 +51,7 @@ class Reinforce:
                 number, probabilities = policy.draw(about, labels)
                 drawn.append((about, labels, number, probabilities))
                 state = decisions.decide(state, options[number])
-            choice = decisions.choice(state, max(min(budget.left_seconds, 5.0), 0.1))
-            seconds = float("inf")
-            if choice is None:
-                budget.evaluations += 1
-            else:
-                price = budget.price(space, choice)
-                seconds = weight(price)
-                yield from best.offer(choice, price)
+            seconds = yield from decisions.tried(state, budget, best)
             if isfinite(seconds):
                 slowest = max(slowest, seconds) if drawn_plans else seconds
             reward = -log(seconds if isfinite(seconds) else _NO_PLAN * slowest)
