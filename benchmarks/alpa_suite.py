@@ -59,8 +59,8 @@ from meshwright.program.batch import batch_extents
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces, traces_of
 from meshwright.refine import held_bytes, written_out
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pipeline import StageRequest, search_stages
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.driver import StageRequest, search_stages
 
 # Predicted peaks are a few percent off at times: as in planning, this much of a device stays free.
 MARGIN = 1.04

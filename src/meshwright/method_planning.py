@@ -15,12 +15,12 @@ from .program.expected import Unexpected
 from .refine import Refinement
 from .report.table import format_seconds
 from .search.alternative import one_stage_words, stages_words
-from .search.choice import Choice
-from .search.memory_reserve import MissedMemory
+from .search.pipelines.request import INTERLEAVED, SIMULATED
 from .search.result import SearchResult
 from .search.rivals import Budget, Found, Search, search_named
-from .search.space import Space
-from .search.stage_request import INTERLEAVED, SIMULATED
+from .search.space.choice import Choice
+from .search.space.space import Space
+from .search.stages.reserve import MissedMemory
 from .stage_planning import stage_request
 from .step_programs import StepPrograms
 

@@ -23,10 +23,10 @@ from .program.traces import Traces
 from .schedule import WORTH_SPLITTING
 from .search.alternative import Alternative, merged, one_stage_words, stages_words
 from .search.best_known import gap_of
-from .search.least_work import least_work_seconds
-from .search.pins import Pins
+from .search.inter.submeshes import Submesh, Submeshes
+from .search.prices.least_work import least_work_seconds
+from .search.restrictions.pins import Pins
 from .search.result import SearchResult
-from .search.submeshes import Submesh, Submeshes
 from .simulate.of_plan import plan_schedule
 
 # The search method that is taken where none is named, by its name.

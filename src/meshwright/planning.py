@@ -37,10 +37,10 @@ from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .replicated_work import replicated_work
 from .runtime.devices import named_devices
 from .search.alternative import TOO_LITTLE, Alternative, merged
-from .search.pins import Pins
-from .search.pipeline import NothingFaster
-from .search.roles import Roles
-from .search.stage_request import check_remat
+from .search.pipelines.driver import NothingFaster
+from .search.pipelines.request import check_remat
+from .search.restrictions.pins import Pins
+from .search.restrictions.roles import Roles
 from .stage_planning import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 

@@ -14,7 +14,7 @@ from .program.batch import batch_extents
 from .program.equal_stages import main_scan
 from .search.alternative import Alternative, merged, preset_words
 from .search.considered import said_once
-from .search.pins import Pins
+from .search.restrictions.pins import Pins
 from .search.result import NothingFaster
 
 # Presets may be looked at for this share of the time, or for so many seconds of it: where there is little, one of them

@@ -20,8 +20,8 @@ from .program.trace import Program
 from .runtime.local_step import LocalStep
 from .runtime.pipeline.local_stages import LocalStages
 from .runtime.pipeline.stage_memory import StageMemory
-from .search.memory_reserve import MissedMemory
 from .search.result import SearchResult
+from .search.stages.reserve import MissedMemory
 
 # A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
 MARGIN = 1.04

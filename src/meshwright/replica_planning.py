@@ -15,10 +15,10 @@ from .plan_request import Planning, PlanRequest, in_cluster
 from .program.staged import staged_program
 from .refine import Refinement
 from .runtime.pipeline.local_stages import check_replicas
-from .search.memory_reserve import MissedMemory
-from .search.parameters import parameter_infos
-from .search.replicas import ReplicaRequest, Replicas, like_groups
+from .search.intra.parameters import parameter_infos
+from .search.pipelines.replicas import ReplicaRequest, Replicas, like_groups
 from .search.result import NothingFaster, SearchResult
+from .search.stages.reserve import MissedMemory
 
 REPLICAS = "replicas"
 

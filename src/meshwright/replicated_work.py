@@ -33,8 +33,8 @@ from .program.residuals import is_stored
 from .program.rules import ReplicationWarning
 from .report.table import format_seconds
 from .runtime.plan_fits import algorithms_of
-from .search.operator_kernels import KernelsOf
-from .search.roles import Roles
+from .search.prices.kernels import KernelsOf
+from .search.restrictions.roles import Roles
 
 # A note is due where it is about this share of a step at least: about what predictions are off by
 # (docs/calibration.md), and enough to change a model or a cluster for.

@@ -23,7 +23,7 @@ from .program.traces import traces_of
 from .report.curves import Curve, curves_svg
 from .report.table import format_percent, format_seconds, format_table
 from .search.rivals import SEARCH_NAMES, Budget, Search, search_named
-from .search.space import Space
+from .search.space.space import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

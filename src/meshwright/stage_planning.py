@@ -24,11 +24,11 @@ from .program.staged import StagedProgram
 from .program.trace import Program
 from .refine import Refinement
 from .replica_planning import REPLICAS
-from .search.memory_reserve import MissedMemory
-from .search.parameters import parameter_infos
-from .search.pipeline import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
-from .search.stage_request import INTERLEAVED, SMALL_PROGRAM
-from .search.submeshes import Submeshes
+from .search.inter.submeshes import Submeshes
+from .search.intra.parameters import parameter_infos
+from .search.pipelines.driver import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
+from .search.pipelines.request import INTERLEAVED, SMALL_PROGRAM
+from .search.stages.reserve import MissedMemory
 from .sharding import Spec, convert
 from .simulate import simulate_plan
 from .step_programs import StepPrograms

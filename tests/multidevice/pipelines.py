@@ -20,13 +20,13 @@ from meshwright.program.inference import trace_inference
 from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import Program, trace_program
 from meshwright.runtime.pipeline.step import PipelinedStep
-from meshwright.search.inter_op_problem import PlacedStage
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pins import Pins
-from meshwright.search.stage_costs import StageCosts
-from meshwright.search.staged_plan import assemble
-from meshwright.search.staged_timing import best_schedule, staged_timing
-from meshwright.search.submeshes import Submesh, Submeshes
+from meshwright.search.inter.problem import PlacedStage
+from meshwright.search.inter.submeshes import Submesh, Submeshes
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.assembly import assemble
+from meshwright.search.pipelines.timing import best_schedule, staged_timing
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.costs import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

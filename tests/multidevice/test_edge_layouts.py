@@ -15,7 +15,7 @@ from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.pipeline.transport import PlannedTransport
 from meshwright.runtime.resharding.layouts import block_boxes
-from meshwright.search import staged_timing
+from meshwright.search.pipelines import timing as staged_timing
 
 BOXES = frozenset[tuple[Any, Any]]
 

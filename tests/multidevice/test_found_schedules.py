@@ -14,8 +14,8 @@ from meshwright.cluster import load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.pipeline.step import PipelinedStep
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pipeline import StageRequest, search_stages
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.driver import StageRequest, search_stages
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,17 @@ from functools import cache
 from math import inf
 from typing import Any
 
+from meshwright.search.space.space import Space
+
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.search.choice import Choice
-from meshwright.search.parameters import parameter_infos
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.request import StageRequest
 from meshwright.search.rivals import Budget
 from meshwright.search.rivals.exhaustive import Exhaustive
-from meshwright.search.space import Space
-from meshwright.search.stage_request import StageRequest
+from meshwright.search.space.choice import Choice
 from meshwright.solve import Infeasible, Problem, solve_by_milp
 from meshwright.zoo import gpt, moe
 

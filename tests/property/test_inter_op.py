@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.search.inter_op import solve_inter_op
-from meshwright.search.inter_op_problem import ORDERS, Crossing, InterOpProblem, Option, Order
-from meshwright.search.submeshes import Submesh
+from meshwright.search.inter.dynamic_program import solve_inter_op
+from meshwright.search.inter.problem import ORDERS, Crossing, InterOpProblem, Option, Order
+from meshwright.search.inter.submeshes import Submesh
 
 Plan = list[tuple[int, int, Submesh, Option]]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_problems import small_problem
 
-from meshwright.search import priced
-from meshwright.search.priced import PricedProblem
+from meshwright.search.intra import priced
+from meshwright.search.intra.priced import PricedProblem
 from meshwright.solve import Infeasible, Problem, Unsolved
 
 PRICES = [(0.1, 2), (0.0, 1), (3.0, 2), (0.5, 2), (0.5, 7), (1.0, 2), (50.0, 7)]

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshwright.search.one_stage.driver import OneStageSearch
+from meshwright.search.one_stage.plan import SearchRequest
 
 import meshwright as mw
 from meshwright.cluster import Cluster, Device, Host, Link
@@ -25,15 +27,13 @@ from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
 from meshwright.program.residuals import is_fusible, kept_in_one_program, needed_again, read_by_backward
 from meshwright.program.trace import trace_program
-from meshwright.search import intra_op
-from meshwright.search.choices import values_of_parameters
-from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
-from meshwright.search.limited import LimitedProblem
-from meshwright.search.one_stage import OneStageSearch
-from meshwright.search.one_stage_plan import SearchRequest
-from meshwright.search.pins import Pins
-from meshwright.search.wiring import wiring_of_one_program
-from meshwright.search.workspace import workspace_of
+from meshwright.search.intra import problem as intra_op
+from meshwright.search.intra.limited import LimitedProblem
+from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
+from meshwright.search.intra.wiring import wiring_of_one_program
+from meshwright.search.intra.workspace import workspace_of
+from meshwright.search.prices.choices import values_of_parameters
+from meshwright.search.restrictions.pins import Pins
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
 

@@ -16,7 +16,7 @@ import pytest
 import meshwright as mw
 from meshwright import presets
 from meshwright.cluster import Cluster
-from meshwright.search.submeshes import Submeshes
+from meshwright.search.inter.submeshes import Submeshes
 
 ADAM = optax.adam(1e-3)
 

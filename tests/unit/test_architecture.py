@@ -144,8 +144,11 @@ def test_a_wrong_order_is_found(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("meshwright/search/intra_op.py", "from ..plan import Plan\nfrom .layers import cut\nfrom . import layers"),
-        ("meshwright/search/intra_op.py", "import numpy as np\nfrom meshwright._jax.grad import value_and_grad"),
+        (
+            "meshwright/search/result.py",
+            "from ..plan import Plan\nfrom .layers import cut\nfrom . import layers",
+        ),
+        ("meshwright/search/intra/problem.py", "import numpy as np\nfrom meshwright._jax.grad import value_and_grad"),
         ("meshwright/cli.py", "from meshwright import __version__, api"),
         ("meshwright/plan/parts/stage.py", "from ..validate import check\nfrom ...sharding import Spec"),
     ],

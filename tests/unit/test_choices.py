@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from meshwright.program.factors import Factor, Rule
-from meshwright.search.choices import Choices, OperatorChoice
+from meshwright.search.prices.choices import Choices, OperatorChoice
 from meshwright.sharding import algorithms, splits_of
 
 MESHES = ({"x": 8}, {"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 4, "y": 6})

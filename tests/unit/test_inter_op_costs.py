@@ -20,18 +20,18 @@ from meshwright.program.cut import Cutter
 from meshwright.program.rules import Rules
 from meshwright.program.staged import StagedProgram, merge_scans, staged_program
 from meshwright.program.trace import trace_program
-from meshwright.search.inter_op_problem import Crossing
-from meshwright.search.intra_op import IntraOpProblem
-from meshwright.search.limited import LimitedProblem
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pins import Pins
-from meshwright.search.priced import Priced
-from meshwright.search.program_parts import in_parts
-from meshwright.search.solved_stage import better_of
-from meshwright.search.stage_costs import StageCosts, option_of
-from meshwright.search.stage_problem import StageProblem
-from meshwright.search.stage_solver import Place
-from meshwright.search.submeshes import Submesh, Submeshes
+from meshwright.search.inter.problem import Crossing
+from meshwright.search.inter.submeshes import Submesh, Submeshes
+from meshwright.search.intra.limited import LimitedProblem
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.intra.priced import Priced
+from meshwright.search.intra.problem import IntraOpProblem
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.costs import StageCosts, option_of
+from meshwright.search.stages.parts import in_parts
+from meshwright.search.stages.problem import StageProblem
+from meshwright.search.stages.solved import better_of
+from meshwright.search.stages.solver import Place
 from meshwright.solve import Problem, solve
 from meshwright.zoo import registry
 

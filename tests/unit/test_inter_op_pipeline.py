@@ -22,10 +22,8 @@ from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep
 from meshwright.schedule import Edge, check_schedule, make_schedule
 from meshwright.search import best_known
-from meshwright.search.memory_reserve import MemoryReserve
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pins import Pins
-from meshwright.search.pipeline import (
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.driver import (
     SIMULATED,
     NothingFaster,
     SearchResult,
@@ -33,6 +31,8 @@ from meshwright.search.pipeline import (
     StageSearch,
     search_stages,
 )
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.reserve import MemoryReserve
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
 from meshwright.zoo import registry
 

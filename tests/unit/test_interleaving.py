@@ -15,22 +15,22 @@ from meshwright.errors import PlanError
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
-from meshwright.search import interleaving
-from meshwright.search.inter_op_problem import Option, PlacedStage
-from meshwright.search.interleaved_stages import give_what_is_left, interleaved
-from meshwright.search.interleaving import (
+from meshwright.search.inter.problem import Option, PlacedStage
+from meshwright.search.inter.submeshes import Submesh, Submeshes
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.intra.workspace import held_together
+from meshwright.search.pipelines import interleaving
+from meshwright.search.pipelines.interleaved_stages import give_what_is_left, interleaved
+from meshwright.search.pipelines.interleaving import (
     Interleaving,
     TooSlow,
     _missed,
     _Tried,
 )
-from meshwright.search.memory_reserve import MemoryReserve
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pins import Pins
-from meshwright.search.stage_costs import StageCosts
-from meshwright.search.stage_request import INTERLEAVED
-from meshwright.search.submeshes import Submesh, Submeshes
-from meshwright.search.workspace import held_together
+from meshwright.search.pipelines.request import INTERLEAVED
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.costs import StageCosts
+from meshwright.search.stages.reserve import MemoryReserve
 from meshwright.zoo import registry
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 4

@@ -22,9 +22,9 @@ from meshwright.program.traces import traces_of
 from meshwright.refine import written_out
 from meshwright.runtime.loop_residuals import chooses
 from meshwright.schedule import make_schedule
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pipeline import StageRequest, search_stages
-from meshwright.search.staged_timing import StagedTiming
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.driver import StageRequest, search_stages
+from meshwright.search.pipelines.timing import StagedTiming
 from meshwright.simulate import StageTiming, Timing
 from meshwright.zoo import Target, gpt, llama
 

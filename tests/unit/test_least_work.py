@@ -12,7 +12,7 @@ from meshwright import value_and_grad, zoo
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.program.traces import traces_of
-from meshwright.search.least_work import least_work_seconds
+from meshwright.search.prices.least_work import least_work_seconds
 
 MODELS = ["gpt-tiny", "wresnet-tiny", "moe-tiny", "mlp-tiny"]
 OTHERS = ["tpu-v5e:8", "p3.16xlarge:1+p4d.24xlarge:1"]

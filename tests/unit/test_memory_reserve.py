@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.search.memory_reserve import MissedMemory
+from meshwright.search.stages.reserve import MissedMemory
 
 USABLE = 16e9
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.search.inter_op import solve_inter_op
-from meshwright.search.inter_op_problem import InterOpProblem, Option
-from meshwright.search.memory_reserve import MemoryReserve, nothing_reserved
-from meshwright.search.microbatch_bounds import MicrobatchBounds
-from meshwright.search.submeshes import Submesh
+from meshwright.search.inter.dynamic_program import solve_inter_op
+from meshwright.search.inter.problem import InterOpProblem, Option
+from meshwright.search.inter.submeshes import Submesh
+from meshwright.search.pipelines.microbatch_bounds import MicrobatchBounds
+from meshwright.search.stages.reserve import MemoryReserve, nothing_reserved
 
 STAGES = 8
 COUNTS = [1, 2, 4, 8, 16, 32, 64, 128]

@@ -20,8 +20,8 @@ from meshwright.presets import gpipe
 from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import trace_program
 from meshwright.report.explain import explain_plan
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pipeline import StageRequest, search_stages
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.pipelines.driver import StageRequest, search_stages
 
 SLOW = Device(
     kind="slow", peak_flops={"float32": 10e12}, memory_bytes=64e9, memory_bandwidth_bytes_per_second=1e12,
@@ -131,7 +131,7 @@ def test_no_order_and_no_stages_are_faster() -> None:
 
 def _is_row(cluster: Cluster, sizes: tuple[int, ...]) -> bool:
     """Whether stages of so many devices, one after the other, lie on submeshes."""
-    from meshwright.search.submeshes import Submesh, Submeshes
+    from meshwright.search.inter.submeshes import Submesh, Submeshes
 
     stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     pieces = Submeshes(cluster)

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from meshwright.search.prices.operators import prices_of
+from meshwright.search.prices.spec_row import SpecRow
 
 import meshwright as mw
 from meshwright import zoo
@@ -18,13 +20,11 @@ from meshwright.cost.kernels import ATTENTION_BACKWARD
 from meshwright.program.graph import Graph, Operator
 from meshwright.program.residuals import is_stored
 from meshwright.program.traces import Traces
-from meshwright.search.choices import operator_choices, parameter_choices
-from meshwright.search.intra_op import _signatures
-from meshwright.search.operator_kernels import KernelsOf, OperatorKernels
-from meshwright.search.parameter_prices import parameter_prices
-from meshwright.search.prices import prices_of
-from meshwright.search.product_orders import product_orders, sliced_operands
-from meshwright.search.spec_row import SpecRow
+from meshwright.search.intra.problem import _signatures
+from meshwright.search.prices.choices import operator_choices, parameter_choices
+from meshwright.search.prices.kernels import KernelsOf, OperatorKernels
+from meshwright.search.prices.parameters import parameter_prices
+from meshwright.search.prices.product_orders import product_orders, sliced_operands
 from meshwright.sharding import Algorithm, Spec, convert
 from meshwright.zoo.layers import fused_attention
 

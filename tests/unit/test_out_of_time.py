@@ -11,12 +11,14 @@ import pytest
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
 from meshwright.planning import plan_for
-from meshwright.search import inter_op, part_rows, pipeline
-from meshwright.search.inter_op_problem import InterOpProblem, Option
-from meshwright.search.microbatch_costs import MicrobatchCosts
-from meshwright.search.part_rows import OutOfTime
-from meshwright.search.pipeline import StageSearch
-from meshwright.search.submeshes import Submesh
+from meshwright.search.inter import dynamic_program as inter_op
+from meshwright.search.inter.problem import InterOpProblem, Option
+from meshwright.search.inter.submeshes import Submesh
+from meshwright.search.pipelines import driver as pipeline
+from meshwright.search.pipelines.driver import StageSearch
+from meshwright.search.pipelines.microbatch_costs import MicrobatchCosts
+from meshwright.search.stages import part_rows
+from meshwright.search.stages.part_rows import OutOfTime
 from meshwright.zoo import gpt
 
 CLUSTER = load_cluster("p3.16xlarge:1")

@@ -30,7 +30,7 @@ from meshwright.program.trace import trace_program
 from meshwright.program.traces import Traces
 from meshwright.refine import held_bytes, written_out
 from meshwright.schedule import make_schedule
-from meshwright.search.ranges import Ranges
+from meshwright.search.stages.ranges import Ranges
 from meshwright.simulate import StageTiming, Timing, simulate, simulate_plan
 from meshwright.zoo.gpt import CONFIGS as GPTS, build as build_gpt
 from meshwright.zoo.llama import CONFIGS, build as build_llama

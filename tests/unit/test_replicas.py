@@ -21,7 +21,7 @@ from meshwright.plan.io import plan_from_dict, plan_to_dict
 from meshwright.planning import plan_for
 from meshwright.report.explain import explain_plan
 from meshwright.schedule import ScheduleError, check_schedule, replicas
-from meshwright.search.replicas import like_groups, shared_out
+from meshwright.search.pipelines.replicas import like_groups, shared_out
 from meshwright.simulate import simulate_plan
 
 ARGS = ([jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 12, jax.ShapeDtypeStruct((12 * 4096, 2048), jnp.float32))

@@ -12,7 +12,7 @@ import pytest
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.resharding import Layout, Move, MoveCosts, ReshardError, cluster_network, grid_layout, plan_reshard
 from meshwright.resharding.simulate import plan_fluid_seconds
-from meshwright.search.submeshes import Submeshes
+from meshwright.search.inter.submeshes import Submeshes
 
 MEBI = 2**20
 

@@ -10,7 +10,7 @@ from meshwright import stage_planning, zoo
 from meshwright.cluster import load_cluster
 from meshwright.planning import plan_for
 from meshwright.refine import Refinement, held_bytes
-from meshwright.search.memory_reserve import MissedMemory
+from meshwright.search.stages.reserve import MissedMemory
 
 
 def test_what_a_plan_misses_is_reserved_in_the_next_search(monkeypatch: pytest.MonkeyPatch) -> None:

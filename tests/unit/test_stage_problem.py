@@ -11,13 +11,13 @@ import pytest
 from meshwright.cluster import load_cluster
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.search import limited
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pins import Pins
-from meshwright.search.priced import Priced, PricedProblem
-from meshwright.search.stage_costs import StageCosts
-from meshwright.search.stage_problem import StageProblem
-from meshwright.search.submeshes import Submeshes
+from meshwright.search.inter.submeshes import Submeshes
+from meshwright.search.intra import limited
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.intra.priced import Priced, PricedProblem
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.costs import StageCosts
+from meshwright.search.stages.problem import StageProblem
 from meshwright.solve import Problem, solve
 from meshwright.zoo import registry
 

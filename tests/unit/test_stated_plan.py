@@ -15,11 +15,11 @@ from meshwright.errors import PlanError
 from meshwright.program.batch import batch_inputs
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces
-from meshwright.search.account import account
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pins import Pins
-from meshwright.search.roles import Role, Roles
-from meshwright.search.stage_problem import StageProblem
+from meshwright.search.intra.account import account
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.roles import Role, Roles
+from meshwright.search.stages.problem import StageProblem
 from meshwright.stated import MemoryLayout, SolvedPlan, StatedPlan, price_stated, solve_stated, stage_work
 from meshwright.zoo import gpt, llama
 

@@ -19,11 +19,11 @@ from meshwright.program.graph import Graph
 from meshwright.program.residuals import kept_values
 from meshwright.program.rules import Rules
 from meshwright.program.traces import Traces
-from meshwright.search import intra_op
-from meshwright.search.intra_op import IntraOpProblem, ParameterInfo
-from meshwright.search.pins import Pins
-from meshwright.search.stage_problem import StageProblem
-from meshwright.search.wiring import wiring_of_one_program
+from meshwright.search.intra import problem as intra_op
+from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
+from meshwright.search.intra.wiring import wiring_of_one_program
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.problem import StageProblem
 
 
 def graph_of(function: Any, *shapes: tuple[int, ...]) -> Graph:

@@ -21,10 +21,10 @@ from meshwright.program.traces import traces_of
 from meshwright.refine import written_out
 from meshwright.runtime.pipeline.local_stages import LocalStages
 from meshwright.runtime.pipeline.slots import Role
-from meshwright.search.parameters import parameter_infos
-from meshwright.search.pipeline import StageRequest, search_stages
-from meshwright.search.solved_stage import in_turn
-from meshwright.search.workspace import workspace_of, worst_moments
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.intra.workspace import workspace_of, worst_moments
+from meshwright.search.pipelines.driver import StageRequest, search_stages
+from meshwright.search.stages.solved import in_turn
 from meshwright.zoo import gpt, llama
 
 FLOAT = 4

@@ -15,9 +15,9 @@ from .._jax.grad import value_and_grad
 from ..cluster import load_cluster
 from ..cost.kernels import Kernel
 from ..program.traces import Traces
-from ..search.choices import operator_choices
-from ..search.operator_kernels import OperatorKernels
-from ..search.prices import Prices
+from ..search.prices.choices import operator_choices
+from ..search.prices.kernels import OperatorKernels
+from ..search.prices.operators import Prices
 from .programs import chain_function, chain_shape, convolution
 
 

@@ -107,8 +107,8 @@ class EfficiencyProfile:
 # peak, and FlashAttention-3 of FlashAttention-2 0.35 of H100's. On CPUs attention is no kernel of its own and computes
 # what the mask leaves out too, nothing comes in tiles, and products write their right operand once more and read it:
 # without, calibrations predict their products of 32 x 256 x 256 a quarter too fast. XLA copies there what a loop
-# slices, here in one pass, and backward brings it into another order (`search.product_orders`): of 1 MiB of weights
-# both are 3 ms, where 1.5 to 4.8 are measured (`benchmarks/cpu_costs.py`).
+# slices, here in one pass, and backward brings it into another order (`search.prices.product_orders`): of 1 MiB of
+# weights both are 3 ms, where 1.5 to 4.8 are measured (`benchmarks/cpu_costs.py`).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),

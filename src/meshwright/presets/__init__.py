@@ -1,9 +1,9 @@
 """The parallelisms of the literature as restrictions of the search: `plan_for(step, args, preset=megatron(tp=2))`.
 
-A preset says what the mesh axes are for (`search.roles`), how many equal stages there are, their schedule and the ZeRO
-stage. What it leaves open (layouts inside these limits, where stages begin, microbatches, rematerialisation) is
-searched as ever, and what comes out is a plan like any other, which says in its notes what it was held to. The search
-alone can find each of these plans; `meshwright compare` shows by how much it does better.
+A preset says what the mesh axes are for (`search.restrictions.roles`), how many equal stages there are, their schedule
+and the ZeRO stage. What it leaves open (layouts inside these limits, where stages begin, microbatches,
+rematerialisation) is searched as ever, and what comes out is a plan like any other, which says in its notes what it was
+held to. The search alone can find each of these plans; `meshwright compare` shows by how much it does better.
 
 A size that is not given follows from the number of devices, if the others are given. Tensor axes lie inside: their
 devices are neighbours.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import PlanError
 from ..program.trace import Program
-from ..search.roles import Roles
+from ..search.restrictions.roles import Roles
 
 if TYPE_CHECKING:
     from .preset import Preset, PresetAxis

@@ -13,8 +13,8 @@ from math import inf
 from ..errors import MemoryExceeded, PlanError
 from ..plan import Plan
 from ..refine import Refinement
-from ..search.memory_reserve import MissedMemory
 from ..search.result import SearchResult
+from ..search.stages.reserve import MissedMemory
 from .leaner import leaner_words
 from .least import Floor
 from .preset import Preset

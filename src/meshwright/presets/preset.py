@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import PlanError
 from ..program.graph import Value
 from ..program.trace import Program
-from ..search.roles import Role, Roles
+from ..search.restrictions.roles import Role, Roles
 from . import other_sizes
 
 

@@ -7,13 +7,13 @@ from functools import cached_property
 
 from ..plan import Plan
 from ..program.staged import StagedProgram
-from ..search.inter_op_problem import PlacedStage
-from ..search.parameters import parameter_infos
-from ..search.pins import Pins
-from ..search.stage_costs import StageCosts
-from ..search.staged_plan import assemble
-from ..search.staged_timing import Scheduled, StagedTiming
-from ..search.submeshes import Submeshes
+from ..search.inter.problem import PlacedStage
+from ..search.inter.submeshes import Submeshes
+from ..search.intra.parameters import parameter_infos
+from ..search.pipelines.assembly import assemble
+from ..search.pipelines.timing import Scheduled, StagedTiming
+from ..search.restrictions.pins import Pins
+from ..search.stages.costs import StageCosts
 from .preset import Preset
 from .solved import PresetStages, free_transfers_seconds
 

@@ -3,8 +3,8 @@
 A preset with its sizes, the number of microbatches and the rematerialisation leaves next to nothing to choose. Stages
 are cut as papers cut them (`program.equal_stages`), the schedule is known, and of every operator the roles leave an
 algorithm or two. So there is no stage search here: of stages that are the same program on the same mesh one is solved
-(the first, an inner one, the last), by the problem that the stage search solves (`search.stage_solver`), and the
-schedule is simulated as it simulates one (`search.staged_timing`). A plan found under a preset and a plan found alone
+(the first, an inner one, the last), by the problem that the stage search solves (`search.stages.solver`), and the
+schedule is simulated as it simulates one (`search.pipelines.timing`). A plan found under a preset and one found alone
 have the same costs, counted in the same way, and a preset costs tenths of a second once the step is traced.
 
 What cannot win or fit is told from a part of the stages, and of few microbatches what more take at least (`least`).
@@ -25,16 +25,16 @@ from ..program.batch import batch_extents, batch_inputs
 from ..program.equal_stages import equal_stages, main_scan, unlike_stages
 from ..program.trace import Program
 from ..program.traces import Traces
-from ..search.inter_op_problem import PlacedStage
-from ..search.parameters import parameter_infos
-from ..search.pins import Layout, Pins
-from ..search.ranges import Ranges
-from ..search.roles import Roles
-from ..search.solved_stage import SolvedStage, in_turn
-from ..search.stage_costs import option_of
-from ..search.stage_solver import Kinds, StageSolver
-from ..search.staged_timing import best_schedule, staged_timing
-from ..search.submeshes import Submesh, Submeshes
+from ..search.inter.problem import PlacedStage
+from ..search.inter.submeshes import Submesh, Submeshes
+from ..search.intra.parameters import parameter_infos
+from ..search.pipelines.timing import best_schedule, staged_timing
+from ..search.restrictions.pins import Layout, Pins
+from ..search.restrictions.roles import Roles
+from ..search.stages.costs import option_of
+from ..search.stages.ranges import Ranges
+from ..search.stages.solved import SolvedStage, in_turn
+from ..search.stages.solver import Kinds, StageSolver
 from .leaner import leaner_words
 from .least import Floor, StageLeast, least_step_seconds, searched_schedule
 from .other_sizes import check_interleaved

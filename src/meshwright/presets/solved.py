@@ -10,15 +10,15 @@ from functools import cached_property
 from ..errors import PlanError
 from ..program.staged import StagedProgram
 from ..schedule import Edge, make_schedule
-from ..search.inter_op_problem import PlacedStage
-from ..search.pins import Pins
-from ..search.ranges import Ranges
-from ..search.solved_stage import SolvedStage
-from ..search.stage_costs import adopted
-from ..search.stage_solver import Place, StageSolver
-from ..search.staged_timing import stage_timing
-from ..search.submeshes import Submesh
-from ..search.workspace import held_together
+from ..search.inter.problem import PlacedStage
+from ..search.inter.submeshes import Submesh
+from ..search.intra.workspace import held_together
+from ..search.pipelines.timing import stage_timing
+from ..search.restrictions.pins import Pins
+from ..search.stages.costs import adopted
+from ..search.stages.ranges import Ranges
+from ..search.stages.solved import SolvedStage
+from ..search.stages.solver import Place, StageSolver
 from ..simulate import EdgeTiming, Timing, step_seconds
 from .least import StageLeast, Way, microbatches_in_flight, searched_schedule
 from .other_sizes import without_zero

@@ -8,8 +8,8 @@ from math import inf
 
 from .table import format_seconds
 
-# Lines of the searches (`search.pipeline`, `search.one_stage`): the outcome of one schedule in one number of
-# microbatches, what is said of a whole number, and the bound that ruled a candidate out.
+# Lines of the searches (`search.pipelines.driver`, `search.one_stage.driver`): the outcome of one schedule in one
+# number of microbatches, what is said of a whole number, and the bound that ruled a candidate out.
 _SCHEDULE = re.compile(r"(?P<count>\d+) microbatches, (?P<schedule>\w+): (?P<outcome>.*)")
 _PRICED = re.compile(r"(?P<seconds>[\d.e+-]+) s with .*")
 _COUNT = re.compile(r"(?P<count>\d+) microbatches: (?P<words>.*)")

@@ -6,7 +6,7 @@ bytes a device sends in a step and the bytes it holds, twice:
 * by the formula of the literature (`formulas`), in symbols that are measured on the traced program (`quantities`):
   bytes of parameters, of kept activations, of what products with weights read and make;
 * counted (`counted`) on the layouts that the planner's problem finds under the preset of the scheme: the collectives
-  of `search.account` and the memory of `search.solved_plan`, the same ones that a plan shows.
+  of `search.intra.account` and the memory of `search.intra.solved_plan`, the same ones that a plan shows.
 
 Where the two differ, the formula is an idealisation (equal stages, widths that divide) or the planner does otherwise
 than the paper; `Scheme.note` says which.

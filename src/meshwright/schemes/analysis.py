@@ -22,7 +22,7 @@ from ..presets.priced import PricedPreset
 from ..presets.prices import PresetPrices
 from ..program.batch import batch_extents
 from ..program.traces import traces_of
-from ..search.submeshes import Submeshes
+from ..search.inter.submeshes import Submeshes
 from .counted import Key, counted_ranks
 from .formulas import KINDS, SCHEMES, Scheme, evaluate, sent
 from .quantities import quantities, splits_evenly

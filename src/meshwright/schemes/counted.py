@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ..plan import Memory
 from ..presets.priced import PricedPreset
-from ..search.account import issued
-from ..search.submeshes import Submeshes
+from ..search.inter.submeshes import Submeshes
+from ..search.intra.account import issued
 from .formulas import KINDS, evaluate, sent
 
 # Mesh axes of presets, by the letter of their size in formulas.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from ..schedule import WORTH_SPLITTING
-from .inter_op_problem import Order
+from .inter.problem import Order
 
 # Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
 # all stages and the period count some of the same seconds twice, a smaller share where microbatches are many, and a

@@ -8,7 +8,7 @@ from ..plan import Plan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from .alternative import Alternative
-from .inter_op_problem import PlacedStage
+from .inter.problem import PlacedStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

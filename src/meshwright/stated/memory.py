@@ -18,8 +18,8 @@ from math import prod
 from ..program.graph import Graph, Operator
 from ..program.origins import operator_origins
 from ..program.residuals import kept_values
-from ..search.intra_op import IntraOpSolution
-from ..search.stage_problem import StageProblem
+from ..search.intra.problem import IntraOpSolution
+from ..search.stages.problem import StageProblem
 from ..sharding import Spec
 
 _VIEWS = frozenset(

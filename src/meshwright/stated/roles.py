@@ -12,7 +12,7 @@ from typing import Any
 
 from ..program.graph import Graph, Operator
 from ..program.origins import Origin, dim_origins
-from ..search.roles import Roles
+from ..search.restrictions.roles import Roles
 from ..sharding import Spec
 
 # The role of each axis of a stated plan; context is none that presets have.

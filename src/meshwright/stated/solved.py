@@ -21,11 +21,11 @@ from ..program.staged import StagedProgram, staged_program
 from ..program.trace import Program
 from ..program.traces import Traces
 from ..schedule import Schedule, make_schedule
-from ..search.choices import ParameterChoice
-from ..search.intra_op import IntraOpSolution
-from ..search.parameters import parameter_infos
-from ..search.pins import Pins
-from ..search.stage_problem import StageProblem
+from ..search.intra.parameters import parameter_infos
+from ..search.intra.problem import IntraOpSolution
+from ..search.prices.choices import ParameterChoice
+from ..search.restrictions.pins import Pins
+from ..search.stages.problem import StageProblem
 from ..solve import Infeasible
 from .memory import KeptBytes, kept_bytes
 from .plan import StatedPlan

@@ -1,8 +1,8 @@
 """What one device does in a solved stage: kernels and collectives with how often each runs, forward and backward.
 
 The list holds no prices but what prices need, so one solved stage can be priced under many efficiency profiles
-(`cost.efficiency`): fitting a profile solves nothing anew. Kernels are those of `search.operator_kernels`, collectives
-those of `search.account`: each conversion of a value once for readers that want it in the same spec.
+(`cost.efficiency`): fitting a profile solves nothing anew. Kernels are those of `search.prices.kernels`, collectives
+those of `search.intra.account`: each conversion of a value once for readers that want it in the same spec.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from math import prod
 from typing import TypeVar
 
 from ..cost.kernels import Kernel
-from ..search.account import conversions
-from ..search.intra_op import IntraOpSolution
-from ..search.stage_problem import StageProblem
+from ..search.intra.account import conversions
+from ..search.intra.problem import IntraOpSolution
+from ..search.stages.problem import StageProblem
 from ..sharding import Spec, convert
 
 _Thing = TypeVar("_Thing", Kernel, "Movement")

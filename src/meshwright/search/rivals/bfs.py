@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from ..choice import Partial
-from ..space import Space
+from ..space.choice import Partial
+from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
 # Partial choices of a level that are looked at; on gpt3-1.3b and 16 devices a level of so many takes about ten seconds.

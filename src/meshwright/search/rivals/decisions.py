@@ -10,8 +10,8 @@ from collections.abc import Generator
 from math import inf, isfinite
 from typing import NamedTuple
 
-from ..choice import Choice, Option, Partial
-from ..space import Price, Space
+from ..space.choice import Choice, Option, Partial
+from ..space.space import Price, Space
 from .search import Budget, Found, Incumbent
 
 # So many parameters of a stage are decided one by one: a transformer's layer has about so many matrices.

@@ -25,9 +25,9 @@ from math import inf
 from typing import NamedTuple
 
 from ...solve import Infeasible
-from ..choice import Choice, LayoutNumbers, Partial, StageChoice
-from ..space import Space
-from ..submeshes import Submesh
+from ..inter.submeshes import Submesh
+from ..space.choice import Choice, LayoutNumbers, Partial, StageChoice
+from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
 # Of each number of microbatches so many plans are priced: those with the fastest slowest stage, by number of stages.

@@ -12,8 +12,8 @@ from itertools import product
 from math import prod
 
 from ...errors import PlanError
-from ..choice import Choice
-from ..space import Space
+from ..space.choice import Choice
+from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
 # Choices are priced at about a thousand a second.

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ...errors import MemoryExceeded
-from ..choice import Choice, Partial, StageChoice
-from ..one_stage import OneStageSearch
-from ..one_stage_plan import SearchRequest
-from ..pipeline import StageSearch
+from ..inter.submeshes import Submesh
+from ..one_stage.driver import OneStageSearch
+from ..one_stage.plan import SearchRequest
+from ..pipelines.driver import StageSearch
+from ..pipelines.request import SMALL_PROGRAM
 from ..result import NothingFaster
-from ..solved_stage import SolvedStage
-from ..space import Space
-from ..stage_request import SMALL_PROGRAM
-from ..submeshes import Submesh
+from ..space.choice import Choice, Partial, StageChoice
+from ..space.space import Space
+from ..stages.solved import SolvedStage
 from .search import Budget, Found, Incumbent
 
 # The first of the two searches may take this share of the time.

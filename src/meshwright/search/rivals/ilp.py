@@ -30,9 +30,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from ...errors import PlanError
-from ..choice import Choice, Partial, StageChoice
-from ..layouts import Layouts
-from ..space import Space
+from ..space.choice import Choice, Partial, StageChoice
+from ..space.layouts import Layouts
+from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
 # HiGHS states and presolves so many variables in about ten seconds.

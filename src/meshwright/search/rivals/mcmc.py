@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import exp, isfinite
 
-from ..choice import Choice, Partial
-from ..moves import neighbour
-from ..space import Space
+from ..space.choice import Choice, Partial
+from ..space.moves import neighbour
+from ..space.space import Space
 from .decisions import weight
 from .search import Budget, Found, Incumbent
 

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log, sqrt
 
-from ..choice import Option, Partial
-from ..space import Space
+from ..space.choice import Option, Partial
+from ..space.space import Space
 from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 

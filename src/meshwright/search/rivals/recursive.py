@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..choice import Choice, LayoutNumbers, Partial
-from ..layouts import Layouts
-from ..space import Space
+from ..space.choice import Choice, LayoutNumbers, Partial
+from ..space.layouts import Layouts
+from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
 

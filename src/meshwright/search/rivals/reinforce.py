@@ -19,8 +19,8 @@ from math import isfinite, log, sqrt
 
 import numpy as np
 
-from ..choice import Option, Partial
-from ..space import Space
+from ..space.choice import Option, Partial
+from ..space.space import Space
 from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 

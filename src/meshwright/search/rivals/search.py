@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ..choice import Choice
-from ..space import Price, Space
-from ..stage_space import SECONDS_PER_SOLVE
+from ..space.choice import Choice
+from ..space.space import Price, Space
+from ..space.stages import SECONDS_PER_SOLVE
 
 # What the integer program has at least, so that a plan is found at all.
 _LEAST_SECONDS = 0.5

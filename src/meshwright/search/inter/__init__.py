@@ -1,0 +1,1 @@
+"""Inter-operator parallelism as numbers: which layers on which submesh, by dynamic programming."""

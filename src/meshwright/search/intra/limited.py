@@ -1,0 +1,375 @@
+"""An intra-operator problem under a limit of memory, solved by prices of memory.
+
+Whatever memory costs, the layouts that are then best are found without a limit: by forests, and by elimination where
+there are few nodes (`priced`). At every price they bound from below what any layouts within a limit take; at a price at
+which they fit, they are a solution (Everett, 1963). Only what prices leave open is left to the general solver.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import inf, isfinite
+from typing import NamedTuple
+
+import numpy as np
+
+from ...cluster import Device, LogicalMesh
+from ...program.graph import Graph
+from ...solve import Problem, Solution
+from ...solve.flat import FlatNodes
+from ...solve.improve import Improvement, improve
+from ..prices.choices import ParameterChoice
+from ..restrictions.pins import Pins
+from .priced import FEW_NODES, Priced, PricedProblem
+from .problem import IntraOpProblem, IntraOpSolution, ParameterInfo
+from .wiring import reads_gathered
+from .workspace import Moment, Workspace
+
+# Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
+_FIRST_PRICES = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 100.0)
+_ROUNDS_OF_PRICES = 3
+
+# How often messages are passed, each time at a price closer to the best one, or so many times as dear where nothing
+# fits yet. Of the ranges named at `_by_messages` seven rounds at most were needed.
+_ROUNDS_OF_MESSAGES, _DEARER = 8, 1.3
+
+# Of assignments beyond the limit, and of those within it, so many are crossed over.
+_CROSSED = 3
+
+# Where a forest leaves more than this open, relative, another one is tried; and then elimination, if there are few
+# nodes, as where a scan runs over the layers.
+_CLOSE = 1e-3
+
+# For what prices leave open where layouts that fit are known: the best plan is seldom made of it. Of gpt3-15b on 32
+# V100 (`benchmarks/planning_time.py --tight`) MILP closed nothing in twenty seconds, twice, and no time was left for
+# plans that are an eighth faster.
+_SECONDS_FOR_THE_REST = 5.0
+
+
+class _Within(NamedTuple):
+    """What prices of memory say of layouts within a limit.
+
+    Args:
+      found: the best that fits, if any was found.
+      least_seconds: all that fit take so long at least.
+      price: the one that proves it, in seconds a byte.
+      over: choices that are the best at some price and do not fit.
+    """
+
+    found: IntraOpSolution | None
+    least_seconds: float
+    price: float
+    over: tuple[tuple[int, ...], ...] = ()
+
+
+class LimitedProblem(IntraOpProblem):
+    """The problem of one stage on one logical mesh, for limits and prices of memory.
+
+    Args:
+      graph: as of `IntraOpProblem`, like all that follows but the last.
+      mesh: the same.
+      device: the same.
+      parameters: the same.
+      microbatches: the same.
+      pins: the same.
+      carried: the same.
+      split_dims: the same.
+      workspace: what the backward pass makes beside what is kept; None for nothing.
+
+    Attributes:
+      in_flight: how many microbatches are kept where a limit is asked for.
+    """
+
+    in_flight = 1
+
+    def __init__(
+        self, graph: Graph, mesh: LogicalMesh, device: Device, *, parameters: Sequence[ParameterInfo],
+        microbatches: int, pins: Pins, carried: int, split_dims: Sequence[int | None] = (),
+        workspace: Workspace | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            graph, mesh, device, parameters=parameters, microbatches=microbatches, pins=pins, carried=carried,
+            split_dims=split_dims,
+        )  # fmt: skip
+        self._workspace = self._workspace_by_node(workspace)
+
+    @cached_property
+    def _once_bytes(self) -> Sequence[np.ndarray]:
+        """Bytes that each choice of each node holds throughout, on one device."""
+        return [held + made for held, made in zip(super()._memory(), self._workspace, strict=True)]
+
+    @cached_property
+    def _each_bytes(self) -> Sequence[np.ndarray]:
+        """The same for each microbatch in flight."""
+        return [np.zeros(len(row)) for row in self._once_bytes]
+
+    def _memory(self) -> tuple[np.ndarray, ...]:
+        """With `in_flight` microbatches kept."""
+        return tuple(c + self.in_flight * k for c, k in zip(self._once_bytes, self._each_bytes, strict=True))
+
+    def _workspace_by_node(self, workspace: Workspace | None) -> list[np.ndarray]:
+        """Bytes of the workspace on one device, by the choice of each node."""
+        rows = [np.zeros(len(row)) for row in self._bytes]
+        if workspace is None:
+            return rows
+        again: Counter[int] = Counter()
+        for moment in workspace.moments:
+            again.update(moment.again)
+            self._hold_around(rows, moment, 1 / len(workspace.moments))
+        for value in sorted(again.keys() & self._defines.keys()):
+            self._hold(rows, value, again[value] / len(workspace.moments))
+        if workspace.weight is not None:
+            node = self.input_node[workspace.weight]
+            rows[node] += workspace.gradient_bytes / self.prices.shards(self.parameter_prices[node].uses)
+        return rows
+
+    def _hold(self, rows: list[np.ndarray], value: int, share: float) -> None:
+        """Add a value that is computed again, as its readers have it."""
+        graph, (node, specs) = self.graph, self._defines[value]
+        users = graph.consumers.get(value, ())
+        readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
+        if shared := (value in self._wiring.shared or not readers):
+            rows[node] += share * self.local_bytes(value, specs)
+            readers = [one for one in readers if reads_gathered(graph, graph.operators[one[1]], value)]
+        for reader, user, at in readers[:1]:
+            wanted = self.operator_prices[user].operands[at]
+            held = share * self.local_bytes(value, wanted)
+            rows[reader] += self.was_gathered(wanted) * held if shared else held
+
+    def _hold_around(self, rows: list[np.ndarray], moment: Moment, share: float) -> None:
+        """Add what is there around an operator, as its algorithms split it."""
+        if moment.operator not in self.operator_node:
+            return
+        operator, node = self.graph.operators[moment.operator], self.operator_node[moment.operator]
+        known = self.operator_prices[moment.operator]
+        for value, times in moment.around.items():
+            made = value in operator.results
+            at = (operator.results if made else operator.operands).index(value)
+            specs = (known.results if made else known.operands)[at]
+            rows[node] += share * times * self.local_bytes(value, specs)
+
+    @cached_property
+    def _known(self) -> dict[tuple[float, int, float], _Within]:
+        """What prices have found, by limit, microbatches in flight and gap."""
+        return {}
+
+    @cached_property
+    def _free(self) -> PricedProblem:
+        """The problem without a limit, made ready for prices."""
+        plain = Problem.unchecked(costs=tuple(self._seconds), edges=dict(self._edges))
+        return PricedProblem(plain, constant=self._once_bytes, kept=self._each_bytes)
+
+    def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
+        """The best choice of each node where memory has no limit but a price: `PricedProblem.best`.
+
+        Args:
+          prices: in seconds per byte, each with the microbatches in flight.
+          gap: at which to stop, relative to the seconds without what bytes cost.
+          time_limit_seconds: for each price, where the graph is too wide to be solved exactly.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._free.best(prices, gap=gap, time_limit_seconds=time_limit_seconds)
+
+    @cached_property
+    def fastest(self) -> Priced:
+        """The fastest layouts, whatever their memory, as far as forests find them.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._free.relaxed([(0.0, 1)], gap=_CLOSE)[0]
+
+    def needs_at_best(self, in_flight: int) -> float:
+        """Bytes on a device, workspace included, of the fastest layouts.
+
+        Args:
+          in_flight: microbatches kept.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        free = self.fastest
+        return self._held(free.choices, in_flight) if free.choices is not None else 0.0
+
+    def within(self, limit_bytes: float, *, gap: float) -> IntraOpSolution | None:
+        """The best solution within a limit of memory that forests, and elimination if there are few nodes, find at
+        prices of memory (Everett, 1963), with `in_flight` microbatches kept, and what they prove: at every price what
+        is best there bounds all that fits from below.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          gap: relative, between the best found and the best bound, at which to stop.
+
+        Returns:
+          None where nothing is found, which says nothing of whether there is a solution.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        return self._known_within(limit_bytes, gap).found
+
+    def bounded_within(self, limit_bytes: float, *, gap: float) -> tuple[IntraOpSolution | None, float]:
+        """As `within`, and the seconds that any layouts within the limit take at least."""
+        known = self._known_within(limit_bytes, gap)
+        return known.found, known.least_seconds
+
+    def proven(self, limit_bytes: float, *, gap: float, time_limit_seconds: float) -> IntraOpSolution:
+        """The best solution within a limit of memory, solved until no more than a gap is left open or the time is over;
+        with `in_flight` microbatches kept.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          gap: relative.
+          time_limit_seconds: for what `within` leaves open.
+
+        Raises:
+          solve.Infeasible: if no choice fits.
+          solve.Unsolved: if none was found in time.
+        """
+        known = self._known_within(limit_bytes, gap)
+        found = known.found
+        if found is None:
+            return self.solve(limit_bytes, gap=gap, time_limit_seconds=time_limit_seconds)
+        if found.solution.proven:
+            return found
+        if len(self.choices) > FEW_NODES:
+            found = self._by_messages(limit_bytes, known, gap)
+            if found.solution.proven:
+                return found
+        choices, bound = found.solution.choices, found.solution.lower_bound
+        seconds = min(time_limit_seconds, _SECONDS_FOR_THE_REST)
+        solved = self.solve(limit_bytes, gap=gap, time_limit_seconds=seconds, known=choices)
+        # What prices prove holds for whatever was found then.
+        proven = min(max(solved.solution.lower_bound, bound), solved.solution.objective)
+        return replace(solved, solution=replace(solved.solution, lower_bound=proven))
+
+    def _known_within(self, limit_bytes: float, gap: float) -> _Within:
+        """What prices find and prove within a limit."""
+        if limit_bytes <= 0:
+            return _Within(None, inf, 0.0)
+        key = limit_bytes, self.in_flight, gap
+        if key not in self._known:
+            self._known[key] = self._by_prices(limit_bytes, gap)
+        return self._known[key]
+
+    def _by_prices(self, limit_bytes: float, gap: float) -> _Within:
+        ready, in_flight = self._free, self.in_flight
+        few = len(self.choices) <= FEW_NODES
+        free = self.fastest
+        unit = max(free.bound, 1e-12) / limit_bytes
+        cheap, dear = 0.0, inf
+        heavy: dict[tuple[int, ...], float] = {}  # bytes of what does not fit
+        light: dict[tuple[int, ...], float] = {}  # seconds of what does
+        bound, at_price = free.bound, 0.0
+        if free.choices is not None and (held := self._held(free.choices, in_flight)) > limit_bytes:
+            heavy[free.choices] = held
+        elif free.choices is not None:
+            light[free.choices] = ready.seconds(free.choices)
+        prices = unit * np.array(_FIRST_PRICES)
+        for _ in range(_ROUNDS_OF_PRICES):
+            at = [(price, in_flight) for price in prices.tolist()]
+            found = ready.relaxed(at, gap=_CLOSE)
+            if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
+                found = ready.best(at, gap=_CLOSE)
+            for price, one in zip(prices.tolist(), found, strict=True):
+                if (least := one.bound - _paid(price, limit_bytes)) > bound:
+                    bound, at_price = least, price
+                if one.choices is None:
+                    continue
+                if (held := self._held(one.choices, in_flight)) > limit_bytes:
+                    cheap, heavy[one.choices] = max(cheap, price), held
+                else:
+                    dear, light[one.choices] = min(dear, price), ready.seconds(one.choices)
+            best = min(light.values(), default=inf)
+            if not light or not cheap < dear or best - bound <= gap * abs(best):
+                break
+            prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
+        over = tuple(sorted(heavy, key=lambda one: (heavy[one], one)))
+        if not light:
+            return _Within(None, bound, at_price, over)
+        ascending = sorted(light, key=lambda one: (light[one], one))
+        choices = ascending[0]
+        if light[choices] - bound > _CLOSE * abs(light[choices]):
+            # Prices alone miss what uses the last bytes of memory.
+            choices = improve(self.problem(limit_bytes), heavy=over[:_CROSSED], light=ascending[:_CROSSED])
+        return _Within(self._bounded(choices, bound, gap), bound, at_price, over)
+
+    def _by_messages(self, limit_bytes: float, known: _Within, gap: float) -> IntraOpSolution:
+        """A better solution, and a closer bound: messages at prices that get closer to the best one, and what they find
+        crossed over. Of ranges of 1,500 to 2,000 nodes of a public Gemma 3 4B of which prices leave 3 to 5 % open it
+        leaves 0.2 to 0.5 %, in two seconds; the general solver leaves 0.6 to 2.2 % in three."""
+        passing = self._free.passing()
+        assert known.found is not None  # there is something to improve
+        best, bound = known.found.solution.choices, known.found.solution.lower_bound
+        if passing is None:
+            return known.found
+        improvement, in_flight = Improvement(self.problem(limit_bytes)), self.in_flight
+        solution, cheap, dear = known.found, 0.0, inf
+        price = known.price or _FIRST_PRICES[0] * self.fastest.bound / limit_bytes
+        for _ in range(_ROUNDS_OF_MESSAGES):
+            at_price, found = passing.at(price, in_flight)
+            bound = max(bound, at_price.bound - _paid(price, limit_bytes))
+            finite = [one for one in found if isfinite(self._free.seconds(one))]
+            fitting = [one for one in finite if self._held(one, in_flight) <= limit_bytes]
+            over = [one for one in finite if one not in fitting] or list(known.over[:_CROSSED])
+            best = improvement.of(heavy=over, light=[best, *fitting])
+            solution = self._bounded(best, bound, gap)
+            if solution.solution.proven:
+                break
+            # Towards the price at which what is best just fits.
+            if self._held(found[-1], in_flight) > limit_bytes:
+                cheap = price
+            else:
+                dear = price
+            price = (cheap + dear) / 2 if isfinite(dear) else _DEARER * price
+        return solution
+
+    def _bounded(self, choices: tuple[int, ...], bound: float, gap: float) -> IntraOpSolution:
+        """Choices as a solution, where no other takes less than so many seconds."""
+        seconds = self._free.seconds(choices)
+        share = min(max(bound / seconds, 0.0), 1.0) if seconds > 0 else 1.0
+        return self.chosen(choices, share, proven=share >= 1 - gap)
+
+    @cached_property
+    def least_held(self) -> float:
+        """No layouts hold less on one device, with one microbatch in flight."""
+        rows = FlatNodes([once + each for once, each in zip(self._once_bytes, self._each_bytes, strict=True)])
+        return float(np.minimum.reduceat(rows.numbers, rows.starts).sum()) if len(rows.starts) else 0.0
+
+    @cached_property
+    def _flat(self) -> FlatNodes:
+        """Bytes held throughout, and for each microbatch in flight."""
+        return FlatNodes(self._once_bytes, self._each_bytes)
+
+    def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
+        once, each = self._flat.sum(np.array(choices, dtype=int)).tolist()
+        return once + in_flight * each
+
+    def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
+        """These choices as a solution, of whose seconds no other takes less than this share."""
+        objective = self._free.seconds(choices)
+        solution = Solution(
+            choices=choices, objective=objective, method="prices", proven=proven, seconds=0.0,
+            lower_bound=share * objective,
+            memory=self._held(choices, self.in_flight),
+        )  # fmt: skip
+        graph = self.graph
+        picked = [row[c] for row, c in zip(self.choices, choices, strict=True)]
+        inputs = [picked[self.input_node[value]] for value in graph.inputs]
+        return IntraOpSolution(
+            operators=self.operator_choices(choices),
+            settled={value: picked[node] for value, node in self.shared_node.items()},
+            parameters=tuple(inputs[position] for position in graph.parameters),
+            inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
+            solution=solution,
+        )
+
+
+def _paid(price: float, limit_bytes: float) -> float:
+    """What a limit costs at a price; nothing where memory is free, unlimited memory included."""
+    return price * limit_bytes if price else 0.0

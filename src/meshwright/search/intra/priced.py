@@ -1,0 +1,421 @@
+"""One problem at many prices of memory: what is forbidden and the order of elimination are found once.
+
+The stage search asks of every layer what it would do if a byte cost so and so much. A price changes the costs of nodes
+and nothing else: not the forests that bound all prices at once (`solve.forest`), and mostly find what is best or as
+good; and where they do not, not which choices have no finite edge, not which others are never better, nor the order in
+which nodes are best eliminated, and nothing at nodes that hold no memory, most of which are eliminated once for all
+prices. What is left is eliminated at all prices at once where tables are little: ten prices take hardly longer than
+one. Where they are large, one price is looked at after another, and none between two that have the same best choices:
+it has them too, for the least total is concave in the price.
+
+Known limit: graphs too wide for elimination are solved anew for every price, to a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from ...solve import Infeasible, Problem, Unsolved, solve
+from ...solve.eliminate import Elimination
+from ...solve.flat import FlatNodes
+from ...solve.forest import Forest
+from ...solve.messages import Messages
+from ...solve.presolve import Reduction, presolve
+
+# Elimination of more table entries than these takes longer than what `solve` does instead.
+_MOST_ENTRIES = 1 << 24
+
+# From so many on, the tables of many prices are no cheaper together than one by one; and choices that are never better
+# than another one are worth looking for.
+_MANY_ENTRIES = 1 << 18
+
+# Sums of the same numbers in another order differ by less.
+_ROUNDING = 1e-12
+
+# Of no more nodes than these elimination takes no longer than messages do.
+FEW_NODES = 100
+
+# How often messages pass: on ranges of moe-70b they leave less open then than two forests do, and take less time than
+# elimination does.
+_PASSES = 4
+
+
+# Choices, and by how many seconds with what their bytes cost they may be more than the best; None where there are none.
+_Found = tuple[tuple[int, ...] | None, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """What was found at one price.
+
+    Args:
+      choices: of each node; None where nothing was found.
+      bound: no choices have less seconds with what their bytes cost.
+      share: of the seconds of these choices, without what their bytes cost, what is certain to be needed: 1 where
+        nothing is better.
+    """
+
+    choices: tuple[int, ...] | None
+    bound: float
+    share: float = 1.0
+
+
+class PricedProblem:
+    """A problem without a limit, made ready for many prices.
+
+    >>> bytes = ([8.0, 1.0], [8.0, 1.0])
+    >>> priced = PricedProblem(Problem(costs=([0.0, 3.0], [0.0, 4.0])), constant=bytes, kept=([0.0] * 2,) * 2)
+    >>> [one.choices for one in priced.best([(0.0, 1), (0.5, 1), (1.0, 1)])]
+    [(0, 0), (1, 0), (1, 1)]
+
+    Args:
+      problem: seconds of nodes and edges.
+      constant: bytes of each choice of each node, held once.
+      kept: bytes of each choice of each node, held for each microbatch in flight.
+    """
+
+    def __init__(self, problem: Problem, *, constant: Sequence[np.ndarray], kept: Sequence[np.ndarray]) -> None:
+        self._problem = problem
+        self._constant, self._kept = constant, kept
+
+    @cached_property
+    def _forest(self) -> Forest:
+        return Forest(self._problem)
+
+    @cached_property
+    def _second_forest(self) -> Forest:
+        """One that has the edges which the first leaves out and its choices pay for: those where memory has no price,
+        so that it is the same whatever is asked for first."""
+        choices, _, _ = self._forest.minimise_each(self._flat[0].numbers[:, None])
+        first = self._forest.paid_for(choices)
+        return Forest(self._problem, first=first) if first else self._forest
+
+    @cached_property
+    def _allowed(self) -> tuple[Reduction, np.ndarray, np.ndarray]:
+        """The problem without choices that have no finite edge, and the nodes that are gone with it, whatever the
+        price, with their choices."""
+        allowed = presolve(self._problem, held=self._held, dominance=False, fold_degree=0)
+        whole = np.array(allowed.restore((0,) * len(allowed.nodes)), dtype=int)
+        gone = np.setdiff1d(np.arange(len(whole)), allowed.nodes)
+        return allowed, gone, whole[gone]
+
+    @property
+    def _held(self) -> list[np.ndarray]:
+        """Bytes of each choice of each node, once and for each microbatch in flight."""
+        return [np.stack([once, each], axis=1) for once, each in zip(self._constant, self._kept, strict=True)]
+
+    @cached_property
+    def _flat(self) -> tuple[FlatNodes, FlatNodes]:
+        """Seconds, and bytes once and for each microbatch in flight."""
+        return FlatNodes(self._problem.costs), FlatNodes(self._constant, self._kept)
+
+    @cached_property
+    def _exact(self) -> _Exact:
+        return _Exact(self._problem, self._held)
+
+    def best(
+        self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
+    ) -> list[Priced]:
+        """The best choice of each node at each price, or what is as good.
+
+        Args:
+          prices: of memory, in seconds per byte, each with the microbatches that are kept.
+          gap: at which to stop, relative to the seconds without what bytes cost.
+          time_limit_seconds: for each price, where the graph is too wide for elimination; then the best that is known
+            is taken.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        found = self.relaxed(prices, gap=gap)
+
+        def open_() -> list[int]:
+            return [number for number, one in enumerate(found) if one.choices is None or 1 - one.share > gap]
+
+        if len(self._problem.costs) > FEW_NODES:
+            for number in open_():
+                found[number] = self.passed(prices[number], found[number])
+        if left := open_():
+            wanted = [prices[number] for number in left]
+            solved = self.solved(wanted, gap=gap, time_limit_seconds=time_limit_seconds)
+            for number, price, one in zip(left, wanted, solved, strict=True):
+                # Where the graph is too wide for elimination the forest's may be better.
+                found[number] = self._better(price, one, found[number])
+        return found
+
+    def passed(self, price: tuple[float, float], known: Priced) -> Priced:
+        """What is known at a price, or what message passing and a forest of what it leaves find there if that is
+        better, with the closer bound: the same whatever was asked before.
+
+        Args:
+          price: as of `best`.
+          known: choices and a bound, of whoever has found them.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        passing = self.passing()
+        return self._better(price, passing.at(*price)[0], known) if passing is not None else known
+
+    def passing(self) -> Passing | None:
+        """Messages on its edges, for prices that are asked for one after another; None where no node has two choices.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        allowed, gone, their_choices = self._allowed
+        if not allowed.problem.costs:
+            return None
+        return Passing(allowed, self._flat[1], gone, their_choices)
+
+    def _better(self, price: tuple[float, float], one: Priced, other: Priced) -> Priced:
+        """Of what was found at a price in two ways the better choices and the closer bound."""
+        bound = max(one.bound, other.bound)
+        known = [choices for choices in (one.choices, other.choices) if choices is not None]
+        if not known:
+            return Priced(choices=None, bound=bound)
+        best = min(known, key=lambda choices: sum(self._totals(choices, price)))
+        return _priced(best, *self._totals(best, price), bound)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `solved` finds the best, and soon.
+
+        Raises:
+          Infeasible: some node has no choice left.
+        """
+        return self._exact.is_exact
+
+    def relaxed(self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0) -> list[Priced]:
+        """What forests find, and their bounds: a second one is made where the first leaves more than a gap open.
+
+        Args:
+          prices: as of `best`.
+          gap: as of `best`.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        if not self._problem.costs:
+            return [Priced(choices=(), bound=0.0)] * len(prices)
+        at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
+        seconds, held = self._flat
+        costs = seconds.numbers[:, None] + _paid(held.numbers, at)
+        choices, totals, bounds = self._forest.minimise_each(costs)
+        if not np.isfinite(bounds).all():
+            raise Infeasible.no_finite("the spanning forest")
+        paid = (held.sum(choices) * at).sum(axis=1)
+        left = np.flatnonzero(totals - bounds > min(gap, 1.0) * np.where(np.isfinite(totals), totals - paid, 0.0))
+        if len(left):
+            # At all prices: sums of a single one are rounded otherwise, and nothing may depend on how many are left.
+            others, their_totals, their_bounds = self._second_forest.minimise_each(costs)
+            if not np.isfinite(their_bounds).all():
+                raise Infeasible.no_finite("another spanning forest")
+            better = left[their_totals[left] < totals[left]]
+            choices[:, better], totals[better] = others[:, better], their_totals[better]
+            bounds[left] = np.maximum(bounds[left], their_bounds[left])
+            paid = (held.sum(choices) * at).sum(axis=1)
+        return [
+            _priced(tuple(one), total - bytes_cost, bytes_cost, bound)
+            if total < inf
+            else Priced(choices=None, bound=bound)
+            for one, total, bytes_cost, bound in zip(
+                choices.T.tolist(), totals.tolist(), paid.tolist(), bounds.tolist(), strict=True
+            )
+        ]
+
+    def solved(
+        self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
+    ) -> list[Priced]:
+        """What elimination finds, which is the best, or where the graph is too wide for it the general solver.
+
+        Args:
+          prices: as of `best`.
+          gap: the same.
+          time_limit_seconds: the same.
+
+        Raises:
+          Infeasible: every assignment is forbidden.
+        """
+        found = []
+        solved = self._exact.choices(prices, gap=gap, time_limit_seconds=time_limit_seconds)
+        for price, (choices, over) in zip(prices, solved, strict=True):
+            if choices is None:
+                found.append(Priced(choices=None, bound=-inf))
+            else:
+                seconds, paid = self._totals(choices, price)
+                found.append(_priced(choices, seconds, paid, seconds + paid - over))
+        return found
+
+    def seconds(self, choices: tuple[int, ...]) -> float:
+        """Of choices, one for each node."""
+        at = np.array(choices, dtype=int)
+        return float(self._flat[0].sum(at) + self._forest.edges.sum(at))
+
+    def _totals(self, choices: tuple[int, ...], price: tuple[float, float]) -> tuple[float, float]:
+        """Seconds of choices, and what their bytes cost."""
+        once, each = self._flat[1].sum(np.array(choices, dtype=int)).tolist()
+        return self.seconds(choices), price[0] * (once + price[1] * each)
+
+
+class Passing:
+    """Messages on the edges of one problem, kept from price to price: they are soon right where prices differ little.
+
+    Args:
+      allowed: the problem without choices that have no finite edge.
+      held: bytes of each choice of each node of the whole problem, once and for each microbatch in flight.
+      gone: nodes that have one choice left.
+      their_choices: that one.
+    """
+
+    def __init__(self, allowed: Reduction, held: FlatNodes, gone: np.ndarray, their_choices: np.ndarray) -> None:
+        self._allowed, self._held, self._gone, self._their_choices = allowed, held, gone, their_choices
+        self._messages = Messages(allowed.problem)
+
+    def at(self, price: float, in_flight: float) -> tuple[Priced, list[tuple[int, ...]]]:
+        """What a forest of what messages leave finds at a price, with the bound of both; and all that was found.
+
+        Args:
+          price: of memory, in seconds a byte.
+          in_flight: microbatches that are kept.
+        """
+        allowed, starts = self._allowed, self._held.starts
+        paid = self._held.numbers[:, 0] * price + self._held.numbers[:, 1] * (price * in_flight)
+        costs = [
+            seconds + paid[starts[node] + names]
+            for seconds, node, names in zip(allowed.problem.costs, allowed.nodes, allowed.choices, strict=True)
+        ]
+        passed, rest = self._messages.bound(costs, passes=_PASSES)
+        choices, totals, bounds = Forest(rest).minimise_each(np.concatenate(rest.costs)[:, None])
+        apart = allowed.offset_seconds + float(paid[starts[self._gone] + self._their_choices].sum())
+        best = allowed.restore(tuple(choices[:, 0].tolist())) if np.isfinite(totals[0]) else None
+        decoded = allowed.restore(self._messages.decode(costs))
+        found = [decoded, best] if best is not None else [decoded]
+        return Priced(choices=best, bound=apart + passed + float(bounds[0]), share=0.0), found
+
+
+def _paid(held: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """What bytes cost, `[choice, case]`. To the last digit the same whatever other cases there are, which a product of
+    matrices is not: the same case is asked for among different others."""
+    return held[:, :1] * at[:, 0] + held[:, 1:] * at[:, 1]
+
+
+def _priced(choices: tuple[int, ...], seconds: float, paid: float, bound: float) -> Priced:
+    """Choices of so many seconds, whose bytes cost so much."""
+    over = seconds + paid - bound
+    if over <= _ROUNDING * (seconds + paid):
+        return Priced(choices=choices, bound=bound)
+    return Priced(choices=choices, bound=bound, share=max(1 - over / seconds, 0.0) if seconds > 0 else 0.0)
+
+
+class _Exact:
+    """The same by elimination.
+
+    Args:
+      problem: seconds of nodes and edges.
+      held: bytes of each choice of each node, once and for each microbatch in flight, shape (k_v, 2).
+
+    Raises:
+      Infeasible: some node has no choice left.
+    """
+
+    def __init__(self, problem: Problem, held: Sequence[np.ndarray]) -> None:
+        self._steps = [presolve(problem, held=held, dominance=False)]
+        self._small, self._held = self._steps[0].problem, self._left(held)
+        self._elimination = self._eliminated()
+        self._whole: dict[tuple[int, ...], tuple[int, ...]] = {}
+        if self._elimination is None or self._elimination.entries > _MANY_ENTRIES:
+            self._steps.append(presolve(self._small, held=self._held))
+            self._small, self._held = self._steps[1].problem, self._left(self._held)
+            self._elimination = self._eliminated()
+
+    def _left(self, held: Sequence[np.ndarray]) -> list[np.ndarray]:
+        last = self._steps[-1]
+        return [held[v][names] for v, names in zip(last.nodes, last.choices, strict=True)]
+
+    def _eliminated(self) -> Elimination | None:
+        try:
+            elimination = Elimination(self._small)
+        except Unsolved:
+            return None
+        return elimination if elimination.entries <= _MOST_ENTRIES else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is found at a price is the best there."""
+        return self._elimination is not None
+
+    def choices(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[_Found]:
+        """At each price the best choices, and by how much they may be more than the best (`PricedProblem.best`)."""
+        if not self._small.costs:
+            return [(self._restored(()), 0.0)] * len(prices)
+        if self._elimination is not None and self._elimination.entries <= _MANY_ENTRIES:
+            at = np.array([(price, price * in_flight) for price, in_flight in prices]).reshape(-1, 2)
+            costs = [
+                seconds[:, None] + _paid(row, at) for seconds, row in zip(self._small.costs, self._held, strict=True)
+            ]
+            return [self._checked(*one) for one in self._elimination.minimise_each(costs)]
+
+        def best(price: float, in_flight: float) -> _Found:
+            costs = [
+                seconds + row @ (price, price * in_flight)
+                for seconds, row in zip(self._small.costs, self._held, strict=True)
+            ]
+            if self._elimination is not None:
+                return self._checked(*self._elimination.minimise(costs))
+            return self._solved(costs, gap, time_limit_seconds)
+
+        found: dict[tuple[float, float], _Found] = {}
+        for in_flight in sorted({times for _, times in prices}):
+            line = sorted({price for price, times in prices if times == in_flight})
+            along = _along if self.is_exact else _each
+            for price, one in zip(line, along(line, lambda p, times=in_flight: best(p, times)), strict=True):
+                found[price, in_flight] = one
+        return [found[one] for one in prices]
+
+    def _checked(self, choices: tuple[int, ...], total: float) -> _Found:
+        if not np.isfinite(total):
+            raise Infeasible.no_finite("exact elimination")
+        return self._restored(choices), 0.0
+
+    def _restored(self, choices: tuple[int, ...]) -> tuple[int, ...]:
+        """The choice of every node; many prices have the same."""
+        if choices not in self._whole:
+            whole = choices
+            for step in reversed(self._steps):
+                whole = step.restore(whole)
+            self._whole[choices] = whole
+        return self._whole[choices]
+
+    def _solved(self, costs: Sequence[np.ndarray], gap: float, time_limit_seconds: float) -> _Found:
+        priced = Problem(costs=tuple(costs), edges=self._small.edges)
+        try:
+            solution = solve(priced, gap=gap, time_limit_seconds=time_limit_seconds)
+        except Unsolved:
+            return None, inf
+        return self._restored(solution.choices), solution.objective - solution.lower_bound
+
+
+def _each(prices: Sequence[float], best: Callable[[float], _Found]) -> list[_Found]:
+    return [best(price) for price in prices]
+
+
+def _along(prices: Sequence[float], best: Callable[[float], _Found]) -> list[_Found]:
+    """What is best at each of these ascending prices; none between two of the same answer is asked for."""
+    found: dict[int, _Found] = {end: best(prices[end]) for end in {0, len(prices) - 1}}
+
+    def between(first: int, last: int) -> None:
+        if last - first < 2:
+            return
+        middle = (first + last) // 2
+        found[middle] = found[first] if found[first] == found[last] else best(prices[middle])
+        between(first, middle)
+        between(middle, last)
+
+    between(0, len(prices) - 1)
+    return [found[number] for number in range(len(prices))]

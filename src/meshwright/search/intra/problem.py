@@ -1,0 +1,472 @@
+"""Intra-operator parallelism: the best algorithm of every operator of one stage on one logical mesh.
+
+The problem (design of Alpa, OSDI '22, with compute, both passes and storage in the objective): nodes are operators,
+inputs, parameters and *shared values* (a value with several readers is moved once for all of them), each with the
+operators that follow it (`wiring`); an edge costs the conversion between what its producer leaves and what its reader
+needs. One memory row bounds parameters, optimizer state, gradients and the activations kept for the backward pass.
+`solve` proves the optimum or prints its gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...cluster import Device, LogicalMesh
+from ...cost.compute import elementwise_seconds
+from ...program.graph import Graph, Operator, once_for_each
+from ...program.origins import dim_origins, operator_origins
+from ...program.residuals import is_stored
+from ...sharding import Spec
+from ...solve import Problem, Solution, solve
+from ..prices.choices import (
+    OperatorChoice,
+    ParameterChoice,
+    operator_choices,
+    parameter_choices,
+    spec_choices,
+    values_of_parameters,
+)
+from ..prices.operators import OperatorPrices, prices_of
+from ..prices.parameters import ParameterPrices, parameter_prices
+from ..prices.product_orders import sliced_operands
+from ..prices.spec_row import SpecRow
+from ..restrictions.pins import Pins
+from .wiring import Shared, forward_runs, forward_runs_of, wiring_of, wiring_of_one_program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInfo:
+    """What belongs to a differentiated input.
+
+    Args:
+      name: its path in the user's state.
+      optimizer_bytes: bytes of the optimizer state that is laid out like it.
+    """
+
+    name: str
+    optimizer_bytes: float
+
+
+class Move(NamedTuple):
+    """A conversion that each microbatch makes so many times, between what two nodes choose; less than once where it is
+    made at the end of a step.
+
+    Args:
+      source: node whose choices say what there is.
+      target: node whose choices say what is read; the same where an output's sums are taken and no more, or where
+        followers of one array read each other.
+      value: that is converted.
+      times: in a microbatch.
+      sources: of each choice of the one node, the spec.
+      targets: of each choice of the other.
+    """
+
+    source: int
+    target: int
+    value: int
+    times: float
+    sources: SpecRow
+    targets: SpecRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntraOpSolution:
+    """A choice for every node.
+
+    Args:
+      operators: by operator index; None for operators that depend on no input.
+      settled: the spec shared values are moved to.
+      parameters: by position in `Graph.parameters`.
+      inputs: spec of every program input, parameters included.
+      solution: the solver's objective, bound and method.
+    """
+
+    operators: tuple[OperatorChoice | None, ...]
+    settled: Mapping[int, Spec]
+    parameters: tuple[ParameterChoice, ...]
+    inputs: tuple[Spec, ...]
+    solution: Solution
+
+
+def trips_of(operator: Operator, value: int) -> int:
+    """How often `value`, a result of `operator`, is made: the outer result of a carry or stack is made once."""
+    if operator.name == "scan_stack" or (operator.name == "scan_carry" and operator.results[1] == value):
+        return operator.outer_repeats
+    return operator.repeats
+
+
+# What tells operators apart, numbered: programs have thousands of operators of a few hundred kinds, and a number is
+# looked up at once.
+_NUMBERS: dict[Hashable, int] = {}
+
+
+@once_for_each
+def _signatures(graph: Graph) -> tuple[int, ...]:
+    """Of each operator what its choices and their seconds depend on, but for mesh and device, as a number."""
+    values, of_parameters = graph.values, values_of_parameters(graph)
+
+    def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
+        return tuple(
+            None if v is None else (values[v].shape, values[v].dtype, values[v].differentiated) for v in indices
+        )
+
+    found = (
+        (
+            operator.name, operator.rule, described(operator.operands), described(operator.results), operator.flops,
+            operator.combine, operator.differentiated,
+            all(v in of_parameters for v in operator.results if v is not None),
+            tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
+            sliced_operands(graph, operator),
+        )
+        for operator in graph.operators
+    )  # fmt: skip
+    return tuple(_NUMBERS.setdefault(one, len(_NUMBERS)) for one in found)
+
+
+@once_for_each
+def _signatures_with_origins(graph: Graph) -> tuple[int, ...]:
+    """The same, told apart by what their dims stand for as well."""
+    return tuple(
+        _NUMBERS.setdefault((number, origins), len(_NUMBERS))
+        for number, origins in zip(_signatures(graph), operator_origins(graph), strict=True)
+    )
+
+
+class IntraOpProblem:
+    """Builds the problem of one stage on one mesh.
+
+    Args:
+      graph: the stage's operators, at the size of one microbatch.
+      mesh: logical mesh.
+      device: what it is made of.
+      parameters: by position in `graph.parameters`.
+      microbatches: how often the program runs in a step.
+      pins: what the user has fixed.
+      split_dims: for the leading inputs, the dim that microbatches cut, or None.
+      carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
+    """
+
+    # Whether forward and backward pass are one program. Such a one keeps more than two do; it keeps what it gathers of
+    # parameters, which the loop of a pipeline's stage gathers again; and it sums single numbers over devices once, at
+    # the end of a step.
+    is_one_program = True
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: LogicalMesh,
+        device: Device,
+        *,
+        parameters: Sequence[ParameterInfo],
+        microbatches: int,
+        pins: Pins,
+        carried: int,
+        split_dims: Sequence[int | None] = (),
+    ) -> None:
+        self.graph = graph
+        self.prices = prices_of(mesh, device)
+        self.sizes = self.prices.sizes
+        self.parameters = parameters
+        self.microbatches = microbatches
+        self.carried = carried
+        self.gradient_exchange = pins.gradient_exchange
+        self._pins = pins
+        self.of_parameters = values_of_parameters(graph)
+        self._wiring = wiring_of_one_program(graph) if self.is_one_program else wiring_of(graph)
+        self.operators = self._wiring.operators
+        # Node tables: choices, seconds, bytes (of inputs apart); and the spec each choice gives each value it defines.
+        self.choices: list[tuple[Any, ...]] = []
+        self._seconds: list[np.ndarray] = []
+        self._bytes: list[np.ndarray] = []
+        self._input_bytes: dict[int, np.ndarray] = {}
+        self._edges: dict[tuple[int, int], np.ndarray] = {}
+        self.operator_node: dict[int, int] = {}
+        self.operator_prices: dict[int, OperatorPrices] = {}
+        self.shared_node: dict[int, int] = {}
+        self.input_node: dict[int, int] = {}
+        self.parameter_prices: dict[int, ParameterPrices] = {}
+        self.moves: list[Move] = []
+        # Edges that are alike share their table, and the same turned round.
+        self._turned: dict[int, np.ndarray] = {}
+        self._defines: dict[int, tuple[int, SpecRow]] = {}
+        self._add_inputs()
+        self._agree_on_batch(split_dims)
+        self._add_operators()
+        self._add_operands()
+        self._add_outputs()
+
+    # Nodes
+
+    def _node(self, choices: tuple[Any, ...], seconds: np.ndarray) -> int:
+        """A new node; its seconds may be others' too, and are not to be changed."""
+        self.choices.append(choices)
+        self._seconds.append(seconds)
+        self._bytes.append(np.zeros(len(choices)))
+        return len(self.choices) - 1
+
+    def _add_inputs(self) -> None:
+        graph = self.graph
+        for position, index in enumerate(graph.inputs):
+            value = graph.values[index]
+            if position in graph.parameters:
+                info = self.parameters[graph.parameters.index(position)]
+                known = self._parameter_prices(index, info)
+                node = self._node(known.choices, known.seconds(self.microbatches))
+                self.parameter_prices[node] = known
+                self._input_bytes[node] = known.held_bytes
+                self._defines[index] = (node, known.uses)
+            else:
+                specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
+                specs = specs or (Spec.replicated(len(value.shape)),)
+                if self._pins.roles is not None and not self._is_pinned(value.name, value.shape):
+                    specs = self._pins.roles.input(graph, index, specs)
+                specs = self._pins.input(value.name, specs, self.sizes)
+                row = SpecRow(specs)
+                held = value.bytes * self.microbatches / self.prices.shards(row)
+                # Whatever a device is given has to be written to its memory.
+                node = self._node(row, elementwise_seconds(1.0, self.prices.device) * held)
+                self._input_bytes[node] = held
+                self._defines[index] = (node, row)
+            self.input_node[index] = node
+
+    def _parameter_prices(self, index: int, info: ParameterInfo) -> ParameterPrices:
+        """Of each choice of a parameter; those of parameters that may lie in any way are found once for a mesh."""
+        value, pins = self.graph.values[index], self._pins
+        free = pins.roles is None and pins.zero is None and not self._is_pinned(info.name, value.shape)
+        central = self.gradient_exchange == "central"
+        key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central
+        if free and key in self.prices.parameters:
+            return self.prices.parameters[key]
+        choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
+        if pins.roles is not None and not self._is_pinned(info.name, value.shape):
+            choices = pins.roles.parameter(dim_origins(self.graph, index), choices)
+        choices = tuple(pins.parameter(info.name, choices, self.sizes))
+        found = parameter_prices(
+            self.prices, choices, value.bytes, info.optimizer_bytes, parameters=len(self.parameters), central=central
+        )
+        if free:
+            self.prices.parameters[key] = found
+        return found
+
+    def _is_pinned(self, name: str, shape: Sequence[int]) -> bool:
+        return self._pins.layout(name, len(shape), self.sizes) is not None
+
+    def _agree_on_batch(self, split_dims: Sequence[int | None]) -> None:
+        """Arrays that microbatches cut split their batch over the same axes, or the first few of them: else a
+        microbatch would pair different examples on one device."""
+        cut = [(self.graph.inputs[i], d) for i, d in enumerate(split_dims) if d is not None]
+        for (left, left_dim), (right, right_dim) in combinations(cut, 2):
+            u, v = self.input_node[left], self.input_node[right]
+            table = np.zeros((len(self.choices[u]), len(self.choices[v])))
+            for i, a in enumerate(self.choices[u]):
+                for j, b in enumerate(self.choices[v]):
+                    shared = min(len(a.dims[left_dim]), len(b.dims[right_dim]))
+                    if a.dims[left_dim][:shared] != b.dims[right_dim][:shared]:
+                        table[i, j] = np.inf
+            self._connect(u, v, table)
+
+    def forward_runs(self, operator: Operator) -> int:
+        """As `wiring.forward_runs`."""
+        return forward_runs(self.graph, operator)
+
+    def forward_runs_of(self, value: int, operator: Operator) -> int:
+        """How often a conversion of `value` made for (or right after) `operator` runs forward."""
+        of_parameters = not self.is_one_program and value in self.of_parameters and len(operator.path) == 1
+        return 2 if of_parameters else forward_runs_of(self.graph, value, operator)
+
+    def _add_operators(self) -> None:
+        graph, m, prices = self.graph, self.microbatches, self.operator_prices
+        roles = self._pins.roles
+        signatures = _signatures(graph) if roles is None else _signatures_with_origins(graph)
+        cache = self.prices.operators.setdefault(None if roles is None else roles.key, {})
+        for operator in self._wiring.operators:
+            signature = signatures[operator.index]
+            if signature not in cache:
+                of_parameters = self._is_of_parameters(operator)
+                choices = operator_choices(graph, operator, self.sizes, of_parameters=of_parameters)
+                if roles is not None:
+                    origins = operator_origins(graph)[operator.index]
+                    choices = roles.operator(operator, origins, choices, of_parameters=of_parameters)
+                cache[signature] = self.prices.of_operator(graph, operator, choices, self.of_parameters)
+            prices[operator.index] = cache[signature]
+        for operator in self._wiring.operators:
+            index = operator.index
+            known = prices[index]
+            seconds = known.seconds(self.forward_runs(operator), m * operator.repeats)
+            node = self._followed(operator)
+            if node is None:
+                node = self._node(known.choices, seconds)
+            else:
+                self._seconds[node] = self._seconds[node] + seconds
+            self.operator_node[index] = node
+            for value, row in zip(operator.results, known.results, strict=True):
+                if value is not None:
+                    self._defines[value] = (node, row)
+                    if value in self._wiring.shared:
+                        self._add_shared(self._wiring.shared[value])
+
+    def _followed(self, operator: Operator) -> int | None:
+        """The node of what an operator follows, each choice of which is one of its own."""
+        continued = self._wiring.continued.get(operator.index)
+        value = operator.operands[continued.position] if continued is not None else None
+        if continued is None or value is None or value not in self._defines:
+            return None  # or a loop carries it, and nobody has made it yet
+        node, row = self._defines[value]
+        return node if self._follows(operator.index, continued.position, row) else None
+
+    def _follows(self, index: int, at: int, row: SpecRow) -> bool:
+        """Whether an operator follows an operand that is laid out so."""
+        continued = self._wiring.continued.get(index)
+        if continued is None or continued.position != at:
+            return False
+        return row is self.operator_prices[index].operands[at] and row.distinct  # rows that are equal are one object
+
+    def _is_of_parameters(self, operator: Operator) -> bool:
+        return all(v in self.of_parameters for v in operator.results if v is not None)
+
+    def _add_shared(self, shared: Shared) -> None:
+        """A value that is moved once for all its readers, or that they follow (`wiring`)."""
+        index = shared.value
+        producer, specs = self._defines[index]
+        others = sum(not self._follows(user, at, specs) for user, at in shared.users)
+        made = self._wiring.continued.get(shared.maker.index)
+        if others <= 1 and made is not None and made.whole:
+            if shared.kept:
+                self._bytes[producer] += self._kept_bytes(index, specs)
+            return
+        choices = self.prices.shared(specs, tuple(self.operator_prices[user].operands[at] for user, at in shared.users))
+        node = self._node(choices, np.zeros(len(choices)))
+        self.shared_node[index] = node
+        times = self.trips(shared.maker, index)
+        table = self._conversions(index, specs, choices, self.forward_runs_of(index, shared.maker), times)
+        self._connect(producer, node, table)
+        self.moves.append(Move(producer, node, index, times, specs, choices))
+        self._defines[index] = (node, choices)
+        if shared.kept:
+            self._bytes[node] += self._kept_bytes(index, choices)
+
+    def trips(self, operator: Operator, value: int) -> int:
+        """As `trips_of`."""
+        return trips_of(operator, value)
+
+    def _kept_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
+        trips = self.trips(self.graph.operators[self.graph.producer[index][0]], index)
+        return trips * self.local_bytes(index, specs)
+
+    def local_bytes(self, index: int, specs: SpecRow) -> np.ndarray:
+        """Bytes of a value on one device, by how it is split."""
+        return self.graph.values[index].bytes / self.prices.shards(specs)
+
+    def _conversions(self, index: int, sources: SpecRow, targets: SpecRow, runs: int, times: float) -> np.ndarray:
+        """So many conversions of a value in each microbatch of a step, as a table that is not to be changed."""
+        value = self.graph.values[index]
+        return self.prices.conversion_table(
+            sources, targets, value.bytes, forward_runs=runs, differentiated=value.differentiated,
+            times=self.microbatches * times,
+        )  # fmt: skip
+
+    def _connect(self, u: int, v: int, table: np.ndarray) -> None:
+        """Add what a pair of choices costs; the table is not to be changed any more."""
+        if u == v:
+            self._seconds[u] = self._seconds[u] + np.diag(table)
+        elif u < v:
+            self._edges[u, v] = self._edges[u, v] + table if (u, v) in self._edges else table
+        else:
+            self._connect(v, u, self._turned.setdefault(id(table), table.T))
+
+    def _add_operands(self) -> None:
+        for operator, reads in zip(self._wiring.operators, self._wiring.reads, strict=True):
+            node, operands = self.operator_node[operator.index], self.operator_prices[operator.index].operands
+            for read in reads:
+                index, times = read.value, read.times
+                source, specs = self._defines[index]
+                targets = operands[read.position]
+                if source != node or specs is not targets:  # else it follows what makes the value
+                    runs = 2 if read.of_parameters and not self.is_one_program else read.runs
+                    often = 1 / self.microbatches if read.waits and self.is_one_program else times
+                    self._connect(source, node, self._conversions(index, specs, targets, runs, often))
+                    self.moves.append(Move(source, node, index, often, specs, targets))
+                if read.holds == "read":
+                    self._bytes[node] += self._kept_bytes(index, targets)
+                elif read.holds == "gathered":
+                    self._bytes[node] += self.was_gathered(targets) * self._kept_bytes(index, targets)
+
+    def was_gathered(self, specs: SpecRow) -> np.ndarray:
+        """Of an operand, by how it is split: what is split over all devices was not gathered."""
+        return self.prices.shards(specs) < prod(self.sizes.values())
+
+    def _add_outputs(self) -> None:
+        """An output may leave in any layout, but a partial one has to be summed for whoever reads it, and one that is
+        carried to the next step leaves as the input it becomes."""
+        for position, index in enumerate(self.graph.outputs):
+            if index is None or index not in self._defines:
+                continue
+            node, specs = self._defines[index]
+            if position < self.carried:
+                target, wanted = self._defines[self.graph.inputs[position]]
+                self._connect(node, target, self._conversions(index, specs, wanted, 1, 1 / self.microbatches))
+                self.moves.append(Move(node, target, index, 1, specs, wanted))
+                continue
+            whole = SpecRow(Spec(spec.dims) for spec in specs)
+            last = self.is_one_program and not self.graph.values[index].shape
+            often = 1 / self.microbatches if last else 1
+            self.moves.append(Move(node, node, index, often, specs, whole))
+            if whole is not specs:
+                self._connect(node, node, self._conversions(index, specs, whole, 1, often))
+
+    # Solving
+
+    def operator_choices(self, choices: Sequence[int]) -> tuple[OperatorChoice | None, ...]:
+        """The choice of every operator, None for what depends on no input, for choices of all nodes."""
+        nodes, known = self.operator_node, self.operator_prices
+        return tuple(
+            known[index].choices[choices[nodes[index]]] if index in nodes else None
+            for index in range(len(self.graph.operators))
+        )
+
+    @cached_property
+    def _numbers(self) -> Problem:
+        """The problem without a limit, looked at once: nothing in it is negative or no number."""
+        return Problem(costs=tuple(self._seconds), edges=dict(self._edges), memory=self._memory())
+
+    def _memory(self) -> tuple[np.ndarray, ...]:
+        """Bytes on one device, by the choice of each node."""
+        return tuple(size + self._input_bytes.get(node, 0.0) for node, size in enumerate(self._bytes))
+
+    def problem(self, memory_limit_bytes: float) -> Problem:
+        """The problem as numbers."""
+        costs, edges = self._numbers.costs, self._numbers.edges
+        return Problem.unchecked(costs=costs, edges=edges, memory=self._memory(), memory_limit=memory_limit_bytes)
+
+    def solve(
+        self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0,
+        known: tuple[int, ...] | None = None,
+    ) -> IntraOpSolution:  # fmt: skip
+        """The best choice for every node within the memory limit; arguments as of `solve.solve`.
+
+        Raises:
+          solve.Infeasible: if no choice fits.
+        """
+        problem = self.problem(memory_limit_bytes)
+        solution = solve(problem, gap=gap, time_limit_seconds=time_limit_seconds, known=known)
+        picked = [choices[c] for choices, c in zip(self.choices, solution.choices, strict=True)]
+        graph = self.graph
+        parameters = tuple(picked[self.input_node[graph.inputs[p]]] for p in graph.parameters)
+        inputs = tuple(
+            picked[self.input_node[v]].use if i in graph.parameters else picked[self.input_node[v]]
+            for i, v in enumerate(graph.inputs)
+        )
+        return IntraOpSolution(
+            operators=self.operator_choices(solution.choices),
+            settled={value: picked[node] for value, node in self.shared_node.items()},
+            parameters=parameters,
+            inputs=inputs,
+            solution=solution,
+        )

@@ -1,0 +1,211 @@
+"""What the nodes of an intra-operator problem read, whatever the mesh is: found out once for a graph.
+
+An operator may follow the one large array that it reads: it has the node of what defines that, and so its layout, if
+what it takes follows from what it writes and it makes nothing larger. A conversion of what it reads would be no less
+than one of what it makes, which is still there to be chosen. Alpa (OSDI '22) merges operators into what they read as
+well; here a follower has to have the same layouts.
+
+A value that several operators read has a node of its own, in whose layout it is moved once for all of them; unless all
+of them follow it, or all but one: then it has the node of what makes it, if moving what that reads is no more.
+
+Known limits: that an array is cut for one of its readers alone, which then does less, is not considered. Weights that
+one program gathers and does not cast are kept for the backward pass, which is not counted: whether they were gathered
+follows from two nodes, and bytes are those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ...program.graph import Graph, Operator, once_for_each
+from ...program.residuals import is_cheap, kept_in_one_program, kept_values, needed_again, read_by_backward
+from ...sharding.deferred_sums import waiting_reads
+from ..prices.choices import values_of_parameters
+from ..prices.kernels import is_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An operand of an operator.
+
+    Args:
+      position: among the operands.
+      value: that is read.
+      times: in a microbatch.
+      runs: how often a conversion for it runs forward for one backward pass.
+      of_parameters: whether it is made of parameters alone and read outside loops, which keep such values.
+      waits: whether it is a number that may be read as summands and summed at the end of a step.
+      holds: what the backward pass keeps of it for this operator: "read", as it is read, or "gathered", only where it
+        was gathered for that.
+    """
+
+    position: int
+    value: int
+    times: int
+    runs: int
+    of_parameters: bool
+    waits: bool
+    holds: Literal["", "read", "gathered"]
+
+
+class Continued(NamedTuple):
+    """The operand that an operator may follow.
+
+    Args:
+      position: among its operands.
+      whole: whether the operator makes as many bytes as that has, and not fewer.
+    """
+
+    position: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A value that several operators read: it is moved once for all of them, or they follow it.
+
+    Args:
+      value: the value.
+      maker: the operator that makes it.
+      users: operators that read it, and which operand it is.
+      kept: whether the backward pass keeps it.
+    """
+
+    value: int
+    maker: Operator
+    users: tuple[tuple[int, int], ...]
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """What is read in a graph.
+
+    Args:
+      operators: that have choices: all but those that depend on no input.
+      reads: of each of these, in their order, what it reads.
+      shared: by value.
+      continued: of each operator that may follow what it reads, what that is.
+    """
+
+    operators: tuple[Operator, ...]
+    reads: tuple[tuple[Read, ...], ...]
+    shared: Mapping[int, Shared]
+    continued: Mapping[int, Continued]
+
+
+# Other names of what they read, for a matrix product at least.
+_VIEWS = frozenset(["copy", "expand_dims", "reshape", "squeeze", "transpose"])
+
+
+@once_for_each
+def wiring_of(graph: Graph) -> Wiring:
+    """What is read in a graph whose backward pass is a program of its own."""
+    return _wiring(graph, kept_values(graph), keeps_weights=False)
+
+
+@once_for_each
+def wiring_of_one_program(graph: Graph) -> Wiring:
+    """What is read in a graph whose forward and backward pass are one program."""
+    return _wiring(graph, kept_in_one_program(graph), keeps_weights=True)
+
+
+def _wiring(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> Wiring:
+    # Parameters are at hand anyway, and so is what is made of them alone.
+    kept = kept - values_of_parameters(graph)
+    operators = tuple(o for o in graph.operators if not _is_constant(graph, o))
+    known = {operator.index for operator in operators}
+    shared = {
+        one.value: one for value, users in graph.consumers.items() for one in _shared(graph, known, value, users, kept)
+    }
+    reads = []
+    held: set[int] = set()
+    for operator in operators:
+        found = []
+        for position, value in enumerate(operator.operands):
+            if value is None or graph.values[value].constant:
+                continue
+            holds: Any = ""
+            if value in kept and value not in shared and value in graph.producer:
+                holds = "read"
+            elif value in held or operator.region is not None:
+                pass
+            elif reads_gathered(graph, operator, value):
+                # Collectives run once, so the backward pass has no other.
+                held.add(value)
+                holds = "gathered"
+            elif keeps_weights and _reads_cast(graph, operator, value):
+                held.add(value)
+                holds = "read"
+            of_parameters = value in values_of_parameters(graph)
+            again = of_parameters and len(operator.path) == 1
+            waits = (operator.index, position) in waiting_reads(graph) and not of_parameters
+            runs = forward_runs_of(graph, value, operator)
+            found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
+        reads.append(tuple(found))
+    continued = {o.index: one for o in operators if (one := _continued(graph, o)) is not None}
+    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued)
+
+
+def _is_constant(graph: Graph, operator: Operator) -> bool:
+    return all(v is None or graph.values[v].constant for v in operator.results)
+
+
+def _shared(
+    graph: Graph, known: Set[int], value: int, users: tuple[tuple[int, int], ...], kept: Set[int]
+) -> tuple[Shared, ...]:
+    """A value as one that is shared, if it is."""
+    readers = tuple((user, at) for user, at in users if user in known)
+    made_by = graph.producer.get(value)
+    if len(readers) < 2 or made_by is None or made_by[0] not in known:
+        return ()
+    maker = graph.operators[made_by[0]]
+    if maker.name in ("scan_const", "scan_slice"):
+        return ()
+    return (Shared(value, maker, readers, value in kept),)
+
+
+def reads_gathered(graph: Graph, operator: Operator, value: int) -> bool:
+    """Whether the derivative of an operator reads an operand as it was gathered for it."""
+    return (
+        not is_cheap(operator.name) and value in graph.producer
+        and value not in values_of_parameters(graph) and value in read_by_backward(graph, operator)
+    )  # fmt: skip
+
+
+def _reads_cast(graph: Graph, operator: Operator, value: int) -> bool:
+    """Whether the derivative of an operator outside loops reads what has been made of a parameter for it, such as its
+    weights in fewer bits: an array beside the parameter, as it is gathered for the operator."""
+    if len(operator.path) > 1 or is_cheap(operator.name) or value not in values_of_parameters(graph):
+        return False
+    made_by = graph.producer.get(value)
+    while made_by is not None and graph.operators[made_by[0]].name in _VIEWS:
+        (source, *_) = graph.operators[made_by[0]].operands
+        made_by = graph.producer.get(source) if source is not None else None
+    return made_by is not None and value in read_by_backward(graph, operator)
+
+
+def forward_runs(graph: Graph, operator: Operator) -> int:
+    """How often an operator runs for one backward pass: twice where it is rematerialised."""
+    return 2 if operator.index in needed_again(graph)[0] else 1
+
+
+def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
+    """How often a conversion of `value` made for (or right after) `operator` runs forward for one backward pass."""
+    return 2 if operator.region is not None and value in needed_again(graph)[1] else 1
+
+
+def _continued(graph: Graph, operator: Operator) -> Continued | None:
+    """What an operator may follow: the one array that is as large as what it makes, if there is one, and what it takes
+    follows from what it writes."""
+    if not is_plain(operator):
+        return None
+    made = [graph.values[v].bytes for v in operator.results if v is not None] or [0.0]
+    operands = enumerate(None if v is None else graph.values[v] for v in operator.operands)
+    read = [(at, value.bytes) for at, value in operands if value is not None and not value.constant]
+    large = [(at, size) for at, size in read if size >= min(made)]
+    if len(large) != 1 or large[0][1] < max(made):
+        return None
+    return Continued(large[0][0], whole=large[0][1] == max(made))

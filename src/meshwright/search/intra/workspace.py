@@ -1,0 +1,184 @@
+"""What a device holds while the backward pass of a microbatch runs, beside what it keeps for it.
+
+At the worst moment: what the rematerialised segment at hand has computed again and not yet read for the last time, the
+cotangents around one operator, and the gradient of a weight before it is added to those of earlier microbatches. Of
+several moments that are as bad the mean counts, since layers are laid out alike. How much that is on a device follows
+from how values are split, like all else that is held.
+
+What is not rematerialised computes again what is cheap (the argument of a product that an activation function makes),
+where it is read: programs are written so that compilers find that order (`runtime.pipeline.stage_program`). Where both
+passes are one program, what is not kept (`residuals.kept_in_one_program`) is made inside the kernels that read it.
+
+Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the
+scores of a large vocabulary compilers fuse more than is thought here (up to twice too much for a stage that has little
+else), of those of attention a tenth; the derivative of a pooling needs several times its operand, of which half is
+counted; what collectives need is not counted, nor cotangents that wait while a branch is passed through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from ...program.graph import Graph, Operator
+from ...program.residuals import kept_in_one_program, kept_values, read_by_backward, regions
+from ..prices.choices import values_of_parameters
+
+# What a weight passes through on its way to a matrix product.
+_SAME_WEIGHT = frozenset(
+    {"convert_element_type", "copy", "reshape", "scan_const", "scan_slice", "squeeze", "transpose"}
+)  # fmt: skip
+
+# Moments at which this much less is there than at the worst are as bad.
+AS_BAD = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The backward pass of one operator.
+
+    Args:
+      operator: its index.
+      around: how often each value that it reads and makes is there, cotangents included, beside the following.
+      again: values that have been computed again and are still to be read; of a loop's body, in one trip.
+    """
+
+    operator: int
+    around: Mapping[int, float]
+    again: frozenset[int]
+
+    def bytes(self, graph: Graph) -> float:
+        """Of all devices together."""
+        around = sum(times * graph.values[value].bytes for value, times in self.around.items())
+        return around + sum(graph.values[value].bytes for value in self.again)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """What the backward pass of a stage makes.
+
+    Args:
+      moments: the worst, of which the mean counts.
+      weight: the input with the largest gradient, by its value; None where nothing has to be added to it.
+      gradient_bytes: of that gradient, and a cast of the weight where there is one, of all devices together.
+      bytes: of it all, of all devices together.
+    """
+
+    moments: tuple[Moment, ...]
+    weight: int | None
+    gradient_bytes: float
+    bytes: float
+
+
+def held_together(held: Iterable[tuple[float, float]]) -> float:
+    """Bytes of stages that share a device: they run in turn, and the largest workspace does for all.
+
+    >>> held_together([(3.0, 1.0), (2.0, 2.0)])
+    7.0
+
+    Args:
+      held: of each what is there without its workspace, and that.
+    """
+    own, workspaces = zip(*held, strict=True)
+    return sum(own) + max(workspaces)
+
+
+def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = False) -> Workspace:
+    """The workspace of a stage.
+
+    Args:
+      graph: of the stage, with what is rematerialised marked.
+      microbatches: in a step.
+      is_one_program: whether its forward and its backward pass are one program.
+    """
+    moments = worst_moments(graph, is_one_program=is_one_program)
+    weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
+    total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
+    return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, bytes=total)
+
+
+def worst_moments(graph: Graph, *, is_one_program: bool = False) -> tuple[Moment, ...]:
+    """The moments of the backward pass at which the most is there: the worst of each rematerialised segment and of each
+    loop, which computes what it does not keep again before anything else, and operators outside, as far as they are as
+    bad as the worst of all."""
+    inputs, kept = frozenset(graph.inputs), kept_in_one_program(graph) if is_one_program else kept_values(graph)
+    # A weight's cast is made where it is read, but a loop makes all of them before anything else.
+    outside = inputs | values_of_parameters(graph)
+    # What one program does not keep has no copy: it is made inside the kernels that read it.
+    without_copy = frozenset(range(len(graph.values))) if is_one_program else kept
+    found = _plain_moments(graph, without_copy, outside)
+    for region in (*regions(graph).values(), *_bodies(graph).values()):
+        others = inputs if _is_inner(region[0]) else outside
+        read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - others
+        again, again_bytes, worst = set[int](), 0.0, -1.0
+        moment: Moment | None = None
+        for operator in region:
+            for value in operator.results:
+                if value in read and value not in again and not graph.values[value].constant:
+                    again.add(value)
+                    again_bytes += graph.values[value].bytes
+            around = _around(graph, operator, again, kept, others)
+            size = again_bytes + sum(times * graph.values[value].bytes for value, times in around.items())
+            if size > worst:
+                worst, moment = size, Moment(operator=operator.index, around=around, again=frozenset(again))
+        found += [moment] if moment is not None else []
+    most = max((moment.bytes(graph) for moment in found), default=0.0)
+    return tuple(one for one in found if most > 0 and one.bytes(graph) >= AS_BAD * most)
+
+
+def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) -> list[Moment]:
+    """The worst moments of what is neither rematerialised nor in a loop: what is cheap to make is made again where it
+    is read."""
+    none = frozenset[int]()
+    plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
+    moments = [Moment(operator=op.index, around=_around(graph, op, none, kept, outside), again=none) for op in plain]
+    sizes = [moment.bytes(graph) for moment in moments]
+    most = max(sizes, default=0.0)
+    return [moment for moment, size in zip(moments, sizes, strict=True) if size >= AS_BAD * most]
+
+
+def _is_inner(operator: Operator) -> bool:
+    """Whether it is in the body of a loop."""
+    return len(operator.path) > 1 and not operator.is_link
+
+
+def _bodies(graph: Graph) -> dict[int, list[Operator]]:
+    """The operators of each loop that nothing rematerialises, in program order."""
+    found: dict[int, list[Operator]] = {}
+    for operator in graph.operators:
+        if operator.region is None and _is_inner(operator):
+            found.setdefault(operator.path[0], []).append(operator)
+    return found
+
+
+def _around(
+    graph: Graph, operator: Operator, again: Set[int], kept: frozenset[int], others: frozenset[int]
+) -> dict[int, float]:
+    """Around an operator there is a cotangent of each value but others, and of what is neither kept nor there again a
+    copy."""
+    around: dict[int, float] = {}
+    if operator.differentiated and not operator.is_link:
+        for value in dict.fromkeys((*operator.operands, *operator.results)):
+            if value is None or value in others or not graph.values[value].differentiated:
+                continue
+            around[value] = 1.0 + float(value not in kept and value not in again)
+    return around
+
+
+def _largest_gradient(graph: Graph) -> tuple[int | None, float]:
+    """The weight with the largest gradient that a microbatch makes, and its bytes: of what a matrix product reads, be
+    it a slice or a cast of a parameter; with the cast itself, but in loops, where it has been counted. Rows that are
+    looked up are added where they belong."""
+    inputs = {graph.inputs[position] for position in graph.parameters}
+    weights = {value: value for value in inputs if graph.values[value].differentiated}
+    most, found = 0.0, None
+    for operator in graph.operators:
+        read = [v for v in operator.operands if v is not None and v in weights]
+        if operator.matmul:
+            for value in read:
+                copies = 1 if value in inputs or _is_inner(operator) else 2
+                if copies * graph.values[value].bytes > most:
+                    most, found = float(copies * graph.values[value].bytes), weights[value]
+        elif read and operator.name in _SAME_WEIGHT:
+            weights |= {value: weights[read[0]] for value in operator.results if value is not None}
+    return found, most

@@ -1,0 +1,1 @@
+"""The search for plans of several stages: from estimates to solved, scheduled and simulated stages."""

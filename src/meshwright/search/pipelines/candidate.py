@@ -1,0 +1,138 @@
+"""A plan that the stage search may take: solved stages, and the schedule with which a simulated step is shortest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...plan import Plan
+from ...program.staged import StagedProgram, merge_scans
+from ...schedule import WORTH_SPLITTING
+from ..alternative import one_stage_words, stages_words
+from ..inter.problem import PlacedStage
+from ..stages.costs import StageCosts, solved_in_turn
+from ..stages.solved import SolvedStage
+from .assembly import assemble
+from .request import INTERLEAVED, SIMULATED
+from .timing import Scheduled, StagedTiming, best_schedule, staged_timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Stages with a schedule.
+
+    Args:
+      seconds: of a simulated step.
+      costs: that solved the stages.
+      stages: in program order.
+      staged: their timing.
+      scheduled: the schedule and its simulation.
+    """
+
+    seconds: float
+    costs: StageCosts
+    stages: tuple[PlacedStage, ...]
+    staged: StagedTiming
+    scheduled: Scheduled
+
+    @property
+    def weight(self) -> float:
+        """Its seconds, with what a split backward has to gain to be taken."""
+        return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
+
+    def plan(self, gap: float) -> Plan:
+        """The plan.
+
+        Args:
+          gap: how much of its seconds others may save at most, as a share.
+        """
+        cluster = self.costs.submeshes.cluster
+        return assemble(self.costs, self.stages, self.staged, self.scheduled, cluster, gap=gap)
+
+    def words(self, schedule: str) -> str:
+        """These stages under a schedule, in a few words."""
+        count = self.costs.program.microbatches
+        if len(self.stages) == 1:
+            solved: SolvedStage = self.stages[0].option.tag
+            mesh = [(axis.name, axis.size) for axis in solved.mesh.axes]
+            return one_stage_words(count, mesh, rematerialised=bool(solved.segments))
+        return stages_words(count, schedule, [(s.last - s.first, s.submesh.size) for s in self.stages])
+
+    def all_schedules(self) -> Iterator[tuple[str, float]]:
+        """Words and seconds of a step under every schedule that fits."""
+        for name, seconds in ((self.scheduled.name, self.seconds), *self.scheduled.others):
+            yield self.words(name), seconds
+
+
+def better(best: Candidate | None, others: Iterable[Candidate]) -> Candidate | None:
+    """The candidate that counts for the least; of those that differ by rounding alone the first.
+
+    Args:
+      best: what is known; None for nothing.
+      others: to be tried in this order.
+    """
+    for one in others:
+        if best is None or one.weight < best.weight * (1 - 1e-9):
+            best = one
+    return best
+
+
+def scheduled(
+    costs: StageCosts, stages: tuple[PlacedStage, ...], schedules: Sequence[str], *, chunks: int
+) -> Candidate | None:
+    """The candidate of these stages; None if they fit under no schedule.
+
+    Args:
+      costs: that solved the stages, with what may be counted on a device.
+      stages: in program order.
+      schedules: to choose from.
+      chunks: stages on each rank.
+    """
+    ends = len(costs.program.layers)
+    limits = [costs.limit_bytes(one.submesh, one.last == ends, _remat(one)) for one in stages]
+    staged = staged_timing(costs.solver, stages, limit_bytes=limits)
+    orders = [name for name in SIMULATED if name in schedules and name != INTERLEAVED]
+    orders = orders if len(stages) > 1 else ["one_f_one_b"]
+    found = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
+    if found is None:
+        return None
+    return Candidate(
+        seconds=found.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=found
+    )  # fmt: skip
+
+
+def _remat(stage: PlacedStage) -> str:
+    return "layer" if stage.option.tag.segments else "none"
+
+
+def merged(
+    best: Candidate,
+    costs_of: Callable[[StagedProgram], StageCosts],
+    schedule: Callable[..., Candidate | None],
+) -> Candidate | None:
+    """The same plan with the pieces of a scan that lie in one stage made one scan again; None if it does not fit so.
+
+    Args:
+      best: the plan.
+      costs_of: of another program.
+      schedule: the candidate of costs and stages, `chunks` a rank.
+    """
+    program = best.costs.program
+    bounds = [program.layers[stage.first][0] for stage in best.stages[1:]]
+    if not program.scan_splits:
+        return best
+    whole = merge_scans(program, bounds)
+    # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
+    costs = costs_of(whole if whole is not None else replace(program, piece_starts={}))
+    stages = []
+    chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
+    for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
+        first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
+        option = costs.adopted(stage.option, first, last)
+        if option is None:
+            limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers), _remat(stage))
+            option = solved_in_turn(costs, first, last, stage.submesh, in_flight, chunks, limit)
+        if option is None:
+            return None
+        stages.append(PlacedStage(first, last, stage.submesh, option))
+    return schedule(costs, tuple(stages), chunks=chunks)

@@ -1,0 +1,86 @@
+"""Plans whose stages are all solved, and what those of them take by simulation that may be the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+from ..best_known import BestKnown
+from ..inter.problem import Found, Order, PlacedStage
+from ..stages.costs import StageCosts
+from .candidate import Candidate
+
+# A number of microbatches and stages.
+PlanKey = tuple[int, tuple[PlacedStage, ...]]
+
+
+class FinishedPlans:
+    """What one run of a stage search has finished.
+
+    Args:
+      costs: of a number of microbatches.
+      scheduled: of costs and stages, and how many of these a rank has, the plan under the schedule that is fastest for
+        it; None where it fits under none.
+      over: whether the time is over and there is a plan: then one that has been simulated is enough.
+      only_splits: whether a split backward is the only order that is asked for.
+
+    Attributes:
+      seconds: by the objective of the search.
+      order: in which each was found.
+      simulated: the least seconds of all that was simulated, by what is said of it.
+    """
+
+    def __init__(
+        self,
+        costs: Callable[[int], StageCosts],
+        scheduled: Callable[..., Candidate | None],
+        over: Callable[[], bool],
+        *,
+        only_splits: bool,
+    ) -> None:
+        self.seconds: dict[PlanKey, float] = {}
+        self.order: dict[PlanKey, Order] = {}
+        self.simulated: dict[str, float] = {}
+        self._candidates: dict[PlanKey, Candidate | None] = {}
+        self._costs, self._scheduled, self._only_splits, self._over = costs, scheduled, only_splits, over
+
+    def add(self, number: int, found: Found, order: Order) -> None:
+        """Remember a plan. Another order may have found the same stages, and thought them faster or slower."""
+        key = number, found.stages
+        if found.seconds < self.seconds.get(key, inf):
+            self.seconds[key], self.order[key] = found.seconds, order
+
+    def ascending(self) -> list[PlanKey]:
+        """All of them, the fastest first."""
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+    def stages_in(self, number: int) -> list[tuple[int, float]]:
+        """Of the plans in so many microbatches, how many stages each has and its seconds."""
+        return [(len(stages), seconds) for (count, stages), seconds in self.seconds.items() if count == number]
+
+    def simulate(self, best: BestKnown, number: int | None = None) -> Iterator[Candidate]:
+        """The best plans, of so many microbatches or of any; `best` learns what they take, which bounds all others."""
+        # What a split backward takes is a guess.
+        whole = [key for key in self.seconds if self._only_splits or self.order[key] != "zero_bubble"]
+        least = BestKnown(min((self.seconds[key] for key in whole), default=inf))
+        for key in self.ascending():
+            count, stages = key
+            if number is not None and count != number:
+                continue
+            if key not in self._candidates:
+                if self.seconds[key] > min(least.worth_a_look(count), best.worth_simulating):
+                    continue
+                if any(self._candidates.values()) and self._over():
+                    continue
+                self._candidates[key] = found = self._scheduled(self._costs(count), stages, chunks=1)
+                if found is not None:
+                    self.compare(found)
+            candidate = self._candidates[key]
+            if candidate is not None:
+                best.simulate(candidate.weight)
+                yield candidate
+
+    def compare(self, candidate: Candidate) -> None:
+        """Let a plan be among those that others are compared with."""
+        for words, seconds in candidate.all_schedules():
+            self.simulated[words] = min(seconds, self.simulated.get(words, inf))

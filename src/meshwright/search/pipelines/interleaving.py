@@ -1,0 +1,278 @@
+"""Interleaved stages: several shorter stages on each rank, equal in number and on equal submeshes.
+
+The search for stages gives every stage devices of its own. Interleaving (`schedule.interleaved`) gives each of n ranks
+v stages, the s-th stage to rank s mod n, and divides the bubble by v. So it is made from what the search has learned:
+for a number of ranks, the layers are cut into n v ranges whose slowest is as fast as can be (a dynamic program on the
+costs of one stage, estimates where a range is not solved; a scan over the layers of a model is cut into n v equal
+pieces), each is solved within the v-th part of a rank's memory (`interleaved_stages`), and the whole is simulated.
+Whether memory suffices is checked on the sum over a rank's stages.
+
+Known limit: ranges are balanced by their seconds alone, not by the schedule; only a rank's slowest stage gets more than
+its share of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, isfinite
+
+from ...errors import PlanError
+from ...program.equal_stages import equal_stages, main_scan
+from ...program.staged import StagedProgram
+from ..stages.costs import StageCosts
+from .candidate import Candidate
+from .interleaved_stages import all_alike, balanced, fastest, in_flight_of, interleaved, places_of
+from .request import INTERLEAVED, StageRequest
+
+# Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
+_CHUNKS = (2, 4)
+_MOST_CHUNKS = 16
+
+# Ranks with so many times the layers of the mean are about even.
+_ABOUT_EVEN = 1.05
+
+# Solved each by itself, ranks seldom take less than this share of what they take where all hold as much as any.
+_ALIKE_AT_MOST = 0.97
+
+# Numbers of microbatches and of ranks that are tried.
+_MOST_INTERLEAVED = 8
+
+# Microbatches, ranks, and by how many stages these may have each the seconds that are expected.
+_Try = tuple[int, int, dict[int, float]]
+
+
+def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: int) -> tuple[int, ...]:
+    """How many stages each rank may have, ascending: of a program that is one scan over its layers as many as can all
+    be of the same length, or else as leave ranks about the same number of layers.
+
+    Args:
+      program: to be cut.
+      microbatches: in a step.
+      ranks: groups of devices.
+      devices: of the cluster.
+    """
+    if ranks < 2 or devices % ranks or microbatches % ranks:
+        return ()
+    scan = main_scan(program.alike)
+    if scan is None:
+        return _CHUNKS
+    trips = scan[1]
+    equal = tuple(chunks for chunks in range(2, _MOST_CHUNKS + 1) if trips % (ranks * chunks) == 0)
+    if equal or -(-trips // ranks) * ranks > _ABOUT_EVEN * trips:
+        return equal
+    tries = sorted({*_CHUNKS, trips // ranks})
+    return tuple(chunks for chunks in tries if 1 < chunks <= _MOST_CHUNKS and chunks * ranks <= trips)
+
+
+class Interleaving:
+    """Which interleavings are worth a look.
+
+    Args:
+      request: of the search.
+      costs_of: makes the costs of a program.
+    """
+
+    def __init__(self, request: StageRequest, costs_of: Callable[[StagedProgram], StageCosts]) -> None:
+        self._request, self._costs_of = request, costs_of
+        self._cut: dict[tuple[int, int, int], StageCosts] = {}
+
+    @property
+    def _asked(self) -> bool:
+        """Whether nothing but interleaved stages will do, or their number is given: all ways are tried then."""
+        return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
+
+    def _tries(
+        self, looked_at: Sequence[int], below_seconds: float, costs_in: Callable[[int], StageCosts],
+    ) -> list[_Try]:  # fmt: skip
+        """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
+        ascending, with the seconds that are expected of a step.
+
+        Args:
+          looked_at: as of `candidates`.
+          below_seconds: what takes longer is of no interest.
+          costs_in: as of `candidates`.
+        """
+        request, devices = self._request, self._request.cluster.num_devices
+        if INTERLEAVED not in request.schedules or request.submeshes is not None or request.layers is not None:
+            return []
+        if not looked_at:
+            return []
+        asked = self._asked
+        found = []
+        for count in looked_at if asked else list(request.by_microbatches):
+            for ranks in range(2, devices + 1):
+                chunks = chunks_of(costs_in(looked_at[0]).program, count, ranks, devices)
+                fewer = [one for one in looked_at if one <= count]
+                ways = {
+                    n: 0.0 if asked else self._expected(costs_in(fewer[-1]), count, ranks, n, below_seconds)
+                    for n in chunks if fewer and request.stages in (None, ranks * n)
+                }  # fmt: skip
+                if min(ways.values(), default=inf) < below_seconds:
+                    found.append((count, ranks, ways))
+        found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
+        return found if asked else found[:_MOST_INTERLEAVED]
+
+    def _expected(self, costs: StageCosts, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
+        """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other and what
+        they do once. What takes longer than `below_seconds` whatever is in flight is looked at no further."""
+        place = places_of(costs, ranks)
+        if place is None:
+            return inf
+        share, layers = costs.program.microbatches / count, len(costs.program.layers)
+        # Of the first rank, all its stages together.
+        in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
+        cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
+        mine = [(first, last) for first, last in pairwise(cuts) if first < last]
+        periods = count + (ranks - 1) / chunks
+        for held in (1, in_flight):
+            seconds = periods * max(costs.expected(mine, place[0], held, share, below_seconds / periods))
+            if seconds >= below_seconds:
+                break
+        return seconds
+
+    def candidates(
+        self, looked_at: Sequence[int], *, below_seconds: float, costs_in: Callable[[int], StageCosts],
+        scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
+    ) -> Iterator[Candidate]:  # fmt: skip
+        """Plans that are expected to take less than these seconds, and than those before, were they to take as much
+        more than expected as what is most like them and was tried.
+
+        Args:
+          looked_at: numbers of microbatches of which more than bounds is known, the fewest first.
+          below_seconds: of the best plan so far.
+          costs_in: of the program in so many microbatches; raises `PlanError` where it cannot be cut so.
+          scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
+          late: whether the time is over.
+        """
+        tries = self._tries(looked_at, below_seconds, costs_in) if not late() else []
+        tried: list[_Tried] = []
+        for count, ranks, ways in tries:
+            for chunks, expected in ways.items():
+                if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
+                    continue
+                try:
+                    least = self._least(costs_in(count), ranks, chunks) if expected else 0.0
+                    if least >= below_seconds:
+                        tried.append(_Tried(count, ranks, chunks, least / expected))
+                        continue
+                    candidate = self.candidate(
+                        costs_in(count), ranks, chunks, scheduled, below_seconds=below_seconds if expected else inf
+                    )
+                except TooSlow as slow:
+                    tried.append(_Tried(count, ranks, chunks, slow.least_seconds / expected))
+                    continue
+                except PlanError:
+                    break
+                if candidate is None and self._asked:
+                    continue
+                if candidate is None:
+                    break  # more stages a rank have more in flight: they seldom fit where fewer do not
+                below_seconds = min(below_seconds, candidate.seconds)
+                if expected:
+                    tried.append(_Tried(count, ranks, chunks, candidate.seconds / expected))
+                yield candidate
+
+    def candidate(
+        self,
+        costs: StageCosts,
+        ranks: int,
+        chunks: int,
+        scheduled: Callable[..., Candidate | None],
+        *,
+        below_seconds: float = inf,
+    ) -> Candidate | None:
+        """The plan of so many ranks with so many stages each; None if there is none that fits.
+
+        Args:
+          costs: of the program.
+          ranks: on equal submeshes.
+          chunks: stages on each.
+          scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
+          below_seconds: what takes longer is of no interest.
+
+        Raises:
+          PlanError: if the program cannot be cut into so many stages.
+          TooSlow: if it takes longer where all ranks are alike, so that it will hardly be faster otherwise.
+        """
+        cut = self._in_stages(costs, ranks, chunks)
+        rough = None
+        if isfinite(below_seconds):
+            rough = all_alike(cut, ranks, chunks, scheduled)
+            if rough is not None and rough.seconds * _ALIKE_AT_MOST >= below_seconds:
+                raise TooSlow(rough.seconds * _ALIKE_AT_MOST)
+        found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
+        first = next((one for one in found if one is not None), None)
+        return min((one for one in (first, rough) if one is not None), key=lambda one: one.seconds, default=None)
+
+    def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
+        """Seconds that the busiest rank takes for its stages alone, by estimates of the ranges that they would have; 0
+        where there are none, or pieces of a scan, which are all alike.
+
+        Raises:
+          PlanError: if the program cannot be cut into so many stages.
+        """
+        cut = self._in_stages(costs, ranks, chunks)
+        places, count = places_of(cut, ranks), ranks * chunks
+        if places is None or len(cut.program.layers) <= count:
+            return 0.0
+        own, mean = in_flight_of(cut, ranks, chunks)
+        ranges = balanced(cut, places[0], count, max(mean)) or ()
+        held = [min(pair) for pair in zip(own, mean, strict=True)]
+        each = [fastest(cut, *one, places[0], held[number]) for number, one in enumerate(ranges)]
+        return cut.program.microbatches * max((sum(each[rank::ranks]) for rank in range(ranks)), default=0.0)
+
+    def _in_stages(self, costs: StageCosts, ranks: int, chunks: int) -> StageCosts:
+        """Of the same program with so many equal stages as its layers, if it is one scan over its layers: these need
+        not be the layers that it was clustered into. What is found out of them is of this interleaving alone, so that
+        it is the same in whatever order they are tried.
+
+        Raises:
+          PlanError: if the program cannot be cut into so many stages.
+        """
+        program = costs.program
+        if main_scan(program.alike) is None:
+            return costs
+        key = program.microbatches, ranks, chunks
+        if key not in self._cut:
+            self._cut[key] = self._costs_of(equal_stages(program.source, ranks * chunks))
+        cut = self._cut[key]
+        cut.reserve(costs.reserved)
+        return cut
+
+
+def interleaving_words(candidate: Candidate) -> str:
+    """A plan of several stages a rank, and what it takes."""
+    ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
+    count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"
+    return f"{count} microbatches, interleaved: {candidate.seconds:.6g} s with {shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """What was tried, and how many times what was expected it takes."""
+
+    microbatches: int
+    ranks: int
+    chunks: int
+    ratio: float
+
+
+def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int) -> float:
+    """The factor by which an estimate is expected to be too low: estimates leave out what stages send each other.
+
+    The factor of tries with as many ranks: of as many microbatches or stages the largest, of others the smallest. Finer
+    microbatches lose more, so that they say nothing of coarser ones.
+    """
+    same = [one for one in tried if one.ranks == ranks and one.microbatches <= microbatches]
+    alike = [one.ratio for one in same if one.microbatches == microbatches or one.chunks == chunks]
+    return max([min((one.ratio for one in same), default=1.0), *alike])
+
+
+class TooSlow(Exception):
+    """An interleaving takes about `least_seconds` or more, which is too long."""
+
+    def __init__(self, least_seconds: float) -> None:
+        super().__init__(least_seconds)
+        self.least_seconds = least_seconds

@@ -1,0 +1,148 @@
+"""What the best plan takes at least in each number of microbatches, before its layouts are searched.
+
+Cutting a microbatch makes no work less: others take and keep at least their share of what a microbatch does in a number
+that is known. Not even their programs have to be traced for that. What is bound to be slower than the best plan is left
+out; what is thought to be fast is looked at first.
+
+A bound has to hold for every order. They are 1F1B at best with free transfers, but for a split backward, which fills
+the ends of the pipeline: it is bounded by itself, of any number of stages, where 1F1B would be too slow. (Interleaving
+fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+
+from ..inter.bounds import most_seconds
+from ..inter.dynamic_program import solve_inter_op
+from ..inter.problem import InterOpProblem, Order
+from ..prices.least_work import least_work_seconds
+from ..stages.costs import StageCosts
+from .microbatch_costs import MicrobatchCosts
+
+# Labels of a state: a plan is only wanted to compare numbers of microbatches.
+_FEW = 8
+
+# What takes this much longer than the best plan is not looked at any closer.
+_MAY_BE_BEST = 1.25
+
+
+class MicrobatchBounds:
+    """Bounds of one search.
+
+    Args:
+      costs: of its stages.
+      problem: the stages of an order with free transfers, under these costs, in microbatches of this share of the
+        program's.
+
+    Attributes:
+      fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
+      splits: what a split backward counts for beside a whole one; None where none is asked for.
+    """
+
+    def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
+        self._costs, self._problem = costs, problem
+        self.fills_ends = False
+        self.splits: float | None = None
+        self._floor: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all bounds: they are of the memory that there was."""
+        # What 1F1B takes at least.
+        self._whole: dict[int, float] = {}
+
+    @property
+    def floor(self) -> float:
+        """Seconds that any number takes at least, which is soon known: all arithmetic, shared evenly."""
+        if self._floor is None:
+            base = self._costs.base
+            self._floor = 0.0
+            if base is not None:
+                program, cluster = base.program, base.submeshes.cluster
+                self._floor = least_work_seconds(program.graph, program.microbatches, cluster)
+        return self._floor
+
+    @property
+    def looked_at(self) -> list[int]:
+        """Numbers of microbatches that have been searched, and the fewest, whose estimates bound all others."""
+        fewest = self._costs.counts[0]
+        return sorted({*self._costs.searched, *([fewest] if self._is_known(fewest) else [])})
+
+    def promising(
+        self, left: Sequence[int], expected: Mapping[int, float], best_seconds: float, near: int | None
+    ) -> int:
+        """Which number of microbatches to look at.
+
+        What finer ones lose is in no bound: the nearest to the number that has the best plan comes first, but for those
+        that only a split backward may make fast; of equals the most microbatches.
+
+        Args:
+          left: to choose from.
+          expected: bounds.
+          best_seconds: of the best plan that is known.
+          near: its number of microbatches, or where to look; None to begin in the middle.
+        """
+        if near is None:
+            return sorted(left)[(len(left) - 1) // 2]
+        guesses = {count: max(expected[count], self._whole.get(count, 0.0)) for count in left}
+        return min(left, key=lambda n: (guesses[n] > best_seconds, max(n / near, near / n), guesses[n], -n))
+
+    def of(self, count: int, best_seconds: float) -> float:
+        """Seconds that a number of microbatches takes at least, as the most say that have been searched and are no more
+        than these; where that is much more than the best plan takes, no more is said than that.
+
+        Args:
+          count: the number.
+          best_seconds: of the best plan that is known.
+        """
+        source = self._nearest(count)
+        if len(self._costs.counts) == 1 or not self._is_known(source):
+            return 0.0
+        bound = _MAY_BE_BEST * best_seconds
+        whole = min(self._least(source, count, "one_f_one_b", bound), bound)
+        self._whole[count] = max(whole, self._whole.get(count, 0.0))
+        return self._filled(source, count) * whole
+
+    def _nearest(self, count: int) -> int:
+        """The most microbatches that have been searched and are no more than these, or else the fewest there are."""
+        return max((one for one in self._costs.searched if one <= count), default=self._costs.counts[0])
+
+    def _is_known(self, source: int) -> bool:
+        """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""
+        return source != self._costs.counts[0] or self._costs.base is not None
+
+    def with_split(self, count: int, best_seconds: float) -> float:
+        """What a number of microbatches counts for at least, a split backward among its orders: asked last, since there
+        is much to look at; 0 where nothing more than `of` says is known.
+
+        Args:
+          count: the number.
+          best_seconds: what the best plan that is known counts for.
+        """
+        source, whole = self._nearest(count), self._whole.get(count, 0.0)
+        if self.splits is None or not self._is_known(source) or whole <= best_seconds:
+            return 0.0
+        return min(self.splits * self._least(source, count, "zero_bubble", best_seconds / self.splits), whole)
+
+    def _least(self, source: int, count: int, order: Order, bound: float) -> float:
+        """What a plan takes at least, as one number says; infinite if that is more than the bound."""
+        costs = self._costs(source)
+        costs.reserve(self._costs.reserve(count))
+        problem = self._problem(costs, costs.program.microbatches / count, order)
+        costs.forget_estimates()  # of what was of interest before
+        costs.focus(most_seconds(problem, bound))
+        best = solve_inter_op(problem, beam=_FEW, upper_bound=bound, check=costs.check)
+        costs.forget_estimates()
+        return best.lower_bound if best is not None else inf
+
+    def _filled(self, source: int, count: int) -> float:
+        """How much of a step is work at least."""
+        if not self.fills_ends:
+            return 1.0
+        return count / (count + min(self._layers_of(source), self._costs.num_devices) - 1)
+
+    def _layers_of(self, source: int) -> int:
+        """How many layers the program has in a number of microbatches."""
+        return len(self._costs(source).program.layers)

@@ -1,0 +1,202 @@
+"""Replicas on unlike devices: each kind of device has the whole program, and a share of the microbatches by its speed.
+
+What is chosen: for each group of like devices a plan of the whole program (the problem of one stage, run for its own
+microbatches), and the shares. With seconds s_i of a microbatch and o_i once a step, handing the microbatches out one by
+one, each to the group that is done first with it, gives the least max(a_i s_i + o_i): the time of each group grows with
+its share. The first shares are those of the estimates of the program's parts (`stage_estimates`); plans are solved for
+their shares, and where these plans want others, once more.
+
+After its last microbatch each group sends its gradients to all others, and each updates its own copy.
+
+Known limits: one replica for each kind of device; results of the loss function that grow with the batch are not handed
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from math import inf, isfinite
+
+from ...cluster import Cluster
+from ...plan import Plan, Prediction, Stage
+from ...plan.check import check_plan
+from ...program.staged import StagedProgram
+from ...schedule import replicas
+from ...simulate import Timing, simulate
+from ...simulate.timing import StageTiming
+from ..inter.problem import Option, PlacedStage
+from ..inter.submeshes import Submesh, Submeshes
+from ..intra.account import account
+from ..intra.parameters import ParameterInfo
+from ..restrictions.pins import Pins
+from ..stages.costs import StageCosts
+from .assembly import planned_stage
+
+# Rounds of solving replicas for their shares and sharing out again.
+_MOST_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRequest:
+    """What replicas are wanted of.
+
+    Args:
+      program: as one stage, at the size of one microbatch.
+      parameters: of the source program.
+      cluster: in which hosts of a kind are together.
+      pins: what is fixed.
+      remat: as the user asked.
+    """
+
+    program: StagedProgram
+    parameters: Sequence[ParameterInfo]
+    cluster: Cluster
+    pins: Pins
+    remat: str | None
+
+
+def like_groups(cluster: Cluster) -> tuple[Submesh, ...]:
+    """The runs of hosts of one kind.
+
+    >>> from meshwright.cluster import load_cluster
+    >>> [group.size for group in like_groups(load_cluster("p4d.24xlarge:2+p3.16xlarge:1"))]
+    [16, 8]
+    """
+    sizes = [sum(host.devices for host in run) for _, run in groupby(cluster.hosts, key=lambda host: host.device)]
+    return tuple(Submesh(first, stop) for first, stop in pairwise(accumulate(sizes, initial=0)))
+
+
+def shared_out(microbatches: int, seconds: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
+    """How many microbatches each runs so that the last is done as early as can be, at least one each.
+
+    >>> shared_out(8, (1.0, 3.0), (0.0, 0.0))
+    (6, 2)
+
+    Args:
+      microbatches: in all, no fewer than there are to share them.
+      seconds: of one, by who runs it.
+      once: seconds of each besides.
+    """
+    shares = [1] * len(seconds)
+    for _ in range(microbatches - len(shares)):
+        done = [(count + 1) * each + more for count, each, more in zip(shares, seconds, once, strict=True)]
+        shares[done.index(min(done))] += 1
+    return tuple(shares)
+
+
+class Replicas:
+    """Plans of replicas of one program in one number of microbatches.
+
+    Args:
+      request: of whom.
+    """
+
+    def __init__(self, request: ReplicaRequest) -> None:
+        self.request = request
+        self.groups = like_groups(request.cluster)
+        self._submeshes = Submeshes(request.cluster)
+        self._costs: dict[int, StageCosts] = {}
+
+    @property
+    def usable_bytes(self) -> list[float]:
+        """Of each group what a device can hold."""
+        return [self._submeshes.part(group).device.usable_memory_bytes for group in self.groups]
+
+    @property
+    def exchange_seconds(self) -> list[float]:
+        """Of each group what sending its gradients to all others takes."""
+        graph = self.request.program.graph
+        size = sum(graph.values[graph.inputs[p]].bytes for p in graph.parameters)
+        seconds = self._submeshes.transfer_seconds
+        return [sum(seconds(one, other, size) for other in self.groups if other != one) for one in self.groups]
+
+    def expected(self, microbatches: int) -> tuple[float, tuple[int, ...]]:
+        """Seconds of a step in so many microbatches by the estimates of this program's parts, each microbatch taking
+        and keeping its share, and how they are shared out; infinite where nothing fits. What smaller microbatches lose
+        is left out, and so is what parts of the program lose together."""
+        here, whole = self.request.program.microbatches, [(0, len(self.request.program.layers))]
+        costs = self._run(here)
+        each = [costs.expected(whole, group, 1, here / microbatches)[0] for group in self.groups]
+        if not all(map(isfinite, each)):
+            return inf, ()
+        once = self.exchange_seconds
+        shares = shared_out(microbatches, each, once)
+        return max(n * s + o for n, s, o in zip(shares, each, once, strict=True)), shares
+
+    def plan(self, limit_bytes: Sequence[float]) -> Plan | None:
+        """The plan whose replicas share the microbatches out best; None if one does not fit.
+
+        Args:
+          limit_bytes: of each group what may be counted on a device.
+        """
+        count = self.request.program.microbatches
+        _, shares = self.expected(count)
+        if not shares or min(limit_bytes) <= 0:
+            return None
+        for _ in range(_MOST_ROUNDS):
+            solved = [self._solved(*one) for one in zip(self.groups, shares, limit_bytes, strict=True)]
+            found = [one for one in solved if one is not None]
+            if len(found) < len(self.groups):
+                return None
+            # A replica's best layouts depend on its share, and shares on what the layouts take.
+            once = [option.once_seconds + more for (_, option), more in zip(found, self.exchange_seconds, strict=True)]
+            better = shared_out(count, [option.seconds for _, option in found], once)
+            if better == shares:
+                break
+            shares = better
+        else:
+            found = [one for one in map(self._solved, self.groups, shares, limit_bytes) if one is not None]
+        return self._assembled(shares, found) if len(found) == len(self.groups) else None
+
+    def _solved(self, group: Submesh, share: int, limit_bytes: float) -> tuple[StageCosts, Option] | None:
+        """The fastest way of a group to run its share, with the costs that say so; None where nothing fits."""
+        costs = self._run(share)
+        option = costs.solve_within(0, len(self.request.program.layers), group, 1, limit_bytes)
+        return (costs, option) if option is not None else None
+
+    def _run(self, times: int) -> StageCosts:
+        """The costs of the program where a step runs it so many times."""
+        if times not in self._costs:
+            request = self.request
+            self._costs[times] = StageCosts(
+                replace(request.program, microbatches=times), parameters=request.parameters, submeshes=self._submeshes,
+                pins=request.pins, remat=request.remat,
+            )  # fmt: skip
+        return self._costs[times]
+
+    def _assembled(self, shares: tuple[int, ...], solved: Sequence[tuple[StageCosts, Option]]) -> Plan:
+        program, cluster, groups = self.request.program, self.request.cluster, self.groups
+        stages: list[Stage] = []
+        timings: list[StageTiming] = []
+        for group, (costs, option), exchange in zip(groups, solved, self.exchange_seconds, strict=True):
+            seconds = option.tag.seconds
+            synchronise = seconds.synchronise_seconds + exchange
+            placed = PlacedStage(0, len(program.layers), group, option)
+            stages.append(planned_stage(costs, placed, 1, 0, synchronise, seconds.workspace_bytes))
+            timings.append(
+                StageTiming(
+                    forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds,
+                    synchronise_seconds=synchronise, update_seconds=seconds.update_seconds,
+                )
+            )  # fmt: skip
+        schedule = replicas(len(groups), program.microbatches, shares=shares)
+        timeline = simulate(schedule, Timing(stages=tuple(timings), updates_wait_for_all=True))
+        tags = [option.tag for _, option in solved]
+        executed = sum(account(t.problem, t.chosen).flops * g.size for t, g in zip(tags, groups, strict=True))
+        step, devices = timeline.step_seconds, cluster.num_devices
+        model_flops = 3 * program.graph.flops * program.microbatches
+        plan = Plan(
+            program=program.fingerprint, cluster=cluster.name, cluster_fingerprint=cluster.fingerprint(),
+            microbatches=program.microbatches, schedule=schedule.name, stages=tuple(stages),
+            predicted=Prediction(
+                step_seconds=step, tflops_per_device=model_flops / max(step, 1e-30) / devices / 1e12,
+                flops_per_device=executed / devices, optimality_gap=max(t.chosen.solution.gap for t in tags),
+                bubble_fraction=timeline.bubble_fraction,
+            ),
+            schedule_options=(("shares", shares),),
+            scan_splits=tuple(sorted(program.scan_splits.items())),
+        )  # fmt: skip
+        check_plan(plan, source="the plan found")
+        return plan

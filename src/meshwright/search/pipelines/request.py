@@ -1,0 +1,258 @@
+"""What a stage search is asked for, and refusals of what makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+from ...cluster import Cluster
+from ...errors import MemoryExceeded, PlanError, size_words
+from ...program.staged import StagedProgram
+from ..inter.submeshes import Submesh, Submeshes
+from ..intra.problem import ParameterInfo
+from ..restrictions.pins import Pins
+from ..stages.solver import WantedMesh
+
+# A program that runs more operators is one for several stages; up to this many, one stage is soon planned, and bounds
+# the search for more.
+SMALL_PROGRAM = 1200
+
+# The schedule of stages that share their devices.
+INTERLEAVED = "interleaved_one_f_one_b"
+
+# Schedules tried on the best plans, the preferred first where steps are equal.
+SIMULATED = ("one_f_one_b", "adaptive", "eager_one_f_one_b", "gpipe", "zero_bubble", INTERLEAVED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """What to plan.
+
+    Args:
+      programs: the program in layers, one for each number of microbatches to be considered; or by these numbers, of
+        which not all may be looked at (so that they can be traced on demand).
+      parameters: by position in the programs' `graph.parameters`.
+      cluster: where it runs; no device need be present.
+      pins: what is fixed.
+      remat: "none", "layer", or None to choose for each stage.
+      schedules: schedules to choose from, names of `SIMULATED`.
+      stages: how many stages there are to be; None to choose.
+      several: whether plans of one stage are left out.
+      submeshes: how many devices each stage has, in order; None to choose.
+      layers: how many layers each stage has, in order; None to choose.
+      mesh: logical meshes to consider on submeshes of so many devices, as (names, sizes); none for all.
+      stage_meshes: the logical mesh of each stage, in order, as (names, sizes); None to choose. Needs `submeshes`.
+      time_limit_seconds: after it, the best plan found by then is taken.
+      faster_than_seconds: of the step of a plan that is known; others are not wanted.
+      begin_with: the number of microbatches to look at first; None for one that is expected to be fast.
+    """
+
+    programs: Sequence[StagedProgram] | Mapping[int, StagedProgram]
+    parameters: Sequence[ParameterInfo]
+    cluster: Cluster
+    pins: Pins = field(default_factory=Pins)
+    remat: str | None = None
+    schedules: Sequence[str] = SIMULATED
+    stages: int | None = None
+    several: bool = False
+    submeshes: Sequence[int] | None = None
+    layers: Sequence[int] | None = None
+    mesh: Sequence[WantedMesh] = ()
+    stage_meshes: Sequence[WantedMesh] | None = None
+    time_limit_seconds: float = 60.0
+    faster_than_seconds: float = float("inf")
+    begin_with: int | None = None
+
+    @property
+    def by_microbatches(self) -> Mapping[int, StagedProgram]:
+        """The programs by their numbers of microbatches."""
+        if isinstance(self.programs, Mapping):
+            return self.programs
+        return {program.microbatches: program for program in self.programs}
+
+    @property
+    def stage_count(self) -> int | None:
+        """How many stages there are to be, whichever way that is said; None if it is not."""
+        told = next((given for given in (self.submeshes, self.layers) if given is not None), None)
+        return self.stages if told is None else len(told)
+
+
+def is_asked(order: str, schedules: Sequence[str]) -> bool:
+    """Whether some schedule of these runs stages in an order."""
+    return order in schedules or (order == "eager_one_f_one_b" and "adaptive" in schedules)
+
+
+def schedules_for(request: StageRequest, program: StagedProgram | None) -> tuple[str, ...]:
+    """Those asked for, but for a split backward where it cannot be split: a scan makes its weight gradients with its
+    cotangents, and putting off their sum would keep the gradients of a whole stage for every microbatch.
+
+    Args:
+      request: of the search.
+      program: in any number of microbatches; None where there is none.
+    """
+    asked = tuple(request.schedules)
+    if program is None or not program.scan_splits or set(asked) == {"zero_bubble"}:
+        return asked
+    return tuple(name for name in asked if name != "zero_bubble")
+
+
+def check_remat(remat: Any) -> None:
+    """Refuse what is no kind of rematerialisation.
+
+    Raises:
+      PlanError: for anything but "none", "layer" and None.
+    """
+    if remat not in (None, "none", "layer"):
+        raise PlanError(
+            refused="the rematerialisation", got=repr(remat), needed='"none", "layer" or None', where="remat=",
+            try_="remat=None",
+        )  # fmt: skip
+
+
+def check_request(request: StageRequest) -> None:
+    """Refuse a request that makes no sense.
+
+    Raises:
+      PlanError: saying what is wrong with it.
+    """
+    where = "the request for stages"
+    if not request.programs:
+        raise PlanError(
+            refused="a stage search", got="no program", needed="one for each number of microbatches", where=where,
+            try_="microbatches=(4, 8, 16)",
+        )  # fmt: skip
+    for count in request.by_microbatches:
+        if count < 1:
+            raise PlanError(
+                refused="the number of microbatches", got=str(count), needed="at least 1", where=where,
+                try_="microbatches=1",
+            )  # fmt: skip
+    devices = request.cluster.num_devices
+    stages = request.stage_count
+    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
+        raise PlanError(
+            refused="the number of stages", got=repr(stages), needed="a whole number of at least 1", where=where,
+            try_="stages=None",
+        )  # fmt: skip
+    _check_given(request)
+    if request.submeshes is not None and sum(request.submeshes) != devices:
+        raise PlanError(
+            refused=f"stages on {', '.join(map(str, request.submeshes))} devices",
+            got=f"{sum(request.submeshes)} devices in all", needed=f"the {devices} of cluster {request.cluster.name}",
+            where=where, try_="submeshes=None",
+        )  # fmt: skip
+    check_remat(request.remat)
+    for name in request.schedules or ("",):
+        if name not in SIMULATED:
+            raise PlanError(
+                refused=f"the schedule {name!r}", got="a name that the stage search does not try",
+                needed=f"of {', '.join(SIMULATED)}", where=where, try_="schedules=SIMULATED",
+            )  # fmt: skip
+
+
+def check_layers(request: StageRequest, program: StagedProgram) -> None:
+    """Refuse a program that has not the layers for what is asked.
+
+    Raises:
+      PlanError: saying how many it has.
+    """
+    where, count, devices = "the request for stages", len(program.layers), request.cluster.num_devices
+    stages = request.stage_count
+    if stages is not None and stages > min(count, devices):
+        raise PlanError(
+            refused=f"{stages} stages", got=f"{count} layers and {devices} devices",
+            needed="a layer and a device for each stage", where=where,
+            try_=f"stages={min(count, devices)}, or more layers",
+        )  # fmt: skip
+    if request.layers is not None and (sum(request.layers) != count or min(request.layers, default=0) < 1):
+        raise PlanError(
+            refused=f"stages of {', '.join(map(str, request.layers))} layers",
+            got=f"{sum(request.layers)} layers in all", needed=f"at least one each, and the {count} there are",
+            where=where,
+            try_=f"staged_program(..., layers={sum(request.layers)}, exactly=True), or layers=None",
+        )  # fmt: skip
+
+
+def _check_given(request: StageRequest) -> None:
+    """What is given for each stage has to be of as many stages, and layers those of the program."""
+    where = "the request for stages"
+    given = {
+        "stages=": request.stages,
+        "submeshes=": None if request.submeshes is None else len(request.submeshes),
+        "layers=": None if request.layers is None else len(request.layers),
+        "stage_meshes=": None if request.stage_meshes is None else len(request.stage_meshes),
+    }
+    told = {name: count for name, count in given.items() if count is not None}
+    if len(set(told.values())) > 1:
+        raise PlanError(
+            refused="stages of which more than one thing is given",
+            got=" and ".join(f"{name} for {count} stages" for name, count in told.items()),
+            needed="the same number of stages in all of them", where=where, try_="one entry for each stage",
+        )  # fmt: skip
+    if set(request.schedules) == {INTERLEAVED} and (request.submeshes or request.layers):
+        raise PlanError(
+            refused=f"the schedule {INTERLEAVED} for given stages", got="submeshes= or layers=",
+            needed="nothing but their number: stages share equal submeshes", where=where, try_="stages= alone",
+        )  # fmt: skip
+    if request.stage_meshes is not None:
+        sizes = [prod(shape) for _, shape in request.stage_meshes]
+        if request.submeshes is None or sizes != list(request.submeshes):
+            raise PlanError(
+                refused="a logical mesh for each stage", got=f"meshes of {', '.join(map(str, sizes))} devices",
+                needed="submeshes of as many devices each", where=where,
+                try_=f"submeshes=({', '.join(map(str, sizes))},)",
+            )  # fmt: skip
+
+
+def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ...]:
+    """The submeshes that stages may have.
+
+    Raises:
+      PlanError: if those asked for are not of the cluster.
+    """
+    if request.submeshes is None:
+        devices = request.cluster.num_devices
+        return tuple(one for one in submeshes.all if not request.several or one.size < devices)
+    bounds = list(accumulate(request.submeshes, initial=0))
+    found = tuple(Submesh(a, b) for a, b in pairwise(bounds))
+    for submesh in found:
+        submeshes.check(submesh)
+    return found
+
+
+def check_room(request: StageRequest, least_bytes: float) -> None:
+    """Refuse at once what cannot fit however it is cut.
+
+    Args:
+      request: of the search.
+      least_bytes: of parameters, gradients and optimizer state spread over all devices.
+
+    Raises:
+      MemoryExceeded: if all devices together do not hold them.
+    """
+    cluster = request.cluster
+    room = sum(host.devices * host.device.usable_memory_bytes for host in cluster.hosts) / cluster.num_devices
+    if least_bytes > room:
+        raise nothing_fits(request, room, least_bytes)
+
+
+def nothing_fits(request: StageRequest, usable_bytes: float, least_bytes: float) -> MemoryExceeded:
+    """What to say where no plan fits.
+
+    Args:
+      request: of the search.
+      usable_bytes: of a device.
+      least_bytes: of parameters, gradients and optimizer state spread over all devices.
+    """
+    counts = ", ".join(map(str, sorted(request.by_microbatches)))
+    return MemoryExceeded(
+        refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
+        got=f"{size_words(usable_bytes)} usable on a device",
+        needed=f"more in every plan: {size_words(least_bytes)} for parameters, gradients and optimizer state, if split "
+        f"evenly, and what {counts} microbatches keep",
+        where="the stage search",
+        try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
+    )

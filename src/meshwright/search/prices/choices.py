@@ -1,0 +1,138 @@
+"""What each node of the intra-operator problem may choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import permutations, product
+
+from ...program.dependence import values_of_data
+from ...program.graph import Graph, Operator, once_for_each
+from ...sharding import Algorithm, Spec, Splits, algorithms_in, shared_algorithms_in, splits_of
+from .spec_row import SpecRow
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorChoice:
+    """An algorithm, and for a scan's link the axes its value is broadcast over."""
+
+    algorithm: Algorithm
+    broadcast: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterChoice:
+    """A use spec and a storage spec (`plan.ParameterPlan`)."""
+
+    use: Spec
+    storage: Spec
+
+
+class Choices(tuple[OperatorChoice, ...]):
+    """An operator's choices, with how they lay out what it reads and makes; many operators have the same."""
+
+    @cached_property
+    def operands(self) -> tuple[SpecRow, ...]:
+        """Of every operand, the spec that each choice reads."""
+        return tuple(map(SpecRow, zip(*(one.algorithm.operands for one in self), strict=True)))
+
+    @cached_property
+    def results(self) -> tuple[SpecRow, ...]:
+        """Of every result, the spec that each choice makes."""
+        return tuple(map(SpecRow, zip(*(one.algorithm.results for one in self), strict=True)))
+
+
+def operator_choices(graph: Graph, operator: Operator, sizes: Mapping[str, int], *, of_parameters: bool) -> Choices:
+    """Every algorithm of an operator.
+
+    Args:
+      of_parameters: whether it depends on parameters alone. Then its cotangents may also stay partial (a derivative is
+        linear in its cotangents), so that a cast or reshape of a parameter does not force the sum of its gradient.
+    """
+    moving = tuple(v is not None and graph.values[v].differentiated for v in operator.operands)
+    shared = operator.name in ("scan_const", "scan_slice") or (of_parameters and operator.differentiated)
+    splits = splits_of(operator.rule, tuple(sizes.items()))
+    return _operator_choices(splits, moving, shared, operator.combine in ("max", "min"))
+
+
+@lru_cache(maxsize=1 << 14)
+def _operator_choices(splits: Splits, moving: tuple[bool, ...], shared: bool, combines: bool) -> Choices:
+    if shared:
+        return Choices(OperatorChoice(a, mark) for a, mark in shared_algorithms_in(splits, moving))
+    return Choices(OperatorChoice(a) for a in algorithms_in(splits, moving, combines))
+
+
+@once_for_each
+def values_of_parameters(graph: Graph) -> frozenset[int]:
+    """Values that depend on parameters and on no other input."""
+    return frozenset(v.index for v in graph.values if not v.constant) - values_of_data(graph)
+
+
+def spec_choices(
+    shape: Sequence[int], sizes: Mapping[str, int], *, broadcast: bool, dims: Iterable[int] | None = None
+) -> tuple[Spec, ...]:
+    """Every spec of a value: each axis replicated, splitting a dim, or (with `broadcast`) replicated with a partial
+    cotangent. Axes that split one dim together come in both orders only where both are used by some operator, so the
+    mesh order is taken."""
+    allowed = tuple(range(len(shape))) if dims is None else tuple(dims)
+    return _spec_choices(tuple(shape), tuple(sizes.items()), broadcast, allowed)
+
+
+@lru_cache(maxsize=1 << 12)
+def _spec_choices(
+    shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...], broadcast: bool, allowed: tuple[int, ...]
+) -> tuple[Spec, ...]:
+    states: list[int | str] = ["replicated", *(["broadcast"] if broadcast else []), *allowed]
+    found = []
+    for choice in product(states, repeat=len(sizes)):
+        split: list[list[str]] = [[] for _ in shape]
+        left = list(shape)
+        marks = []
+        for (axis, size), state in zip(sizes, choice, strict=True):
+            if state == "broadcast":
+                marks.append(axis)
+            elif isinstance(state, int):
+                if left[state] % size:
+                    break
+                left[state] //= size
+                split[state].append(axis)
+        else:
+            found.append(Spec(tuple(tuple(s) for s in split), broadcast=frozenset(marks)))
+    return tuple(found)
+
+
+def parameter_choices(shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[ParameterChoice, ...]:
+    """Use specs, each with the optimizer state as the parameter or split further, over axes that leave it whole."""
+    return _parameter_choices(tuple(shape), tuple(sizes.items()))
+
+
+@lru_cache(maxsize=1 << 12)
+def _parameter_choices(shape: tuple[int, ...], of: tuple[tuple[str, int], ...]) -> tuple[ParameterChoice, ...]:
+    sizes, found = dict(of), []
+    for use in spec_choices(shape, sizes, broadcast=True):
+        plain = Spec(use.dims)
+        found.append(ParameterChoice(use, plain))
+        free = [axis for axis in sizes if axis not in use.sharded_axes]
+        for count in range(1, len(free) + 1):
+            for axes in _combinations(free, count):
+                storage = _split_further(shape, plain, axes, sizes)
+                if storage is not None:
+                    found.append(ParameterChoice(use, storage))
+    return tuple(found)
+
+
+def _combinations(axes: Sequence[str], count: int) -> list[tuple[str, ...]]:
+    order = {axis: i for i, axis in enumerate(axes)}
+    return [c for c in permutations(axes, count) if list(c) == sorted(c, key=order.__getitem__)]
+
+
+def _split_further(shape: Sequence[int], spec: Spec, axes: Sequence[str], sizes: Mapping[str, int]) -> Spec | None:
+    """`spec` with `axes` added, each on the first dim it divides; None if one fits nowhere."""
+    for axis in axes:
+        local = spec.local_shape(shape, sizes)
+        dim = next((d for d, extent in enumerate(local) if extent % sizes[axis] == 0), None)
+        if dim is None:
+            return None
+        spec = Spec((*spec.dims[:dim], (*spec.dims[dim], axis), *spec.dims[dim + 1 :]))
+    return spec

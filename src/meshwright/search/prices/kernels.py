@@ -1,0 +1,214 @@
+"""An operator's kernels on shards: what it runs forward, and what its derivative runs for each operand.
+
+The one list that searched and stated plans are priced by (`cost.kernels`). A product's derivative is products of the
+same FLOPs in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's
+[K, M] x [M, N]. A convolution has no tiles here. A device may have code for one order of dims alone
+(`Device.transpose_bandwidth_bytes_per_second`): what a product or its derivative has in another is copied
+(`product_orders`); the gradient of a convolution's image is a convolution with the kernel turned, that of the kernel
+one of the image by the cotangent, both transposed, whose result is turned back. Everything else that is differentiated
+runs once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from math import prod
+from typing import NamedTuple
+
+from ...cluster import Device
+from ...cost.chains import chain_work
+from ...cost.kernels import ATTENTION_BACKWARD, Kernel
+from ...program.graph import Graph, Operator
+from ...sharding import Algorithm, Spec
+from .product_orders import operand_factors, product_factors, product_orders, sliced_operands
+
+
+class Gradient(NamedTuple):
+    """A part of an operator's derivative.
+
+    Args:
+      operand: position of the operand whose gradient it is.
+      kernel: what runs.
+      runs: how often, for one run of the operator.
+    """
+
+    operand: int
+    kernel: Kernel
+    runs: float
+
+
+class OperatorKernels(NamedTuple):
+    """What one device runs for an operator.
+
+    Args:
+      forward: for one run of it.
+      gradients: for one run of its derivative.
+      copies: what is brought into another order for each run of it.
+    """
+
+    forward: Kernel
+    gradients: tuple[Gradient, ...]
+    copies: tuple[Kernel, ...] = ()
+
+
+class KernelsOf:
+    """The kernels of an operator, by its algorithm: what is the same for all of them is looked up once.
+
+    Args:
+      graph: it belongs to.
+      operator: no link of a scan.
+      sizes: of the mesh axes.
+      device: what it runs on.
+      stored: whether its result is written to memory, if it is no product.
+    """
+
+    def __init__(
+        self, graph: Graph, operator: Operator, sizes: Mapping[str, int], device: Device, *, stored: bool
+    ) -> None:
+        self._operator, self._sizes, self._device, self._stored = operator, sizes, device, stored
+        operands = [None if v is None else graph.values[v] for v in operator.operands]
+        moving = [i for i, value in enumerate(operands) if value is not None and value.differentiated]
+        self._moving = moving if operator.differentiated else []
+        self._bytes = [0.0 if value is None else value.bytes for value in operands]
+        self._made_bytes = [0.0 if v is None else graph.values[v].bytes for v in operator.results]
+        # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
+        multiplied = [value for value in operands if value is not None]
+        self._dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
+        self._extents = [factor.size for factor in operator.rule.factors]
+        self._sliced = sliced_operands(graph, operator)
+
+    def __call__(self, algorithm: Algorithm) -> OperatorKernels:
+        """Under this algorithm."""
+        if self._operator.name == "dot_general":
+            return self._product(algorithm)
+        if self._operator.name == "conv_general_dilated":
+            return self._convolution(algorithm)
+        if self._operator.matmul:
+            attention = _is_attention(self._operator)
+            kernel = Kernel("attention" if attention else "product", *self._whole(algorithm, self._cuts(algorithm)))
+            return _again(kernel, self._moving, ATTENTION_BACKWARD if attention else float(len(self._moving)))
+        work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
+        written = sum(self._local(self._made_bytes, algorithm.results))
+        kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
+        return _again(kernel, self._moving or [0] * self._operator.differentiated, 1.0)
+
+    def _cuts(self, algorithm: Algorithm) -> list[int]:
+        """Into how many parts each factor is cut."""
+        sizes = self._sizes
+        return [prod([sizes[axis] for axis in split]) if split else 1 for split in algorithm.axes]
+
+    def _local(self, whole: Sequence[float], specs: Sequence[Spec]) -> list[float]:
+        """Bytes of values on one device."""
+        return [size / spec.shards(self._sizes) if size else 0.0 for size, spec in zip(whole, specs, strict=True)]
+
+    def _whole(self, algorithm: Algorithm, cuts: Sequence[int]) -> tuple[float, float, str]:
+        """FLOPs and bytes of a product on one device, and the type it runs at."""
+        moved = sum(self._local(self._bytes, algorithm.operands)) + sum(
+            self._local(self._made_bytes, algorithm.results)
+        )
+        return self._operator.flops / prod(cuts), moved, self._dtype
+
+    def _extent(self, factors: Set[int], cuts: Sequence[int]) -> float:
+        """The local extent of factors together."""
+        return prod([self._extents[f] / cuts[f] for f in factors])
+
+    def _product(self, algorithm: Algorithm) -> OperatorKernels:
+        cuts = self._cuts(algorithm)
+        whole = self._whole(algorithm, cuts)
+        batch, m, n, k = (self._extent(factors, cuts) for factors in product_factors(self._operator.rule))
+        shapes = {0: (batch, m, k, n), 1: (batch, k, n, m)}
+        gradients = [Gradient(operand=i, kernel=Kernel("product", *whole, shapes[i]), runs=1.0) for i in self._moving]
+        copies, of_gradients = self._copies(algorithm)
+        gradients += [one for one in of_gradients if one.operand in self._moving]
+        forward = Kernel("product", *whole, (batch, m, n, k))
+        return OperatorKernels(forward=forward, gradients=tuple(gradients), copies=copies)
+
+    def _copies(self, algorithm: Algorithm) -> tuple[tuple[Kernel, ...], list[Gradient]]:
+        """What is brought into another order for a product, and for its gradients."""
+        if not self._device.transpose_bandwidth_bytes_per_second:
+            return (), []
+        local = self._local(self._bytes, algorithm.operands)
+        forward, *gradients = product_orders(self._operator.rule, self._sliced)
+        kernels = [Kernel("transpose", 0.0, size) for size in local]
+        copied = [Gradient(operand=i, kernel=kernels[j], runs=1.0) for i, those in enumerate(gradients) for j in those]
+        return tuple(kernels[i] for i in forward), copied
+
+    def _convolution(self, algorithm: Algorithm) -> OperatorKernels:
+        cuts = self._cuts(algorithm)
+        flops, moved, dtype = self._whole(algorithm, cuts)
+        image, kernel, made = operand_factors(self._operator.rule)
+        forward = Kernel("convolution", flops, moved, dtype, (self._extent(kernel & made, cuts),))
+        of_image = forward._replace(shape=(self._extent(kernel & image, cuts),))
+        if not self._device.transpose_bandwidth_bytes_per_second:
+            gradients = [Gradient(operand=i, kernel=(of_image, forward)[i], runs=1.0) for i in self._moving]
+            return OperatorKernels(forward=forward, gradients=tuple(gradients))
+        image_bytes, kernel_bytes = self._local(self._bytes, algorithm.operands)
+        (made_bytes,) = self._local(self._made_bytes, algorithm.results)
+        # What takes the kernel's place is packed: written once more, and read.
+        packed, by_cotangent = moved + 2 * kernel_bytes, moved + 2 * made_bytes
+        # Of a kernel neighbouring dims change places, which takes no longer than any copy.
+        turned = Kernel("stored", 0.0, kernel_bytes)
+        both = (Kernel("transpose", 0.0, size) for size in (image_bytes, made_bytes))
+        runs = {
+            0: (of_image._replace(moved_bytes=packed), turned),
+            1: (forward._replace(moved_bytes=by_cotangent), *both, turned),
+        }
+        gradients = [Gradient(operand=i, kernel=one, runs=1.0) for i in self._moving for one in runs[i]]
+        return OperatorKernels(forward=forward._replace(moved_bytes=packed), gradients=tuple(gradients))
+
+
+def is_plain(operator: Operator) -> bool:
+    """Whether what an operator takes follows from what it writes and how it is split, and nothing is moved inside it:
+    it runs one kernel, and once more for its derivative."""
+    if operator.is_link or operator.matmul or operator.name in ("dot_general", "conv_general_dilated"):
+        return False
+    return moves_nothing(operator)
+
+
+def moves_nothing(operator: Operator) -> bool:
+    """Whether nothing is moved inside an operator, however it is split: there are no maxima to combine, and no borders
+    to exchange."""
+    return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
+
+
+def parts_of(algorithm: Algorithm, sizes: Mapping[str, int]) -> int:
+    """Over how many devices the work of an operator is split."""
+    return prod([sizes[axis] for split in algorithm.axes for axis in split])
+
+
+def chain_flops(operator: Operator) -> float:
+    """Arithmetic of one run of an operator that is no product, unsplit."""
+    return operator.flops * chain_work(operator.name)
+
+
+def plain_kernel(operator: Operator, device: Device, written: float, flops: float, *, stored: bool) -> Kernel:
+    """The kernel of an operator that is no product.
+
+    Args:
+      operator: which.
+      device: what it runs on.
+      written: bytes.
+      flops: of it, where they matter (`Device.vector_flops`).
+      stored: whether its result is written to memory.
+    """
+    if stored and operator.name == "transpose" and device.transpose_bandwidth_bytes_per_second:
+        before, after = operator.rule.operands[0], operator.rule.results[0]
+        if after != (*before[:-2], *before[:-3:-1]):  # products read matrices by columns
+            return Kernel("transpose", 0.0, written)
+    return Kernel("stored" if stored else "fused", flops, written)
+
+
+def _again(kernel: Kernel, moving: list[int], runs: float) -> OperatorKernels:
+    """A derivative that runs the same kernel so often for all moving operands together."""
+    gradients = tuple(Gradient(operand=i, kernel=kernel, runs=runs / len(moving)) for i in moving)
+    return OperatorKernels(forward=kernel, gradients=gradients)
+
+
+def _is_attention(operator: Operator) -> bool:
+    """Whether a call that holds products is attention: keys and values share positions that neither the queries nor
+    the result have."""
+    if operator.name != "custom_vjp_call" or len(operator.operands) < 3:
+        return False
+    tensors = [{factor for dim in tensor for factor in dim} for tensor in operator.rule.operands]
+    result = {factor for dim in operator.rule.results[0] for factor in dim}
+    return bool((tensors[1] & tensors[2]) - tensors[0] - result)

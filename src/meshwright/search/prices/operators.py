@@ -1,0 +1,299 @@
+"""Seconds of conversions and operators on one logical mesh, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...cluster import Device, LogicalMesh
+from ...cost.collective import collective_seconds
+from ...cost.efficiency import SLICED_BACKWARD, profile_of
+from ...cost.kernels import Kernel, kernel_seconds
+from ...program.graph import Graph, Operator
+from ...program.halo import halo_bytes
+from ...program.residuals import is_stored
+from ...sharding import Algorithm, Spec
+from .choices import Choices
+from .conversions import conversion_prices
+from .kernels import KernelsOf, OperatorKernels, chain_flops, is_plain, moves_nothing, parts_of, plain_kernel
+from .parameters import ParameterPrices
+from .spec_row import SpecRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerCollective:
+    """A collective inside an operator.
+
+    Args:
+      kind: see `cost.collective`.
+      size_bytes: its buffer on one device.
+      axes: mesh axes it spans.
+      mirrored: whether the derivative makes the same one again.
+    """
+
+    kind: str
+    size_bytes: float
+    axes: tuple[str, ...]
+    mirrored: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OperatorPrices:
+    """What is known of all operators that are alike.
+
+    Args:
+      choices: how they can be run.
+      operands: of each operand, the spec that each choice reads.
+      results: of each result, the spec that each choice makes.
+      forward_seconds: of one run of each choice.
+      backward_seconds: of one run of each choice; rematerialised or not, both are the same.
+      weight_seconds: of these, what computes gradients of parameters.
+      in_step: what `seconds` has said.
+    """
+
+    choices: tuple[Any, ...]
+    operands: tuple[SpecRow, ...]
+    results: tuple[SpecRow, ...]
+    forward_seconds: np.ndarray
+    backward_seconds: np.ndarray
+    weight_seconds: np.ndarray
+    in_step: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def seconds(self, forward_runs: int, times: int) -> np.ndarray:
+        """Of so many times so many runs forward and one backward, of each choice; not to be changed.
+
+        Args:
+          forward_runs: for one backward.
+          times: in a step.
+        """
+        key = forward_runs, times
+        if key not in self.in_step:
+            self.in_step[key] = times * (forward_runs * self.forward_seconds + self.backward_seconds)
+        return self.in_step[key]
+
+
+@lru_cache(maxsize=512)
+def prices_of(mesh: LogicalMesh, device: Device) -> Prices:
+    """The one `Prices` of a mesh and a device: what one problem has looked up no other one has to."""
+    return Prices(mesh, device)
+
+
+class Prices:
+    """The cost model of one submesh seen as one logical mesh.
+
+    Args:
+      mesh: its axes.
+      device: the device all of it is made of.
+    """
+
+    def __init__(self, mesh: LogicalMesh, device: Device) -> None:
+        self.mesh = mesh
+        self.device = device
+        self.profile = profile_of(device)
+        self.sizes = {axis.name: axis.size for axis in mesh.axes}
+        self._axes = {axis.name: axis for axis in mesh.axes}
+        self._collectives: dict[tuple[str, tuple[str, ...], float], float] = {}
+        bandwidth = device.transpose_bandwidth_bytes_per_second
+        self._strided_seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
+        self._tables: dict[tuple[object, ...], np.ndarray] = {}
+        self._forward_tables: dict[tuple[object, ...], np.ndarray] = {}
+        self._shards: dict[SpecRow, np.ndarray] = {}
+        self._shared: dict[tuple[SpecRow, tuple[SpecRow, ...]], SpecRow] = {}
+        self._kernels: dict[Kernel, float] = {}
+        # What problems on this mesh have found out of operators (by roles, None for none) and parameters, by what tells
+        # them apart.
+        self.operators: dict[Hashable, dict[int, OperatorPrices]] = {}
+        self.parameters: dict[object, ParameterPrices] = {}
+        self._conversions = conversion_prices(mesh, self._strided_seconds_per_byte)
+
+    def collective(self, kind: str, size_bytes: float, axes: Sequence[str], *, strided: bool = False) -> float:
+        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`).
+
+        Args:
+          kind: see there, and `size_bytes` too.
+          size_bytes: of its buffer.
+          axes: of the mesh.
+          strided: see `sharding.conversion.Step`.
+        """
+        key = (kind, tuple(axes), size_bytes)
+        if key not in self._collectives:
+            self._collectives[key] = collective_seconds(kind, size_bytes, [self._axes[a] for a in axes])
+        return self._collectives[key] + strided * size_bytes * self._strided_seconds_per_byte
+
+    def conversion_table(
+        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, forward_runs: int, differentiated: bool,
+        times: float = 1,
+    ) -> np.ndarray:  # fmt: skip
+        """Seconds from each source spec to each target spec; infinite where no conversion exists.
+
+        Args:
+          sources: specs.
+          targets: the same.
+          value_bytes: of the whole value.
+          forward_runs: how often the forward collectives run for one backward (2 where they are rematerialised).
+          differentiated: whether the value has a cotangent; if not, backward collectives do not run.
+          times: how often all that is done.
+
+        Returns:
+          Shape (sources, targets). The array lives as long as these prices and is not to be changed: its identity tells
+          it from others.
+        """
+        # Rows are hashed by their identity, which is quicker: there is one of each, for good.
+        key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times)
+        if key not in self._tables:
+            self._tables[key] = self._conversions.table(
+                sources, targets, value_bytes, differentiated=differentiated, forward_runs=forward_runs,
+                backward=differentiated, times=times,
+            )  # fmt: skip
+        return self._tables[key]
+
+    def forward_table(
+        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool
+    ) -> np.ndarray:
+        """As `conversion_table`, of the forward collectives alone, once."""
+        key = (id(sources), id(targets), value_bytes, differentiated)
+        if key not in self._forward_tables:
+            self._forward_tables[key] = self._conversions.table(
+                sources, targets, value_bytes, differentiated=differentiated, forward_runs=1, backward=False
+            )
+        return self._forward_tables[key]
+
+    def of_operator(
+        self, graph: Graph, operator: Operator, choices: Choices, of_parameters: Container[int | None]
+    ) -> OperatorPrices:
+        """What is known of an operator that can be run in these ways; `of_parameters` as of `operator_parts`."""
+        if is_plain(operator):
+            # What a device writes and computes says it all, and that is one of a few sizes.
+            written = np.zeros(len(choices))
+            for value, row in zip(operator.results, choices.results, strict=True):
+                if value is not None:
+                    written = written + graph.values[value].bytes / self.shards(row)
+            whole, stored = chain_flops(operator), is_stored(graph, operator)
+            work = [0.0] * len(choices)
+            if self.device.vector_flops:
+                work = [whole / parts_of(choice.algorithm, self.sizes) for choice in choices]
+            sizes = list(zip(written.tolist(), work, strict=True))
+            kernels = {size: plain_kernel(operator, self.device, *size, stored=stored) for size in set(sizes)}
+            seconds = {size: self.kernel(kernel) for size, kernel in kernels.items()}
+            forward = np.array([seconds[size] for size in sizes])
+            backward = forward * operator.differentiated
+            moving = [v for v in operator.operands if v is not None and graph.values[v].differentiated]
+            weight = backward * (sum(v in of_parameters for v in moving) / max(len(moving), 1))
+        else:
+            parts = self.operator_parts(graph, operator, [choice.algorithm for choice in choices], of_parameters)
+            forward, backward, inside, mirrored, weight = np.array(parts, dtype=float).reshape(-1, 5).T
+            forward, backward = forward + inside, backward + mirrored
+        return OperatorPrices(
+            choices=choices,
+            operands=choices.operands,
+            results=choices.results,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            weight_seconds=weight,
+        )
+
+    def shared(self, made: SpecRow, read: tuple[SpecRow, ...]) -> SpecRow:
+        """How a value with several readers may lie in between: as it is made or read, since any other spec would be
+        converted from and to one of these anyway."""
+        if (made, read) not in self._shared:
+            wanted = [*(Spec(spec.dims) for spec in made), *(spec for row in read for spec in row)]
+            self._shared[made, read] = SpecRow(dict.fromkeys(wanted))
+        return self._shared[made, read]
+
+    def shards(self, specs: SpecRow) -> np.ndarray:
+        """Into how many blocks each of these cuts a value."""
+        if specs not in self._shards:
+            self._shards[specs] = np.array([spec.shards(self.sizes) for spec in specs], dtype=float)
+        return self._shards[specs]
+
+    def operator(
+        self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int
+    ) -> tuple[float, float]:
+        """Seconds of compute and of collectives inside one run of an operator, backward included.
+
+        Args:
+          forward_runs: 2 if it is rematerialised, else 1.
+        """
+        ((forward, backward, inside, mirrored, _),) = self.operator_parts(graph, operator, [algorithm])
+        return forward_runs * forward + backward, forward_runs * inside + mirrored
+
+    def operator_parts(
+        self, graph: Graph, operator: Operator, algorithms: Sequence[Algorithm],
+        of_parameters: Container[int | None] = (),
+    ) -> list[tuple[float, float, float, float, float]]:  # fmt: skip
+        """The same for many algorithms, each forward and backward apart: seconds of compute, and of collectives
+        inside; and of compute backward what is for gradients of parameters.
+
+        Args:
+          graph: it belongs to.
+          operator: the operator.
+          algorithms: how it may be split.
+          of_parameters: the values that depend on parameters alone.
+        """
+        if operator.is_link:
+            # Backward it is taken again, which others wait for, and its gradient added to that of the stack.
+            adding = (SLICED_BACKWARD - 1) / SLICED_BACKWARD * (operator.operands[0] in of_parameters)
+            sliced = (self._sliced(graph, operator, algorithm) for algorithm in algorithms)
+            return [(forward, backward, 0.0, 0.0, adding * backward) for forward, backward in sliced]
+        kernels_of = KernelsOf(graph, operator, self.sizes, self.device, stored=is_stored(graph, operator))
+        still = moves_nothing(operator)
+        parts = []
+        for algorithm in algorithms:
+            found = kernels_of(algorithm)
+            backward = weight = inside = mirrored = 0.0
+            for gradient in found.gradients:
+                seconds = gradient.runs * self.kernel(gradient.kernel)
+                backward += seconds
+                weight += (operator.operands[gradient.operand] in of_parameters) * seconds
+            for one in () if still else self.inner_collectives(graph, operator, algorithm):
+                seconds = self.collective(one.kind, one.size_bytes, one.axes)
+                inside += seconds
+                mirrored += one.mirrored * seconds
+            forward = sum(map(self.kernel, (found.forward, *found.copies)))
+            parts.append((forward, backward, inside, mirrored, weight))
+        return parts
+
+    def _sliced(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[float, float]:
+        """Seconds of one run of a scan's link forward and backward: what it takes out of a stack may be copied."""
+        (value, *_), (spec, *_) = operator.results, algorithm.results
+        if not self.profile.sliced or operator.name != "scan_slice" or value is None:
+            return 0.0, 0.0
+        size = graph.values[value].bytes / spec.shards(self.sizes)
+        once = self.profile.sliced * size / (self.profile.memory * self.device.memory_bandwidth_bytes_per_second)
+        return once, SLICED_BACKWARD * once * operator.differentiated
+
+    def kernels(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> OperatorKernels:
+        """What a device runs for an operator that is no link."""
+        stored = is_stored(graph, operator)
+        return KernelsOf(graph, operator, self.sizes, self.device, stored=stored)(algorithm)
+
+    def kernel(self, kernel: Kernel) -> float:
+        """Seconds of one run of a kernel."""
+        if kernel not in self._kernels:
+            self._kernels[kernel] = kernel_seconds(kernel, self.device, self.profile)
+        return self._kernels[kernel]
+
+    def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
+        """What an operator moves in one forward run: partial maxima combined, borders exchanged with neighbours."""
+        if moves_nothing(operator):
+            return ()
+        found = []
+        split = [(f.kind, axes) for f, axes in zip(operator.rule.factors, algorithm.axes, strict=True) if axes]
+        reduced = tuple(axis for kind, axes in split if kind == "reduction" for axis in axes)
+        if reduced and operator.combine in ("max", "min"):
+            for position, index in enumerate(operator.results):
+                if index is not None:
+                    size = graph.values[index].bytes / algorithm.results[position].shards(self.sizes)
+                    found.append(InnerCollective(kind="all_reduce", size_bytes=size, axes=reduced, mirrored=False))
+        if any(kind == "spatial" for kind, _ in split):
+            value = graph.values[operator.operands[0] or 0]
+            for move in halo_bytes(operator.rule, algorithm.axes, value.shape, value.itemsize, self.sizes):
+                mirrored = operator.differentiated and value.differentiated
+                found.append(
+                    InnerCollective(kind="permute", size_bytes=move.size_bytes, axes=move.axes, mirrored=mirrored)
+                )
+        return tuple(found)

@@ -1,0 +1,138 @@
+"""What a parameter costs once a step in each of its layouts: sums of its gradient, its update, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...cost.compute import elementwise_seconds
+from ...sharding import Spec, Step, convert
+from .choices import ParameterChoice
+from .spec_row import SpecRow
+
+if TYPE_CHECKING:
+    from .operators import Prices
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterPrices:
+    """Of each choice of a parameter; arrays have one number for each.
+
+    Args:
+      choices: its layouts.
+      synchronise_seconds: of its gradient over devices, and of fetching it as it is used.
+      fixed_seconds: its share of what the start of the one sum of all gradients costs.
+      update_seconds: of the optimizer.
+      accumulate_seconds: of adding up gradients, for each of several microbatches.
+      held_bytes: of the parameter, its gradient and optimizer state on one device.
+    """
+
+    choices: tuple[ParameterChoice, ...]
+    synchronise_seconds: np.ndarray
+    fixed_seconds: np.ndarray
+    update_seconds: np.ndarray
+    accumulate_seconds: np.ndarray
+    held_bytes: np.ndarray
+
+    @cached_property
+    def uses(self) -> SpecRow:
+        """Of each choice, the spec that readers see."""
+        return SpecRow(choice.use for choice in self.choices)
+
+    def seconds(self, microbatches: int) -> np.ndarray:
+        """Of a step."""
+        once = self.synchronise_seconds + self.update_seconds
+        return once + microbatches * self.accumulate_seconds if microbatches > 1 else once
+
+
+def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """How many messages the link of a server carries one after the other: one from each other device, one to each."""
+    return 2 * (prod(sizes[axis] for axis in axes) - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """What moves between where a parameter is used and where it lies.
+
+    Args:
+      steps: of its gradient, and then of itself.
+      plain: whether its gradient is summed by one collective and no more.
+    """
+
+    steps: tuple[Step, ...]
+    plain: bool
+
+
+# By steps and whether they are plain: many choices have the same.
+_MOVES: dict[tuple[tuple[Step, ...], bool], _Moves] = {}
+
+
+@lru_cache(maxsize=1 << 14)
+def _moves(choice: ParameterChoice) -> _Moves:
+    gradient = convert(Spec(choice.use.dims, partial=choice.use.broadcast), choice.storage)
+    fetch = convert(choice.storage, Spec(choice.use.dims))
+    assert gradient is not None
+    assert fetch is not None
+    found = tuple(step for step in (*gradient, *fetch) if step.forward is not None), len(gradient) == 1
+    return _MOVES.setdefault(found, _Moves(*found))
+
+
+def _exchange_seconds(
+    prices: Prices, moves: _Moves, value_bytes: float, *, parameters: int, central: bool
+) -> tuple[float, float]:
+    """Seconds of the moves of a parameter, and its share of what the start of the one sum of all gradients costs."""
+    synchronise = shared = 0.0
+    for step in moves.steps:
+        kind, count = str(step.forward), 1
+        if kind == "all_reduce" and central:
+            kind, count = "permute", central_messages(step.axes, prices.sizes)
+        size = value_bytes * step.buffer_fraction(prices.sizes)
+        seconds = count * prices.collective(kind, size, step.axes, strided=step.strided)
+        if step.forward == "all_reduce" and moves.plain:
+            # Plain sums of all gradients run as one collective (`run_together`): its fixed cost is shared.
+            fixed = count * prices.collective(kind, 1.0, step.axes)
+            seconds -= fixed * (1 - 1 / max(parameters, 1))
+            shared += prices.collective("all_reduce", 1.0, step.axes) / max(parameters, 1)
+        synchronise += seconds
+    return synchronise, shared
+
+
+def parameter_prices(
+    prices: Prices, choices: Sequence[ParameterChoice], value_bytes: float, optimizer_bytes: float, *,
+    parameters: int, central: bool,
+) -> ParameterPrices:  # fmt: skip
+    """Of a parameter on one mesh.
+
+    Args:
+      prices: of the mesh.
+      choices: layouts.
+      value_bytes: of the whole parameter.
+      optimizer_bytes: of its optimizer state.
+      parameters: that share one sum of gradients, this one among them.
+      central: whether gradients go to one server and back.
+    """
+    sizes, device = prices.sizes, prices.device
+    used = np.array([choice.use.shards(sizes) for choice in choices], dtype=float)
+    stored = np.array([choice.storage.shards(sizes) for choice in choices], dtype=float)
+    moves = [_moves(choice) for choice in choices]
+    each = {
+        one: _exchange_seconds(prices, one, value_bytes, parameters=parameters, central=central)
+        for one in dict.fromkeys(moves)
+    }
+    synchronise, shared = np.array([each[one] for one in moves]).reshape(-1, 2).T
+    # Each microbatch reads the sum of gradients and its own, and writes the sum; the update reads and writes optimizer
+    # state and parameter once and reads the gradient. What is written and read once is a value's two passes.
+    moved = elementwise_seconds(1.0, device) * prices.profile.passes / 2
+    return ParameterPrices(
+        choices=tuple(choices),
+        synchronise_seconds=synchronise,
+        fixed_seconds=shared,
+        update_seconds=moved * (2 * optimizer_bytes + 3 * value_bytes) / stored,
+        accumulate_seconds=moved * 3 * value_bytes / used,
+        held_bytes=2 * value_bytes / used + optimizer_bytes / stored,
+    )

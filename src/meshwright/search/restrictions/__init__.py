@@ -1,0 +1,1 @@
+"""What is fixed before a search begins: layouts that are given, ZeRO stages, and what each mesh axis is for."""

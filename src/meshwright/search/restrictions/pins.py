@@ -1,0 +1,149 @@
+"""What is fixed before the search: layouts of inputs and parameters by path, the ZeRO stage, and the roles of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from ...errors import PlanError
+from ...sharding import Spec
+from ..prices.choices import ParameterChoice
+from .roles import Roles
+
+Layout = tuple[tuple[str, ...], ...]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Decisions taken from the planner.
+
+    Args:
+      layouts: for a path pattern (`*` matches within and across levels, `?` one character; brackets are those of the
+        path), the axes that split each dim.
+      zero: None to choose per parameter; 0 nothing split that operators do not need split; 1 or 2 optimizer state split
+        over every axis it divides; 3 parameters split likewise.
+      strict: whether ZeRO 1 and 2 also ask for parameters used whole with gradients summed over all axes, the
+        data-parallel form that they divide; not every program allows it (a `cond` reads its parameters unsplit).
+      roles: what each mesh axis is for (a preset); None for anything. ZeRO then splits over the axes that may store.
+      gradient_exchange: as in `plan.Stage`.
+    """
+
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    zero: int | None = None
+    strict: bool = True
+    roles: Roles | None = None
+    gradient_exchange: str = "collective"
+
+    def __post_init__(self) -> None:
+        if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
+            raise PlanError(
+                refused="the ZeRO stage",
+                got=repr(self.zero),
+                needed="0, 1, 2, 3 or None",
+                where="zero=",
+                try_="zero=None",
+            )
+
+    def check(self, names: Sequence[str], planned: Sequence[str]) -> None:
+        """Refuse patterns that match none of the inputs called `names`, or none of those that are `planned`."""
+        for pattern in self.layouts:
+            matching = [name for name in names if _matches(name, pattern)]
+            if matching and not any(_matches(name, pattern) for name in planned):
+                raise PlanError(
+                    refused=f"the pin {pattern!r}", got=f"a pattern of {matching[0]}, which has no layout of its own",
+                    needed="a parameter, or an input that the loss function reads; optimizer state follows its "
+                    "parameter", where="pins=", try_="pinning the parameter, or zero= to split its optimizer state",
+                )  # fmt: skip
+            if not matching:
+                near = get_close_matches(pattern, planned, n=3, cutoff=0.0)
+                raise PlanError(
+                    refused=f"the pin {pattern!r}", got="a pattern that matches no input of the step",
+                    needed="the path of a parameter or an argument, with * for any part of it", where="pins=",
+                    try_=" or ".join(near) or "pins=None",
+                )  # fmt: skip
+
+    def layout(self, name: str, rank: int, sizes: Mapping[str, int]) -> Layout | None:
+        """The pinned layout of the array called `name`, checked against the mesh."""
+        matching = {pattern: layout for pattern, layout in self.layouts.items() if _matches(name, pattern)}
+        found = set(matching.values())
+        if len(found) > 1:
+            raise PlanError(
+                refused=f"the pins of {name}",
+                got=f"{len(found)} different layouts from the patterns {sorted(matching)}",
+                needed="one layout for each array",
+                where="pins=",
+                try_="patterns that do not overlap",
+            )
+        if not found:
+            return None
+        (layout,) = found
+        unknown = sorted({axis for dim in layout for axis in dim} - set(sizes))
+        if unknown:
+            raise PlanError(
+                refused=f"the pin of {name}",
+                got=f"axis {unknown[0]!r}",
+                needed=f"axes of the mesh: {', '.join(sizes)}",
+                where="pins=",
+                try_="mesh= with the axis names you want",
+            )
+        used = [axis for dim in layout for axis in dim]
+        if len(layout) != rank or len(set(used)) != len(used):
+            raise PlanError(
+                refused=f"the pin of {name}",
+                got=f"{layout} for an array of {rank} dims",
+                needed="one tuple of axes for each dim, no axis twice",
+                where="pins=",
+                try_="() for a dim that is not split",
+            )
+        return layout
+
+    def input(self, name: str, choices: Sequence[Spec], sizes: Mapping[str, int]) -> tuple[Spec, ...]:
+        """The specs of an input that respect the pins."""
+        layout = self.layout(name, len(choices[0].dims), sizes)
+        if layout is None:
+            return tuple(choices)
+        kept = tuple(spec for spec in choices if spec.dims == layout)
+        return kept or self._refuse(name, layout)
+
+    def parameter(
+        self, name: str, choices: Sequence[ParameterChoice], sizes: Mapping[str, int]
+    ) -> tuple[ParameterChoice, ...]:
+        """The choices of a parameter that respect the pins."""
+        layout = self.layout(name, len(choices[0].use.dims), sizes)
+        kept = tuple(c for c in choices if layout is None or c.use.dims == layout)
+        if not kept:
+            return self._refuse(name, layout)
+        if self.zero is None or layout is not None:
+            return kept
+        storing = summing = frozenset(sizes)
+        if self.roles is not None:
+            storing, summing = storing & self.roles.storing, summing & self.roles.summing
+        if self.gradient_exchange == "central":
+            # A gradient that is summed inside the backward pass does not pass the server.
+            kept = tuple(c for c in kept if c.use.broadcast >= summing)
+        if self.zero == 0:
+            return tuple(c for c in kept if c.storage.dims == c.use.dims)
+        if self.zero in (1, 2) and self.strict:
+            kept = tuple(c for c in kept if c.use.broadcast >= summing) or kept
+
+        def stored(choice: ParameterChoice) -> int:
+            spec = choice.use if self.zero == 3 else choice.storage
+            return len(storing.intersection(spec.sharded_axes))
+
+        most = max(map(stored, kept), default=0)
+        return tuple(c for c in kept if stored(c) == most)
+
+    def _refuse(self, name: str, layout: Layout | None) -> tuple[()]:
+        raise PlanError(
+            refused=f"the pin of {name}",
+            got=f"the layout {layout}",
+            needed="axes whose sizes divide the dims they split",
+            where="pins=",
+            try_="another dim, or a mesh of another shape",
+        )

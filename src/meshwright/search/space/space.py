@@ -1,0 +1,236 @@
+"""The space of plans that every search looks at, under the same costs and the same simulator.
+
+A *choice* (`choice`) is priced in three steps. Each stage's layouts are those that the choice names, or those that the
+integer program finds within the memory that the stage may count at its place (`StageProblem`). Their seconds, forward
+and backward, and what crosses between stages make the timing of a pipeline (`staged_timing`). Of the schedules that fit
+the memory of all devices the one with the shortest simulated step is taken (`candidate.scheduled`). A stage that is
+alone in its plan is priced as a plan of one stage: it keeps what it has gathered for the backward pass.
+
+So a search needs to know nothing of operators, collectives or schedules; and what two searches find can be compared.
+
+Known limits: stages of a plan have devices of their own (no interleaving), no copies of the program share the
+microbatches (no replicas), and hosts of several kinds stand in the order in which the cluster names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import inf, isfinite
+
+from ...plan import Plan
+from ...program.staged import StagedProgram
+from ...solve import Infeasible
+from ..inter.problem import PlacedStage
+from ..pipelines.candidate import Candidate, merged, scheduled
+from ..pipelines.request import INTERLEAVED, StageRequest, schedules_for
+from ..pipelines.timing import best_schedule, staged_timing
+from ..prices.least_work import least_work_by_equation
+from ..stages.costs import StageCosts, option_of
+from ..stages.reserve import MemoryReserve, nothing_reserved
+from ..stages.solved import kept_bytes
+from .choice import Choice, LayoutNumbers, Partial
+from .stages import GAP, SECONDS_PER_SOLVE, StageSpace
+
+# Priced choices that are kept, of a large model 10 kB each: a walk comes back to few.
+_MOST_PRICES = 5_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a choice takes.
+
+    Args:
+      seconds: of the simulated step; where it does not fit, of one with 1F1B as if it did; infinite where its layouts
+        cannot be together or, left to the integer program, do not exist within memory.
+      bytes: on a device of each stage.
+      excess: by how much of what it may count the fullest device is over; 0 where it fits.
+      schedule: its name.
+    """
+
+    seconds: float
+    bytes: tuple[float, ...] = ()
+    excess: float = inf
+    schedule: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is a plan that can run."""
+        return self.excess <= 0 and isfinite(self.seconds)
+
+
+class Space(StageSpace):
+    """All plans of a request; arguments and attributes are those of `StageSpace`."""
+
+    def __init__(
+        self, request: StageRequest, *, reserve: Callable[[int], MemoryReserve] = nothing_reserved, gap: float = GAP
+    ) -> None:
+        super().__init__(request, reserve=reserve, gap=gap)
+        self._work: dict[int, list[float]] = {}
+        self._prices: dict[Choice, Price] = {}
+
+    def reserve_again(self) -> None:
+        """As `StageSpace.reserve_again`."""
+        super().reserve_again()
+        self._prices.clear()
+
+    # Prices
+
+    def price(self, choice: Choice, *, time_limit_seconds: float = SECONDS_PER_SOLVE) -> Price:
+        """What a choice takes and holds.
+
+        Args:
+          choice: of this space.
+          time_limit_seconds: for the layouts of each stage that are left to the integer program.
+        """
+        if choice not in self._prices:
+            if len(self._prices) >= _MOST_PRICES:
+                self._prices.clear()
+            self._prices[choice] = self._priced(choice, time_limit_seconds)
+        return self._prices[choice]
+
+    def _priced(self, choice: Choice, time_limit_seconds: float) -> Price:
+        placed = self._placed(choice, time_limit_seconds)
+        if placed is None:
+            return Price(seconds=inf)
+        costs = self.costs_of(choice)
+        limits = [self.limit_of(costs, stage) for stage in choice.stages]
+        candidate = scheduled(costs, placed, self.schedules, chunks=1)
+        if candidate is not None:
+            staged, found = candidate.staged, candidate.scheduled
+        else:
+            staged = staged_timing(costs.solver, placed, limit_bytes=[inf] * len(placed))
+            best = best_schedule(staged, choice.microbatches, ["one_f_one_b"])
+            assert best is not None  # nothing is too large
+            found = best
+        schedule = found.schedule
+        held = [
+            fixed + kept_bytes(size, later, count, delayed) + stage.workspace_bytes
+            for fixed, size, later, count, delayed, stage in zip(
+                staged.bytes_throughout, staged.bytes_in_flight, staged.bytes_delayed, schedule.in_flight,
+                schedule.delayed, staged.timing.stages, strict=True,
+            )
+        ]  # fmt: skip
+        over = max(size / limit - 1 for size, limit in zip(held, limits, strict=True))
+        return Price(
+            seconds=found.step_seconds, bytes=tuple(held), excess=0.0 if candidate is not None else max(over, 1e-9),
+            schedule=found.name,
+        )  # fmt: skip
+
+    def _placed(self, choice: Choice, time_limit_seconds: float = SECONDS_PER_SOLVE) -> tuple[PlacedStage, ...] | None:
+        placed = []
+        for number, stage in enumerate(choice.stages):
+            solved = self.solved(choice, number, time_limit_seconds=time_limit_seconds)
+            if solved is None:
+                return None
+            placed.append(PlacedStage(stage.first, stage.last, stage.submesh, option_of(solved)))
+        return tuple(placed)
+
+    @cached_property
+    def schedules(self) -> tuple[str, ...]:
+        """Schedules to choose from."""
+        asked = schedules_for(self.request, self.program(self.structures.counts[0]))
+        return tuple(name for name in asked if name != INTERLEAVED)
+
+    # Bounds
+
+    def work_bound(self, partial: Partial) -> float:
+        """As `bound`, by arithmetic alone and at once: no stage takes less than the arithmetic of its layers, shared
+        evenly by its devices, nor do the layers that are left on the devices that are left."""
+        count = partial.microbatches or self.structures.counts[0]
+        work = self._work_before(count)
+        parts = [(work[stage.last] - work[stage.first]) / stage.submesh.size for stage in partial.stages]
+        if partial.next_layer < len(work) - 1:
+            parts.append((work[-1] - work[partial.next_layer]) / (self.cluster.num_devices - partial.next_device))
+        return count * max(parts)
+
+    def bound(self, partial: Partial) -> float:
+        """What every choice that a partial one may become takes at least; infinite where none fits. Seconds.
+
+        Each rank runs all microbatches of its stage: a step takes no less than the fastest layouts of any stage that is
+        decided, nor than the arithmetic of the layers that are left (`work_bound`).
+        """
+        longest, count = self.work_bound(partial), partial.microbatches
+        if not partial.stages:
+            return longest
+        after = int(partial.next_layer < len(self.program(count).layers))
+        costs = self.costs_in(count, alone=len(partial.stages) == 1 and not after)
+        for number, stage in enumerate(partial.stages):
+            in_flight = min(count, len(partial.stages) - number + after)
+            try:
+                problem = self.problem_of(costs, stage)
+                longest = max(longest, problem.fastest.bound)
+            except Infeasible:
+                continue  # a ZeRO stage that may be relaxed: nothing is known
+            if problem.least_bytes.held(in_flight) > self.limit_of(costs, stage) * (1 + 1e-9):
+                return inf
+        return longest
+
+    def bound_within(self, choice: Choice) -> float:
+        """What every choice of this structure takes at least, by what is proven of its stages within memory; seconds.
+
+        Args:
+          choice: whose layouts are left to the integer program.
+        """
+        found = [self.solved(choice, number) for number in range(len(choice.stages))]
+        proven = [one.chosen.solution.lower_bound for one in found if one is not None]
+        return max(proven) if len(proven) == len(found) else self.bound(Partial(choice.microbatches, choice.stages))
+
+    def _work_before(self, count: int) -> list[float]:
+        """Of each layer the arithmetic of all layers before it, seconds of a microbatch on one device; and of all."""
+        if count not in self._work:
+            program = self.program(count)
+            of = least_work_by_equation(program.graph, self.cluster)
+            layers = [sum(of.get(equation, 0.0) for equation in range(*ends)) for ends in program.layers]
+            self._work[count] = list(accumulate(layers, initial=0.0))
+        return self._work[count]
+
+    # Plans
+
+    def candidate(self, choice: Choice) -> Candidate | None:
+        """A choice as the stage search has it; None where it does not fit."""
+        placed = self._placed(choice)
+        return scheduled(self.costs_of(choice), placed, self.schedules, chunks=1) if placed is not None else None
+
+    def plan(self, choice: Choice, *, gap: float = inf) -> tuple[Plan, StagedProgram] | None:
+        """The plan of a choice, and the program that its equations count in; None where it does not fit.
+
+        Args:
+          choice: of this space.
+          gap: how much of its seconds other choices may save at most, as a share.
+        """
+        found = self.candidate(choice)
+        if found is None:
+            return None
+        alone = len(choice.stages) == 1
+
+        def again(costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int) -> Candidate | None:
+            return scheduled(costs, stages, self.schedules, chunks=chunks)
+
+        whole = merged(found, lambda program: self.costs_of_program(program, alone=alone), again)
+        return (whole.plan(gap), whole.costs.program) if whole is not None else None
+
+    def start(self, microbatches: int, stages: int) -> Choice | None:
+        """A simple choice to begin with: even stages, every node in what is fastest after those before it.
+
+        Args:
+          microbatches: in a step.
+          stages: how many.
+
+        Returns:
+          None where the devices cannot be cut so.
+        """
+        even = next(self.structures.even(microbatches, stages), None)
+        return self.filled(even) if even is not None else None
+
+    def filled(self, choice: Choice) -> Choice:
+        """The choice with greedy layouts in stages that have none of their own (`Layouts.greedy`), or where these
+        cannot be together the fastest without a limit of memory."""
+        for number, stage in enumerate(choice.stages):
+            if stage.layouts is None:
+                layouts = self.layouts(choice, number)
+                found: LayoutNumbers | None = layouts.greedy() or layouts.problem.fastest.choices
+                choice = choice.with_stage(number, stage._replace(layouts=found))
+        return choice

@@ -1,0 +1,239 @@
+"""The stages that plans of a request may have: their logical meshes, their layouts, and what these take.
+
+A stage is a range of layers of the program in some number of microbatches, on a submesh. Its intra-operator problem is
+built once for all ranges that are the same program, and so is each solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from math import isfinite
+
+from ...cluster import LogicalMesh
+from ...errors import PlanError
+from ...program.staged import StagedProgram
+from ..inter.submeshes import Submesh, Submeshes
+from ..one_stage.driver import GAP as GAP, THREE_AXES_OPERATORS
+from ..pipelines.request import StageRequest, check_layers, check_request, placements
+from ..prices.choices import OperatorChoice
+from ..stages.costs import StageCosts
+from ..stages.problem import StageProblem
+from ..stages.reserve import MemoryReserve, nothing_reserved
+from ..stages.solved import SolvedStage
+from ..stages.solver import Kinds, Place, WantedMesh, meshes_of
+from .choice import Choice, LayoutNumbers, StageChoice, Structures
+from .layouts import Layouts
+
+# The integer program may take so long for one stage, beyond what prices of memory find; seconds.
+SECONDS_PER_SOLVE = 20.0
+
+# Laid-out stages that are kept: a walk changes one at a time, and one of a large model takes a megabyte.
+_MOST_STAGES = 64
+
+
+class StageSpace:
+    """All stages of plans of a request.
+
+    Args:
+      request: programs, parameters, cluster, and what is fixed. A time limit is of no account here.
+      reserve: what may not be counted on a device, by microbatches.
+      gap: relative, to which layouts that are left to the integer program are solved.
+
+    Attributes:
+      structures: the tree of decisions.
+      reserve: as given.
+
+    Raises:
+      PlanError: for a request that makes no sense.
+    """
+
+    def __init__(
+        self, request: StageRequest, *, reserve: Callable[[int], MemoryReserve] = nothing_reserved, gap: float = GAP
+    ) -> None:
+        check_request(request)
+        self.request, self.gap = request, gap
+        self.cluster, self.submeshes = request.cluster, Submeshes(request.cluster)
+        self.reserve = reserve
+        self._kinds = Kinds(self.submeshes, request.mesh)
+        self._costs: dict[tuple[int, bool], StageCosts] = {}
+        self._solved: dict[object, SolvedStage | None] = {}
+        self._layouts: dict[tuple[int, int, float], Layouts] = {}
+        self._laid_out: dict[object, SolvedStage] = {}
+        counts, stages = self._possible(sorted(request.by_microbatches)), request.stage_count
+        self.structures = Structures(
+            counts=counts, layers=lambda count: len(self.program(count).layers),
+            submeshes=placements(request, self.submeshes), devices=self.cluster.num_devices,
+            meshes=lambda count, first, last, submesh: len(self.meshes(count, first, last, submesh)),
+            remats=self._remats, stage_counts=None if stages is None else {stages},
+            ends=None if request.layers is None else list(accumulate(request.layers)),
+        )  # fmt: skip
+
+    def _possible(self, counts: Sequence[int]) -> list[int]:
+        """Of these numbers of microbatches those into which the step can be cut; these were our idea."""
+        found, refused = [], None
+        for count in counts:
+            try:
+                self.program(count)
+                found.append(count)
+            except PlanError as error:
+                refused = refused or error
+        if not found:
+            assert refused is not None  # there is a number
+            raise refused
+        return found
+
+    def program(self, microbatches: int) -> StagedProgram:
+        """The step in so many microbatches.
+
+        Raises:
+          PlanError: if it cannot be cut so.
+        """
+        program = self.request.by_microbatches[microbatches]
+        check_layers(self.request, program)
+        return program
+
+    def reserve_again(self) -> None:
+        """Look at what may not be counted once more, where `reserve` now says something else."""
+        for (count, _), costs in self._costs.items():
+            costs.reserve(self.reserve(count))
+
+    def layouts(self, choice: Choice, number: int) -> Layouts:
+        """What the nodes of a stage may choose from, with the microbatches in flight that 1F1B keeps there.
+
+        Args:
+          choice: with the stage.
+          number: of the stage.
+        """
+        stage, costs = choice.stages[number], self.costs_of(choice)
+        in_flight = min(choice.microbatches, len(choice.stages) - number)
+        problem, limit = self.problem_of(costs, stage), self.limit_of(costs, stage)
+        key = id(problem), in_flight, limit  # a solver keeps its problems
+        if key not in self._layouts:
+            self._layouts[key] = Layouts(problem, in_flight, limit)
+        return self._layouts[key]
+
+    def costs_of(self, choice: Choice) -> StageCosts:
+        """What solves the stages of a choice."""
+        return self.costs_in(choice.microbatches, alone=len(choice.stages) == 1)
+
+    def costs_in(self, microbatches: int, *, alone: bool) -> StageCosts:
+        """What solves stages in so many microbatches, of several stages or of one alone."""
+        key = microbatches, alone
+        if key not in self._costs:
+            self._costs[key] = self.costs_of_program(self.program(microbatches), alone=alone)
+        return self._costs[key]
+
+    def costs_of_program(self, program: StagedProgram, *, alone: bool) -> StageCosts:
+        """The same of the program cut in another way."""
+        request, own = self.request, {self.whole: self._meshes_alone} if alone else None
+        costs = StageCosts(
+            program, parameters=request.parameters, submeshes=self.submeshes, pins=request.pins, remat=request.remat,
+            meshes=request.mesh, own_meshes=own, alone=alone,
+        )  # fmt: skip
+        costs.reserve(self.reserve(program.microbatches))
+        return costs
+
+    @property
+    def whole(self) -> Submesh:
+        """All devices."""
+        return Submesh(0, self.cluster.num_devices)
+
+    @cached_property
+    def _meshes_alone(self) -> Sequence[WantedMesh]:
+        """Of the only stage of a plan: of a small program also meshes of three axes."""
+        if self.request.mesh:
+            return self.request.mesh
+        small = len(self.program(self.structures.counts[0]).graph.operators) <= THREE_AXES_OPERATORS
+        found = meshes_of(self.cluster, (), max_axes=3 if small else 2)
+        return [(tuple(a.name for a in one.axes), tuple(a.size for a in one.axes)) for one in found]
+
+    def meshes(self, microbatches: int, first: int, last: int, submesh: Submesh) -> tuple[LogicalMesh, ...]:
+        """The logical meshes that a stage of these layers may have on a submesh."""
+        if first == 0 and last == len(self.program(microbatches).layers):
+            solver = self.costs_in(microbatches, alone=True).solver
+            return solver.meshes[solver.kind_of[submesh]]
+        return self.meshes_beside(submesh)
+
+    def meshes_beside(self, submesh: Submesh) -> tuple[LogicalMesh, ...]:
+        """The logical meshes of a submesh for one of several stages."""
+        return self._kinds.meshes[self._kinds[submesh]]
+
+    def _remats(self, microbatches: int, first: int, last: int) -> tuple[str, ...]:
+        if self.request.remat is not None:
+            return (self.request.remat,)
+        alone = first == 0 and last == len(self.program(microbatches).layers)
+        segments = self.costs_in(microbatches, alone=alone).solver.segments(first, last)
+        return ("none", "layer") if segments else ("none",)
+
+    def _place(self, costs: StageCosts, stage: StageChoice) -> Place:
+        return Place(stage.first, stage.last, costs.solver.kind_of[stage.submesh], stage.mesh)
+
+    def problem_of(self, costs: StageCosts, stage: StageChoice) -> StageProblem:
+        """The intra-operator problem of a stage."""
+        return costs.solver.problem(self._place(costs, stage), stage.remat)[0]
+
+    def limit_of(self, costs: StageCosts, stage: StageChoice) -> float:
+        """Bytes that a stage may count on a device."""
+        return costs.limit_bytes(stage.submesh, stage.last == len(costs.program.layers), stage.remat)
+
+    def like(self, submesh: Submesh) -> Submesh:
+        """The first of the submeshes that cost a stage the same as this one."""
+        kind = self._kinds[submesh]
+        return next(one for one in self.structures.submeshes if self._kinds[one] == kind)
+
+    def paths(self, choice: Choice, number: int) -> dict[tuple[int, ...], int]:
+        """Of a stage the operators of its problem, by where they stand in the whole program."""
+        costs, stage = self.costs_of(choice), choice.stages[number]
+        solved_at = costs.solver.problem(self._place(costs, stage), stage.remat)[2]
+        by = costs.solver.cut(stage.first, stage.last).equations[0] - solved_at.equations[0]
+        return {(one.path[0] + by, *one.path[1:]): one.index for one in solved_at.graph.operators}
+
+    def operators(self, choice: Choice, number: int, layouts: LayoutNumbers) -> dict[tuple[int, ...], OperatorChoice]:
+        """Of a stage in these layouts what each operator chooses, by where it stands in the whole program."""
+        costs, stage = self.costs_of(choice), choice.stages[number]
+        chosen = self.problem_of(costs, stage).operator_choices(layouts)
+        found = {path: chosen[operator] for path, operator in self.paths(choice, number).items()}
+        return {path: one for path, one in found.items() if one is not None}
+
+    def solved(
+        self, choice: Choice, number: int, *, time_limit_seconds: float = SECONDS_PER_SOLVE
+    ) -> SolvedStage | None:
+        """A stage in its layouts; None where there are none within memory, or they cannot be together.
+
+        Args:
+          choice: with the stage.
+          number: of the stage.
+          time_limit_seconds: for layouts that are left to the integer program.
+        """
+        costs, stage = self.costs_of(choice), choice.stages[number]
+        solver, place = costs.solver, self._place(costs, stage)
+        alone = len(choice.stages) == 1
+        key = choice.microbatches, alone, solver.number(stage.first, stage.last), place.kind, place.mesh, stage.remat
+        if stage.layouts is None:
+            limit, in_flight = self.limit_of(costs, stage), min(choice.microbatches, len(choice.stages) - number)
+            full = (*key, in_flight, limit)
+            if full not in self._solved:
+                self._solved[full] = solver.proven(
+                    place, stage.remat, in_flight, limit, gap=self.gap, time_limit_seconds=time_limit_seconds
+                )
+            return self._solved[full]
+        full = (*key, stage.layouts)
+        if full not in self._laid_out:
+            if not isfinite(self.layouts(choice, number).seconds(stage.layouts)):
+                return None
+            while len(self._laid_out) >= _MOST_STAGES:
+                del self._laid_out[next(iter(self._laid_out))]
+            self._laid_out[full] = solver.laid_out(place, stage.remat, stage.layouts)
+        return self._laid_out[full]
+
+    def with_layouts(self, choice: Choice) -> Choice | None:
+        """The same choice with the layouts that the integer program finds written into it; None where it finds none."""
+        found = [self.solved(choice, number) for number in range(len(choice.stages))]
+        stages = [
+            stage._replace(layouts=one.chosen.solution.choices)
+            for stage, one in zip(choice.stages, found, strict=True)
+            if one is not None
+        ]
+        return Choice(choice.microbatches, tuple(stages)) if len(stages) == len(found) else None

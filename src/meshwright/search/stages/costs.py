@@ -1,0 +1,375 @@
+"""What a range of layers costs on a submesh: estimated from its parts, solved where it matters.
+
+The stage search asks for every range of layers on every kind of submesh; hundreds of integer programs, of which a
+dozen will matter. So a range is first *estimated* (`stage_estimates`), nearly always too low and by little, and the
+search may trust that to rule a range out. Ranges that a best plan uses are then *solved* whole, within the limit of
+memory and for the microbatches in flight at their place, and the search is repeated, until the best plan is made of
+solved ranges only (`pipeline`). What is the same program, whatever its place, is solved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from ...program.staged import StagedProgram
+from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of
+from ..inter.submeshes import Submesh, Submeshes
+from ..intra.problem import ParameterInfo
+from ..restrictions.pins import Pins
+from .estimates import StageEstimates
+from .parts import in_parts
+from .reserve import MemoryReserve
+from .solved import SolvedStage, better_of, in_turn
+from .solver import RANGE_GAP, Kinds, Place, StageSolver, WantedMesh
+
+
+class StageCosts:
+    """Options for ranges of layers of one program on submeshes of one cluster.
+
+    Args:
+      program: in layers, at the size of one microbatch.
+      parameters: by position in the program's `graph.parameters`.
+      submeshes: of the cluster.
+      pins: what the user has fixed.
+      remat: "none", "layer", or None to choose for each stage.
+      meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
+      own_meshes: the same for submeshes that have their own.
+      coarser: of the same program in fewer microbatches, whose estimates bound these; None for none.
+      check: called before what can take long; raises `OutOfTime` where there is no time for it.
+      alone: whether each range is to be the only stage of its plan (`StageProblem`).
+    """
+
+    def __init__(
+        self,
+        program: StagedProgram,
+        *,
+        parameters: Sequence[ParameterInfo],
+        submeshes: Submeshes,
+        pins: Pins,
+        remat: str | None,
+        meshes: Sequence[WantedMesh] = (),
+        own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
+        coarser: StageCosts | None = None,
+        check: Callable[[], None] = lambda: None,
+        alone: bool = False,
+    ) -> None:
+        self.program = program
+        self.submeshes = submeshes
+
+        kinds = coarser.solver.kind_of if coarser is not None else Kinds(submeshes, meshes, own_meshes)
+
+        def solver(of: StagedProgram) -> StageSolver:
+            return StageSolver(of, parameters=parameters, submeshes=submeshes, pins=pins, kinds=kinds, alone=alone)
+
+        parts = in_parts(program)
+        self.solver = solver(program)
+        of_parts = self.solver if parts is program else solver(parts)
+        bounds = coarser.estimates if coarser is not None else None
+        self.estimates = StageEstimates(program, of_parts, remat, bounds, check)
+        self.check = check
+        self._reserve = MemoryReserve()
+        self._limits: dict[tuple[int, bool, str], float] = {}
+        self._layer_numbers: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._solved_layers: set[tuple[int, ...]] = set()
+        self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
+        self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
+        self._within: dict[tuple[int, int, int, float], Option | None] = {}
+        self._estimated: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
+
+    @property
+    def solves(self) -> int:
+        """Problems solved so far."""
+        parts = self.estimates.solver
+        return self.solver.solves + (parts.solves if parts is not self.solver else 0)
+
+    # What the stage search asks
+
+    def options(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
+        """Ways to run the layers `first` to before `last`; solved ones if there are any, else estimates."""
+        kind = self.solver.kind_of[submesh]
+        known = self._known(first, last, kind)
+        if in_flight in known:
+            return known[in_flight]
+        if self.estimates.only_easy:
+            return self.estimates.estimate(first, last, kind, in_flight)
+        key = (first, last, kind, in_flight)
+        if key not in self._estimated:
+            self._estimated[key] = self.estimates.estimate(first, last, kind, in_flight)
+        fewer = max((count for count in known if count < in_flight), default=None)
+        if fewer is None:
+            return self._estimated[key]
+        if (*key, fewer) not in self._corrections:
+            self._corrections[*key, fewer] = self._corrected(self._estimated[key], known[fewer])
+        return self._corrections[*key, fewer]
+
+    def shared_options(self, share: float) -> Callable[[int, int, Submesh, int], Sequence[Option]]:
+        """As `options`, for microbatches of this share of the program's: too low by what smaller microbatches lose."""
+        known: dict[tuple[int, int, int, int], Sequence[Option]] = {}
+
+        def options(first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
+            key = first, last, self.solver.kind_of[submesh], in_flight
+            if key not in known:
+                known[key] = self.estimates.estimate(*key, share)
+            return known[key]
+
+        return options
+
+    def least(self, submesh: Submesh, share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a microbatch of this share, both passes and forward, that every range takes at least on a submesh,
+        each `[layers + 1, layers + 1]`."""
+        both, forward = self.estimates.least(self.solver.kind_of[submesh])
+        return share * both, share * forward
+
+    def fastest(self, submesh: Submesh, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of what fits memory with so many microbatches in flight: `[in flight, layers + 1, layers +
+        1]`."""
+        return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
+
+    def expected(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        submesh: Submesh,
+        in_flight: int,
+        share: float,
+        most_seconds: float = inf,
+    ) -> list[float]:
+        """Estimated seconds of a microbatch of this share, both passes, of each of these ranges of layers, the fastest
+        way that fits memory; infinite for what takes longer than `most_seconds`."""
+        return self.estimates.expected(ranges, self.solver.kind_of[submesh], in_flight, share, most_seconds)
+
+    def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
+        """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
+        `inter_op_bounds.most_seconds`."""
+        kinds: dict[int, np.ndarray] = {}
+        for submesh, most in most_seconds.items():
+            kind = self.solver.kind_of[submesh]
+            kinds[kind] = np.maximum(kinds[kind], most) if kind in kinds else most
+        self.estimates.focus(kinds)
+
+    def reserve(self, reserve: MemoryReserve) -> None:
+        """From now on so many bytes of a device may not be counted."""
+        if self._reserve != reserve:
+            self._reserve = reserve
+            self.estimates.reserve(reserve)
+            self._solved.clear()
+            self._limits.clear()
+            self.forget_estimates()
+
+    @property
+    def reserved(self) -> MemoryReserve:
+        """What may not be counted."""
+        return self._reserve
+
+    def is_solved(self, first: int, last: int, submesh: Submesh, in_flight: int) -> bool:
+        """Whether the options of a range are those of solutions."""
+        return in_flight in self._known(first, last, self.solver.kind_of[submesh])
+
+    def _known(self, first: int, last: int, kind: int) -> Mapping[int, tuple[Option, ...]]:
+        """The solutions of a range by the microbatches in flight."""
+        # What is made of layers unlike those of all solved ranges is not looked at any further.
+        if self._made_of(first, last) not in self._solved_layers:
+            return {}
+        return self._solved.get((self.solver.number(first, last), kind), {})
+
+    def _made_of(self, first: int, last: int) -> tuple[int, ...]:
+        if (first, last) not in self._layer_numbers:
+            numbers = tuple(self.solver.number(layer, layer + 1) for layer in range(first, last))
+            self._layer_numbers[first, last] = numbers
+        return self._layer_numbers[first, last]
+
+    def _corrected(self, estimates: tuple[Option, ...], solved: tuple[Option, ...]) -> tuple[Option, ...]:
+        """Estimates by solutions of the same range with fewer microbatches in flight: it takes no less with more."""
+        if not estimates or not solved:
+            return ()
+        least = min(map(self.estimates.weight, solved))
+        ratio = least / max(min(map(self.estimates.weight, estimates)), 1e-300)
+        if ratio <= 1:
+            return estimates
+        return tuple(
+            one._replace(
+                forward_seconds=ratio * one.forward_seconds, backward_seconds=ratio * one.backward_seconds,
+                once_seconds=ratio * one.once_seconds, weight_seconds=ratio * one.weight_seconds,
+            )
+            for one in estimates
+        )  # fmt: skip
+
+    def limit_bytes(self, submesh: Submesh, last: bool, remat: str = "layer") -> float:
+        """Bytes that may be counted on a device of a submesh, by whether the stage on it has the last layer, and
+        rematerialises."""
+        key = self.solver.kind_of[submesh], last, remat
+        if key not in self._limits:
+            usable = self.solver.kind_of.devices[key[0]].usable_memory_bytes
+            self._limits[key] = self._reserve.limit(usable, last=last, remat=remat)
+        return self._limits[key]
+
+    def _limit_of(self, submesh: Submesh, stop: int, remat: str) -> float:
+        """Of a stage that ends before this layer."""
+        return self.limit_bytes(submesh, stop == len(self.program.layers), remat)
+
+    def forget_estimates(self) -> None:
+        """Estimate every range again, whatever it takes."""
+        self.estimates.forget()
+        self._estimated.clear()
+        self._corrections.clear()
+
+    def crossings(self, share: float = 1.0) -> tuple[Crossing, ...]:
+        """What layers share: values, those with the same producer and readers together, and parameters; values of
+        microbatches of this share of the program's."""
+        graph, cutter, layers = self.program.graph, self.program.cutter, self.program.layers
+        layer_of = [number for number, (first, last) in enumerate(layers) for _ in range(first, last)]
+        values: dict[tuple[int, ...], list[float]] = {}
+        for value, equations in cutter.read_at.items():
+            if not cutter.crosses(value):
+                continue
+            made = layer_of[cutter.made_at[value]]
+            readers = sorted({layer_of[e] for e in equations} - {made})
+            if readers:
+                sums = values.setdefault((made, *readers), [0.0, 0.0])
+                sums[0] += graph.values[value].bytes
+                sums[1] += graph.values[value].bytes if graph.values[value].differentiated else 0.0
+        held: dict[tuple[int, ...], float] = {}
+        for position in graph.parameters:
+            value = graph.inputs[position]
+            equations = {e for e in cutter.read_at.get(value, ()) if e not in self.program.rows}
+            holders = tuple(sorted({layer_of[e] for e in equations}))
+            if len(holders) > 1:
+                held[holders] = held.get(holders, 0.0) + graph.values[value].bytes
+        return (
+            *(
+                Crossing(layers=k, forward_bytes=share * f, backward_bytes=share * b)
+                for k, (f, b) in sorted(values.items())
+            ),
+            *(Crossing(layers=k, once_bytes=size) for k, size in sorted(held.items())),
+        )
+
+    def least_bytes(self) -> float:
+        """What no plan can be below on every device: parameters, gradients and optimizer state spread over all."""
+        graph = self.program.graph
+        total = sum(2 * graph.values[graph.inputs[p]].bytes for p in graph.parameters)
+        total += sum(info.optimizer_bytes for info in self.solver.parameters)
+        return total / self.submeshes.cluster.num_devices
+
+    # Solutions
+
+    def solve(self, first: int, last: int, submesh: Submesh, in_flight: int) -> Sequence[Option]:
+        """Solve a range, and have `options` say so from now on."""
+        kind = self.solver.kind_of[submesh]
+        self._solved_layers.add(self._made_of(first, last))
+        known = self._solved.setdefault((self.solver.number(first, last), kind), {})
+        if in_flight in known:
+            return known[in_flight]
+        found = self._solved_ways(first, last, kind, in_flight, lambda remat: self._limit_of(submesh, last, remat))
+        known[in_flight] = best_of(found)
+        return known[in_flight]
+
+    def _solved_ways(
+        self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[str], float]
+    ) -> list[Option]:
+        """The fastest way to run a range on each logical mesh that may have the fastest of all, in so many bytes of a
+        device by rematerialisation. It is solved to the end on those alone that are not bound to be slower; the
+        others are left out."""
+        tried: list[tuple[float, Place, str]] = []
+        found: list[Option] = []
+        best = inf
+        for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
+            if weight >= best:
+                break
+            place = Place(first, last, kind, number)
+            if (stage := self.solver.within(place, remat, in_flight, limit(remat), loosely=True)) is not None:
+                found.append(option_of(stage))
+                seconds = self.estimates.weight(found[-1])
+                tried.append((stage.certain_share * seconds, place, remat))
+                best = min(best, seconds)
+        solved: list[Option] = []
+        for number, (least, place, remat) in sorted(enumerate(tried), key=lambda one: one[1][0]):
+            option = found[number]
+            if option.tag.certain_share < 1 - RANGE_GAP:
+                if least >= (1 - RANGE_GAP) * best:
+                    continue  # what is uncertain is offered to no plan
+                if (stage := self.solver.within(place, remat, in_flight, limit(remat))) is not None:
+                    option = option_of(better_of(stage, option.tag))
+                best = min(best, self.estimates.weight(option))
+            solved.append(option)
+        return solved
+
+    def unsolved(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> list[tuple[PlacedStage, int]]:
+        """Of these stages those that are not solved, with the microbatches that are in flight at their places."""
+        placed = [(stage, problem.in_flight(place)) for place, stage in enumerate(reversed(stages), start=1)]
+        return [(s, count) for s, count in placed if not self.is_solved(s.first, s.last, s.submesh, count)]
+
+    def solve_all(self, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> int:
+        """Solve what is not; how many there were.
+
+        Raises:
+          OutOfTime: if it is late.
+        """
+        left = self.unsolved(problem, stages)
+        for stage, in_flight in left:
+            self.check()
+            self.solve(stage.first, stage.last, stage.submesh, in_flight)
+        return len(left)
+
+    def solve_within(
+        self, first: int, last: int, submesh: Submesh, in_flight: int, limit_bytes: float
+    ) -> Option | None:
+        """The fastest way to run a range in so much of a device's memory; None if there is none."""
+        kind = self.solver.kind_of[submesh]
+        key = self.solver.number(first, last), kind, in_flight, limit_bytes
+        if key not in self._within:
+            found = self._solved_ways(first, last, kind, in_flight, lambda remat: limit_bytes)
+            best = min(found, key=self.estimates.weight, default=None)
+            self._within[key] = best
+        return self._within[key]
+
+    def adopted(self, option: Option, first: int, last: int) -> Option | None:
+        """A solution of the same range in another program, where scans are cut otherwise, as one of this program; None
+        if the range is not the same there."""
+        return adopted(option, self.solver, first, last)
+
+
+def adopted(option: Option, solver: StageSolver, first: int, last: int) -> Option | None:
+    """As `StageCosts.adopted`, of the program of a solver."""
+    solved = option.tag
+    if not isinstance(solved, SolvedStage):
+        return None
+    cut = solver.cut(first, last)
+    if cut.fingerprint != solved.cut.fingerprint:
+        return None
+    if solved not in solver.adopted:  # of equal ranges one is enough, wherever they are
+        segments = solver.segments_of(cut, first, last) if solved.segments else {}
+        solver.adopted[solved] = replace(solved, cut=cut, segments=segments)
+    return option._replace(tag=solver.adopted[solved])
+
+
+def option_of(stage: SolvedStage) -> Option:
+    """A solved range as the stage search has it."""
+    seconds = stage.seconds
+    return Option(
+        forward_seconds=seconds.forward_seconds,
+        backward_seconds=seconds.backward_seconds,
+        weight_seconds=seconds.weight_seconds,
+        once_seconds=seconds.synchronise_seconds + seconds.update_seconds,
+        constant_bytes=seconds.constant_bytes + seconds.workspace_bytes,
+        workspace_bytes=seconds.workspace_bytes,
+        in_flight_bytes=seconds.in_flight_bytes,
+        tag=stage,
+    )
+
+
+def solved_in_turn(
+    costs: StageCosts, first: int, last: int, submesh: Submesh, in_flight: int, chunks: int, limit_bytes: float
+) -> Option | None:
+    """The fastest way to run a range as one of so many stages of its devices, in its share of their memory."""
+
+    def solve(limit: float) -> SolvedStage | None:
+        option = costs.solve_within(first, last, submesh, in_flight, limit)
+        return option.tag if option is not None else None
+
+    if chunks == 1:
+        return costs.solve_within(first, last, submesh, in_flight, limit_bytes)
+    solved = in_turn(solve, in_flight, chunks, limit_bytes)
+    return option_of(solved) if solved is not None else None

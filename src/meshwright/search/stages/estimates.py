@@ -1,0 +1,439 @@
+"""What a range of layers will cost, estimated from its parts without solving it.
+
+Each part (a layer, a repeated block inside one, or a piece of a scan) is solved by itself on each logical mesh, and the
+seconds are added up. That leaves out only the conversions between parts that want different layouts, so that an
+estimate is nearly always too low, by a few percent where parts are alike. Equal parts are solved once.
+
+Memory: where the fastest layouts of all parts fit together, that is the estimate. Where they do not, each part is
+solved again with a price on memory, the same for all, and the estimate lies between the last price at which they do not
+fit and the first at which they do: what one multiplier for the whole range would find (Everett, 1963). With and without
+rematerialisation. Meshes whose fastest layouts, whatever their memory, are slower than what fits on another are left,
+and so are those on which no range can be a part of a plan that is fast enough (`focus`).
+
+All ranges of layers are looked at together, for all numbers of microbatches in flight: sums over ranges are differences
+of running sums, so a table of all of them is a few operations on small arrays once the parts are solved.
+
+Known limits: between equal parts that would rather leave their sums partial an estimate is too high, since every part
+alone has to finish them; a parameter that several parts of a range read counts in each; at a price of memory a part has
+the bytes of what a forest finds there, which may be more than those of the best by what `part_rows` leaves open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, inf, log
+
+import numpy as np
+
+from ...program.staged import StagedProgram
+from ..inter.problem import Option, best_of
+from .part_rows import PartRows
+from .reserve import MemoryReserve
+from .solver import Place, StageSolver
+
+# Prices of memory, in units of the whole program's seconds over the limit.
+_PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+
+# Below this share of the memory limit rematerialisation is not tried.
+_EASY = 0.5
+
+# Ranges solved whole can be faster than their parts by themselves, by no more than this.
+_PARTS_ALONE = 0.97
+
+# Less than this between two ways is no difference worth looking at.
+_SAME = 1.01
+
+# What is summed up for a range, in this order. In a table the last is part of what is there throughout.
+_FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """All parts on one logical mesh at one price of memory: running sums, one more than there are parts.
+
+    Args:
+      sums: `[parts + 1, 9]`: seconds forward, backward, of weight gradients, of receiving, once, shared once; bytes
+        throughout and in flight; parts that have no layout.
+      fixed: what each part spends on the one collective that a range shares, seconds.
+      workspace: bytes that each part takes while its backward pass runs.
+    """
+
+    sums: np.ndarray
+    fixed: tuple[float, ...]
+    workspace: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Table:
+    """Ways to run all ranges of layers on submeshes of one kind.
+
+    Args:
+      ways: number of the logical mesh, and rematerialisation.
+      fields: `[way, field, in flight, first, last]`, seconds infinite where a way is none.
+      left: further logical meshes with what they take at least, `[first, last]`: another one is better on every range
+        of interest.
+    """
+
+    ways: tuple[tuple[int, str], ...]
+    fields: np.ndarray
+    left: tuple[tuple[int, np.ndarray], ...]
+
+    @cached_property
+    def fastest(self) -> np.ndarray:
+        """Seconds of a microbatch that no way is below, `[in flight, first, last]`."""
+        return _PARTS_ALONE * (self.fields[:, _FORWARD] + self.fields[:, _BACKWARD]).min(axis=0, initial=np.inf)
+
+    @cached_property
+    def fastest_forward(self) -> np.ndarray:
+        """The same, forward alone."""
+        return _PARTS_ALONE * self.fields[:, _FORWARD].min(axis=0, initial=np.inf)
+
+
+class StageEstimates:
+    """Estimates of ranges of layers of one program.
+
+    Args:
+      program: in layers.
+      solver: of a program of the same equations in `parts`.
+      remat: "none", "layer", or None to choose for each range.
+      coarser: of the same layers in fewer microbatches, or None. Cutting a microbatch makes no work less: what they
+        take is a bound that saves looking at most logical meshes.
+      check: as of `PartRows`.
+    """
+
+    def __init__(
+        self, program: StagedProgram, solver: StageSolver, remat: str | None, coarser: StageEstimates | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.program = program
+        self.solver = solver
+        # While it is set, ranges whose fastest layouts do not fit are left out.
+        self.only_easy = False
+        self.parts = PartRows(solver, check)
+        self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
+        starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
+        self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
+        self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
+        self._reserve = MemoryReserve()
+        self._most: Mapping[int, np.ndarray] = {}
+        self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
+        self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
+        self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
+        self._weights: dict[tuple[int, int], float] = {}
+        self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
+        self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
+
+    def reserve(self, reserve: MemoryReserve) -> None:
+        """From now on so many bytes of a device may not be counted; prices stay what they are."""
+        self._reserve = reserve
+        self._clear()
+
+    def focus(self, most_seconds: Mapping[int, np.ndarray]) -> None:
+        """From now on only ranges are of interest that take, in one microbatch, no longer than this.
+
+        Args:
+          most_seconds: for a kind of submesh, `[layers + 1, layers + 1]`; kinds that are not there have no bound.
+        """
+        self._most = most_seconds
+
+    def forget(self) -> None:
+        """Estimate every range again, whatever it takes."""
+        self._most = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tables.clear()
+        self._places.clear()
+
+    def least(self, kind: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a microbatch, both passes and forward, that no way to run a range of layers on submeshes of one
+        kind is below, each `[layers + 1, layers + 1]` by first layer and one past the last; infinite for no range."""
+        if self._coarser is not None:
+            share = self._coarser.program.microbatches / self.program.microbatches
+            both, forward = self._coarser.least(kind)
+            return share * both, share * forward
+        if kind not in self._fastest:
+            sums = self.free(kind)
+            none = np.full((1, len(self._starts), len(self._starts)), np.inf)
+            forward = np.concatenate([none, *(one[None, _FORWARD] for one in sums)]).min(axis=0)
+            both = np.concatenate([none, *(one[None, _FORWARD] + one[None, _BACKWARD] for one in sums)]).min(axis=0)
+            self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
+        return self._fastest[kind]
+
+    def free(self, kind: int) -> list[np.ndarray]:
+        """What all ranges take on each logical mesh of a kind where memory has no price: `[field, first, last]`."""
+        return [self._sum(kind, n, self._wishes[0], 0, 1) for n in range(len(self.solver.meshes[kind]))]
+
+    def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
+        layers + 1]`, for microbatches of this share of the program's."""
+        table = self._table(kind, tuple(in_flight), share)
+        return table.fastest, table.fastest_forward
+
+    def expected(
+        self, ranges: Sequence[tuple[int, int]], kind: int, in_flight: int, share: float, most_seconds: float = inf
+    ) -> list[float]:
+        """Seconds of a microbatch of this share that each of these ranges of layers takes, by the fastest estimate that
+        fits memory; infinite for what takes longer than `most_seconds`."""
+        rows, columns = np.array(ranges).T
+        most = np.full((len(self._starts), len(self._starts)), -np.inf)
+        most[rows, columns] = most_seconds
+        table = self._made(kind, (in_flight,), share, most)
+        return (table.fastest[0, rows, columns] / _PARTS_ALONE).tolist()
+
+    def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
+        """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
+        the program's: as if these took and kept that share of what its own do."""
+        table, at = self._place(kind, in_flight, share)
+        return best_of(
+            [
+                _option(way, number)
+                for (number, _), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
+                if np.isfinite(way[_FORWARD])
+            ]
+        )
+
+    def ranked(self, first: int, last: int, kind: int, in_flight: int) -> list[tuple[float, int, str]]:
+        """Logical meshes, each with and without rematerialisation as far as that can matter, with the least seconds
+        that such a stage can be expected to take in a step; the least first."""
+        table, at = self._place(kind, in_flight, 1.0)
+        found = [
+            (self.weight(_option(way, number)), number, remat)
+            for (number, remat), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
+            if np.isfinite(way[_FORWARD])
+        ]
+        left = [(float(low[first, last]), number) for number, low in table.left if np.isfinite(low[first, last])]
+        return sorted([*found, *((weight, number, remat) for weight, number in left for remat in self._wishes)])
+
+    def weight(self, option: Option, share: float = 1.0) -> float:
+        """Seconds a step of a stage that sets the period: what its problem minimises."""
+        return self.program.microbatches / share * option.seconds + option.once_seconds
+
+    def _usable(self, kind: int) -> float:
+        return self.solver.kind_of.devices[kind].usable_memory_bytes
+
+    def _limits(self, kind: int, remat: str) -> np.ndarray:
+        """Bytes that may be counted on a device of a kind of submesh, by the layer that ends a range."""
+        ends = range(len(self._starts))
+        return np.array([self._reserve.limit(self._usable(kind), last=end == ends[-1], remat=remat) for end in ends])
+
+    # Tables
+
+    def _place(self, kind: int, in_flight: int, share: float) -> tuple[_Table, int]:
+        """A table that has so many in flight, and where."""
+        key = kind, in_flight, share, self.only_easy
+        if key not in self._places:
+            self._table(kind, (in_flight,), share)
+        return self._places[key]
+
+    def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+        key = kind, in_flight, share, self.only_easy
+        if key not in self._tables:
+            layers = len(self._starts)
+            most = self._most.get(kind, np.full((layers, layers), np.inf))
+            self._tables[key] = table = self._made(kind, in_flight, share, most)
+            for place, number in enumerate(in_flight):
+                self._places[kind, number, share, self.only_easy] = table, place
+        return self._tables[key]
+
+    def _made(self, kind: int, in_flight: tuple[int, ...], share: float, most: np.ndarray) -> _Table:
+        times = np.array(in_flight, dtype=float)[:, None, None]
+        layers = len(self._starts)
+        steps = self.program.microbatches / share
+        best = np.full((2, len(in_flight), layers, layers), np.inf)
+        ways, fields, left = [], [], []
+        for _, number, low in self._bounds(kind, share):
+            weight = steps * low[0] + low[1]
+            better = (best[0] <= _SAME * low[0]) & (best[1] <= _SAME * weight)
+            open_ = (low[0] <= most) & ~better
+            looked_at = False
+            for remat in self._wishes:
+                limits = self._limits(kind, remat)
+                constant, kept, workspace = self._least(kind, number, remat)
+                wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
+                if not wanted.any():
+                    continue
+                found = self._priced(kind, number, remat, in_flight, share, wanted, most)
+                looked_at = True
+                ways.append((number, remat))
+                fields.append(found)
+                seconds = found[_FORWARD] + found[_BACKWARD]
+                held = found[_CONSTANT] + times * found[_KEPT]
+                np.minimum(best[0], seconds, out=best[0])
+                np.minimum(best[1], steps * seconds + found[_ONCE], out=best[1])
+                # Where memory does not bind there is nothing to gain by computing anything twice.
+                open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * limits))
+            if not looked_at:
+                left.append((number, np.where(low[0] <= most, weight, np.inf)))
+        shape = (0, _WORKSPACE, len(in_flight), layers, layers)
+        return _Table(ways=tuple(ways), fields=np.array(fields) if fields else np.zeros(shape), left=tuple(left))
+
+    def _bounds(self, kind: int, share: float) -> list[tuple[float, int, np.ndarray]]:
+        """Of each logical mesh, the fastest first, its number and what each range takes on it at least: `[seconds of
+        a microbatch and seconds once, first, last]`."""
+        of = self._coarser if self._coarser is not None else self
+        share = share * of.program.microbatches / self.program.microbatches
+        found = []
+        for number in range(len(self.solver.meshes[kind])):
+            sums = of._sum(kind, number, self._wishes[0], 0, 1)
+            seconds = sums[_FORWARD] + sums[_BACKWARD]
+            finite = np.isfinite(seconds)
+            if finite.any():
+                low = np.array([share * seconds, sums[_ONCE]])
+                weight = of.program.microbatches * seconds[finite] + sums[_ONCE][finite]
+                found.append((float(weight.sum()), number, low))
+        return sorted(found, key=lambda one: one[:2])
+
+    def _priced(
+        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float,
+        wanted: np.ndarray, most: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, first, last]`,
+        infinite for those that are not wanted or never fit."""
+        fits = np.full((_WORKSPACE, *wanted.shape), np.inf)
+        # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
+        about = [4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight]
+        levels = sorted(set(about))
+        for level in levels:
+            rows = np.array([one == level for one in about])
+            times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
+            fits[:, rows] = self._least_price(
+                kind, number, remat, level, levels, times[:, None, None], share, wanted[rows], most
+            )
+        return fits
+
+    def _least_price(
+        self, kind: int, number: int, remat: str, about: float, others: Sequence[float], times: np.ndarray,
+        share: float, wanted: np.ndarray, most: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        found = np.full((_WORKSPACE, *wanted.shape), np.inf)
+        before: np.ndarray | None = None
+        over: np.ndarray | None = None
+        limits = self._limits(kind, remat)
+        for price in range(len(_PRICES) + 1):
+            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0, others), share)
+            held = now[_CONSTANT] + times * now[_KEPT]
+            here = np.broadcast_to(now[:, None], found.shape)
+            wanted = wanted & np.isfinite(now[_FORWARD])
+            take = wanted & (held <= limits)
+            if before is None or over is None:
+                wanted = wanted & (now[_FORWARD] + now[_BACKWARD] <= most)
+                take = take & wanted
+                found[:, take] = here[:, take]
+                if self.only_easy:
+                    break
+            elif take.any():
+                # Between the last price at which it does not fit and this one.
+                most_held = np.broadcast_to(limits, take.shape)[take]
+                way = (over[take] - most_held) / (over[take] - held[take])
+                found[:, take] = (1 - way) * before[:, take] + way * here[:, take]
+            wanted = wanted & ~take
+            if not wanted.any():
+                break
+            before, over = here, held
+        return found
+
+    def _shared(self, sums: np.ndarray, share: float) -> np.ndarray:
+        """The fields of microbatches of this share, workspace among what is there throughout."""
+        forward, backward, weight, once, constant, kept, workspace = sums
+        fixed = constant + share * workspace
+        return np.array([share * forward, share * backward, share * weight, once, fixed, share * kept])
+
+    def _least(self, kind: int, number: int, remat: str) -> np.ndarray:
+        """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while
+        it is computed again: `[3, first, last]`. From fewer microbatches where there are any: what a microbatch keeps
+        shrinks with it at most."""
+        if self._coarser is not None:
+            share = self._coarser.program.microbatches / self.program.microbatches
+            constant, kept, workspace = self._coarser._least(kind, number, remat)
+            return np.array([constant, share * kept, share * workspace])
+        key = kind, number, remat
+        if key not in self._leasts:
+            rows: list[tuple[float, ...]] = [(0.0, 0.0, 0.0)]
+            again = []
+            for part in range(self._starts[-1]):
+                row, workspace = self.parts.at_least(Place(part, part + 1, kind, number), remat)
+                rows.append(row)
+                again.append(workspace)
+            constant, kept, _ = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)
+            # Inside a range what a part receives another one keeps, or nobody.
+            kept = kept - self._after_first(np.cumsum(rows, axis=0)[:, 2])
+            self._leasts[key] = np.array([constant, kept, self._largest(again)])
+        return self._leasts[key]
+
+    def _sum(
+        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
+    ) -> np.ndarray:
+        """The parts of every range, each by itself at one price of memory: `[field, first, last]`, with seconds that
+        are infinite where there is no layout or no range; `others` as of `PartRows.priced`."""
+        key = kind, number, remat, price, in_flight
+        if key not in self._sums:
+            column = self._column(*key, others)
+            forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(
+                column.sums
+            ).transpose(2, 0, 1)
+            # Inside the range nothing is received, and gradients are summed by one collective.
+            forward = np.maximum(forward - self._after_first(column.sums[:, 3]), 0.0)
+            backward = np.maximum(backward, 0.0)
+            weight = np.minimum(np.maximum(weight, 0.0), backward)
+            once = np.maximum(once - shared + self._largest(column.fixed), 0.0)
+            none = (missing > 0) | ~np.triu(np.ones_like(missing, dtype=bool), 1)
+            forward = np.where(none, np.inf, forward)
+            self._sums[key] = np.array(
+                [forward, backward, weight, once, constant, kept, self._largest(column.workspace)]
+            )
+        return self._sums[key]
+
+    def _differences(self, sums: np.ndarray) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers, `[first, last, ...]`."""
+        at = sums[self._starts]
+        return at[None, :] - at[:, None]
+
+    def _after_first(self, sums: np.ndarray) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers without their first part, `[first, last]`."""
+        second = np.minimum(np.array(self._starts) + 1, len(sums) - 1)
+        return sums[self._starts][None, :] - sums[second][:, None]
+
+    def _largest(self, values: Sequence[float]) -> np.ndarray:
+        """The largest of the parts of every range of layers, `[first, last]`; 0 for no range."""
+        starts = np.array(self._starts)
+        mine = np.where(np.arange(len(values)) >= starts[:, None], values, 0.0)
+        found = np.zeros((len(starts), len(starts)))
+        found[:, 1:] = np.maximum.accumulate(mine, axis=1)[:, starts[1:] - 1]
+        return found
+
+    def _column(
+        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
+    ) -> _Column:
+        key = kind, number, remat, price, in_flight
+        if key not in self._columns:
+            rows: list[tuple[float, ...]] = [(0.0,) * 9]
+            fixed, workspace = [], []
+            unit = self._free_weight(kind, number) / self._usable(kind) if price else 0.0
+            prices = [unit * one for one in _PRICES]
+            for part in range(self._starts[-1]):
+                place = Place(part, part + 1, kind, number)
+                row, again = self.parts.priced(place, remat, prices, price, in_flight, others)
+                rows.append(row)
+                fixed.append(row[5])
+                workspace.append(again)
+            self._columns[key] = _Column(sums=np.cumsum(rows, axis=0), fixed=tuple(fixed), workspace=tuple(workspace))
+        return self._columns[key]
+
+    def _free_weight(self, kind: int, number: int) -> float:
+        """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""
+        if (kind, number) not in self._weights:
+            total = self._column(kind, number, "none", 0, 1).sums[-1]
+            self._weights[kind, number] = float(self.program.microbatches * (total[0] + total[1]) + total[4])
+        return self._weights[kind, number]
+
+
+def _option(fields: np.ndarray, number: int) -> Option:
+    forward, backward, weight, once, constant, kept = fields.tolist()
+    return Option(
+        forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, once_seconds=once,
+        constant_bytes=constant, in_flight_bytes=kept, tag=number,
+    )  # fmt: skip

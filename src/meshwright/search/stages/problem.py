@@ -1,0 +1,211 @@
+"""The intra-operator problem of one stage, and what its solution costs, forward and backward apart.
+
+A stage differs from a whole program in its memory: what it keeps for the backward pass, and what it receives, it keeps
+for every microbatch *in flight*, while parameters, gradients, optimizer state and the batch's inputs are there once.
+And the stage search needs the two passes apart, since a pipeline's transfers and memory lie between them (`passes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ...cluster import Device, LogicalMesh
+from ...cost.compute import elementwise_seconds
+from ...program.cut import Cut
+from ...program.graph import Graph
+from ...program.residuals import kept_inputs
+from ...solve.flat import FlatNodes
+from ..intra.limited import LimitedProblem
+from ..intra.passes import Passes
+from ..intra.problem import ParameterInfo
+from ..intra.workspace import AS_BAD, Workspace
+from ..restrictions.pins import Pins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What a solved stage takes.
+
+    Args:
+      forward_seconds: of one microbatch.
+      backward_seconds: of one microbatch.
+      weight_seconds: of that, the gradients of parameters, which nobody waits for.
+      synchronise_seconds: of the gradients, once a step.
+      update_seconds: of the optimizer, once a step.
+      constant_bytes: on one device throughout.
+      workspace_bytes: on one device while its backward pass runs.
+      in_flight_bytes: on one device for each microbatch in flight.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float
+    synchronise_seconds: float
+    update_seconds: float
+    constant_bytes: float
+    workspace_bytes: float
+    in_flight_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastBytes:
+    """What no layout of a stage is below, on one device.
+
+    Args:
+      constant: throughout.
+      workspace: while its backward pass runs.
+      kept: for each microbatch in flight.
+      received: of that, what is sent to it.
+    """
+
+    constant: float
+    workspace: float
+    kept: float
+    received: float
+
+    def held(self, in_flight: int) -> float:
+        """With so many microbatches in flight."""
+        return self.constant + self.workspace + in_flight * self.kept
+
+
+class StageProblem(LimitedProblem):
+    """The problem of one stage on one logical mesh, for any number of microbatches in flight.
+
+    Args:
+      cut: the stage's part of the program, at the size of one microbatch.
+      graph: that of the cut, with what is rematerialised marked.
+      mesh: logical mesh.
+      device: what it is made of.
+      parameters: by position in the graph's parameters.
+      microbatches: in a step.
+      pins: what the user has fixed.
+      split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
+      workspace: what its backward pass makes beside what is kept; None for nothing.
+      alone: whether it is the only stage of its plan, which is run as one program then.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        graph: Graph,
+        mesh: LogicalMesh,
+        device: Device,
+        *,
+        parameters: Sequence[ParameterInfo],
+        microbatches: int,
+        pins: Pins,
+        split_dims: Sequence[int | None],
+        workspace: Workspace | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.is_one_program = alone
+        dims = [None] * len(cut.parameters) + [
+            split_dims[i] if microbatches > 1 and i < len(split_dims) else None for i in cut.program_inputs
+        ]
+        super().__init__(
+            graph, mesh, device, parameters=parameters, microbatches=microbatches, pins=pins, carried=0,
+            split_dims=dims, workspace=workspace,
+        )  # fmt: skip
+        self._as_part: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
+        self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
+        constant = {node for value, node in self.input_node.items() if value not in self._received}
+        # In a longer range its moments may count less beside those of others, and what it received it has itself.
+        self._least_workspace = AS_BAD * _least(self._workspace)
+        for value in self._received if workspace is not None else ():
+            if graph.values[value].differentiated:  # its cotangent, on its way back
+                node, specs = self._defines[value]
+                self._workspace[node] = self._workspace[node] + self.local_bytes(value, specs)
+        nothing = [np.zeros(len(size)) for size in self._bytes]
+        self._throughout = [self._input_bytes[n] if n in constant else nothing[n] for n in range(len(nothing))]
+        self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
+        stays = kept_inputs(graph)
+        self._kept_by_node = [*self._bytes]
+        self._received_bytes = []
+        for value in self._received:
+            # The whole program's inputs are there for all microbatches; what is received, for those in flight, unless
+            # only the forward pass reads it: a loop keeps its carry itself.
+            node = self.input_node[value]
+            self._received_bytes.append(self._input_bytes[node] / microbatches * (value in stays))
+            self._kept_by_node[node] = self._kept_by_node[node] + self._received_bytes[-1]
+
+    @cached_property
+    def _once_bytes(self) -> Sequence[np.ndarray]:
+        return self._constant_bytes
+
+    @property
+    def _each_bytes(self) -> Sequence[np.ndarray]:
+        return self._kept_by_node
+
+    @cached_property
+    def least_bytes(self) -> LeastBytes:
+        """No choice needs less on a device."""
+        return LeastBytes(
+            constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._kept_by_node),
+            received=_least(self._received_bytes),
+        )  # fmt: skip
+
+    @cached_property
+    def _passes(self) -> Passes:
+        return Passes(self)
+
+    @cached_property
+    def _flat_bytes(self) -> FlatNodes:
+        """Bytes throughout, of the workspace and for each microbatch in flight."""
+        return FlatNodes(self._throughout, self._workspace, self._kept_by_node)
+
+    def seconds(self, choices: tuple[int, ...], objective: float | None = None) -> StageSeconds:
+        """What choices of layouts take.
+
+        Args:
+          choices: of all nodes.
+          objective: their seconds in a step, if they are known.
+        """
+        passes = self._passes.seconds(choices, self._free.seconds(choices) if objective is None else objective)
+        constant, workspace, kept = self._flat_bytes.sum(np.array(choices, dtype=int)).tolist()
+        return StageSeconds(
+            forward_seconds=passes.forward,
+            backward_seconds=passes.backward,
+            weight_seconds=passes.weight,
+            synchronise_seconds=passes.synchronise,
+            update_seconds=passes.update,
+            constant_bytes=constant,
+            workspace_bytes=workspace,
+            in_flight_bytes=kept,
+        )
+
+    def as_part(self, choices: tuple[int, ...]) -> tuple[StageSeconds, tuple[float, float]]:
+        """What choices of layouts take, and what they save as a part of a longer range (`boundary_seconds`): found out
+        once, since many prices of memory have the same ones.
+
+        Args:
+          choices: of all nodes.
+        """
+        if choices not in self._as_part:
+            self._as_part[choices] = self.seconds(choices), self.boundary_seconds(choices)
+        return self._as_part[choices]
+
+    def boundary_seconds(self, choices: tuple[int, ...]) -> tuple[float, float]:
+        """What a range of equations saves when it is no stage of its own but part of a larger one: the writing of what
+        it receives, a microbatch, and the fixed cost of the one collective that sums its gradients, a step.
+
+        Args:
+          choices: of all nodes.
+        """
+        written = 0.0
+        for value in self._received:
+            node, row = self._defines[value]
+            written += self.graph.values[value].bytes / self.prices.shards(row).item(choices[node])
+        fixed = sum(one.fixed_seconds.item(choices[node]) for node, one in self.parameter_prices.items())
+        return elementwise_seconds(written, self.prices.device), fixed
+
+
+def _least(rows: Sequence[np.ndarray]) -> float:
+    """The least numbers of rows together."""
+    if not rows:
+        return 0.0
+    flat = FlatNodes(rows)
+    return float(np.minimum.reduceat(flat.numbers, flat.starts).sum())

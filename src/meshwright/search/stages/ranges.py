@@ -1,0 +1,68 @@
+"""Ranges of a program's layers as graphs: what they are, whatever is pinned and wherever they run."""
+
+from __future__ import annotations
+
+from ...program.cut import Cut
+from ...program.graph import Graph
+from ...program.residuals import kept_values
+from ...program.segments import Segments, layer_segments, rematerialise
+from ...program.staged import StagedProgram
+from ..intra.problem import trips_of
+from ..intra.workspace import Workspace, workspace_of
+from .segments import stage_segments
+
+
+class Ranges:
+    """Each is made once, however many problems are made of it.
+
+    Args:
+      program: in layers, at the size of one microbatch.
+      alone: whether each range is to be the only stage of its plan (`StageProblem`).
+    """
+
+    def __init__(self, program: StagedProgram, *, alone: bool = False) -> None:
+        self.program, self._alone = program, alone
+        self._cuts: dict[tuple[int, int], Cut] = {}
+        self._segments: dict[tuple[int, int], Segments] = {}
+        self._graphs: dict[tuple[int, int, str], tuple[Graph, Workspace]] = {}
+        self._kept: dict[tuple[int, int], float] = {}
+
+    def cut(self, first: int, last: int) -> Cut:
+        """The layers `first` to before `last` as a graph."""
+        if (first, last) not in self._cuts:
+            layers = self.program.layers
+            self._cuts[first, last] = self.program.folding_cutter.cut(layers[first][0], layers[last - 1][1])
+        return self._cuts[first, last]
+
+    def segments(self, first: int, last: int) -> Segments:
+        """What a range rematerialises."""
+        if (first, last) not in self._segments:
+            self._segments[first, last] = self.segments_of(self.cut(first, last), first, last)
+        return self._segments[first, last]
+
+    def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
+        """What a range rematerialises, by paths of a cut of its own. The only stage of a plan keeps one microbatch, a
+        stage of several at least two."""
+        return layer_segments(cut.graph) if self._alone else stage_segments(cut, self.program.layers[first:last])
+
+    def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
+        """A range with what it rematerialises marked, and its workspace."""
+        key = first, last, remat
+        if key not in self._graphs:
+            graph = self.cut(first, last).graph
+            graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
+            self._graphs[key] = (
+                graph,
+                workspace_of(graph, microbatches=self.program.microbatches, is_one_program=self._alone),
+            )
+        return self._graphs[key]
+
+    def kept_bytes(self, first: int, last: int) -> float:
+        """What a rematerialised range keeps for each microbatch, all devices together."""
+        if (first, last) not in self._kept:
+            graph, _ = self.graph(first, last, "layer")
+            makers = {v: graph.operators[graph.producer[v][0]] for v in kept_values(graph)}
+            self._kept[first, last] = sum(
+                graph.values[v].bytes * trips_of(operator, v) for v, operator in makers.items()
+            )
+        return self._kept[first, last]

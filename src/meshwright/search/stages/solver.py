@@ -1,0 +1,396 @@
+"""Ranges of layers as problems on logical meshes, each built once, and solved once for all places that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ...cluster import Cluster, Device, LogicalMesh
+from ...program.cut import Cut
+from ...program.graph import Graph
+from ...program.segments import Segments
+from ...program.staged import StagedProgram
+from ...solve import Infeasible, Unsolved
+from ..inter.submeshes import Submesh, Submeshes
+from ..intra.priced import Priced
+from ..intra.problem import IntraOpSolution, ParameterInfo
+from ..intra.workspace import Workspace
+from ..restrictions.pins import Pins
+from .problem import StageProblem
+from .ranges import Ranges
+from .solved import SolvedStage
+
+# A logical mesh that is asked for: names and sizes of its axes.
+WantedMesh = tuple[tuple[str, ...], tuple[int, ...]]
+
+# The inner axis of a logical mesh spans two hosts at most, or so many devices.
+_NEAR = 8
+
+# Ranges are solved to this relative gap: more than the cost model knows.
+RANGE_GAP = 1e-2
+
+_SECONDS_PER_SOLVE = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Layers `first` to before `last` on the logical mesh number `mesh` of the submeshes of kind `kind`."""
+
+    first: int
+    last: int
+    kind: int
+    mesh: int
+
+
+class Kinds:
+    """Submeshes on which a stage costs the same and has the same logical meshes, numbered as they are asked for.
+
+    Args:
+      submeshes: of the cluster.
+      meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
+      own_meshes: the same for submeshes that have their own.
+
+    Attributes:
+      meshes: of each kind its logical meshes.
+      devices: of each kind what it is made of; of several kinds of device one that has the least of each.
+    """
+
+    def __init__(
+        self,
+        submeshes: Submeshes,
+        meshes: Sequence[WantedMesh] = (),
+        own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
+    ) -> None:
+        self.meshes: list[tuple[LogicalMesh, ...]] = []
+        self.devices: list[Device] = []
+        self._submeshes, self._wanted, self._own = submeshes, meshes, own_meshes or {}
+        self._numbers: dict[Any, int] = {}
+        self._of: dict[Submesh, int] = {}
+
+    def __getitem__(self, submesh: Submesh) -> int:
+        if submesh not in self._of:
+            wanted = self._own.get(submesh, self._wanted)
+            kind = self._submeshes.kind(submesh), tuple(wanted)
+            if kind not in self._numbers:
+                self._numbers[kind] = len(self._numbers)
+                part = self._submeshes.part(submesh)
+                self.meshes.append(meshes_of(part, wanted))
+                self.devices.append(part.device)
+            self._of[submesh] = self._numbers[kind]
+        return self._of[submesh]
+
+
+class StageSolver:
+    """Solves ranges of layers of one program.
+
+    Args:
+      program: in layers, at the size of one microbatch.
+      parameters: by position in the program's `graph.parameters`.
+      submeshes: of the cluster.
+      pins: what the user has fixed.
+      kinds: of submeshes; who shares them can share numbers.
+      ranges: of the program, shared by those who solve it under other pins.
+      alone: whether each range is to be the only stage of its plan (`StageProblem`).
+
+    Attributes:
+      adopted: of solutions of another program what they are here.
+    """
+
+    def __init__(
+        self,
+        program: StagedProgram,
+        *,
+        parameters: Sequence[ParameterInfo],
+        submeshes: Submeshes,
+        pins: Pins,
+        kinds: Kinds,
+        ranges: Ranges | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.program, self._alone = program, alone
+        self._ranges = ranges or Ranges(program, alone=alone)
+        self.submeshes = submeshes
+        self.parameters = parameters
+        self.solves = 0
+        self.kind_of, self.meshes = kinds, kinds.meshes
+        self._pins = pins
+        self._numbers: dict[Any, int] = {}
+        self._identity: dict[tuple[int, int], int] = {}
+        self._alike: dict[int, tuple[int, int]] = {}
+        self._problems: dict[tuple[int, int, int, str], tuple[StageProblem, Segments, Cut]] = {}
+        self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
+        self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
+        self.adopted: dict[SolvedStage, SolvedStage] = {}
+        # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
+        self._lenient: set[tuple[int, int, int]] = set()
+
+    def cut(self, first: int, last: int) -> Cut:
+        """The layers `first` to before `last` as a graph."""
+        return self._ranges.cut(first, last)
+
+    def parameters_of(self, cut: Cut) -> list[ParameterInfo]:
+        """What belongs to each parameter of a cut; of rows their share."""
+        graph, found = self.program.graph, []
+        for held in cut.parameters:
+            info = self.parameters[held.parameter]
+            if held.rows is not None:
+                whole = graph.values[graph.inputs[graph.parameters[held.parameter]]].shape[held.rows.dim]
+                share = (held.rows.last - held.rows.first) / whole
+                info = replace(info, optimizer_bytes=info.optimizer_bytes * share)
+            found.append(info)
+        return found
+
+    def number(self, first: int, last: int) -> int:
+        """Equal for ranges that are the same program with the same optimizer state (and, where pins look at them, the
+        same names, and where axes have roles the same origins)."""
+        if (first, last) not in self._identity:
+            cut = self.cut(first, last)
+            infos = self.parameters_of(cut)
+            names = [info.name for info in infos] if self._pins.layouts else []
+            inputs = [self.program.split_dims[i] for i in cut.program_inputs if i < len(self.program.split_dims)]
+            origins = cut.origins if self._pins.roles is not None else ()
+            sizes = [info.optimizer_bytes for info in infos]
+            key = (cut.fingerprint, *map(tuple, (sizes, names, inputs, origins)))
+            self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
+        return self._identity[first, last]
+
+    def _first_alike(self, first: int, last: int) -> tuple[int, int]:
+        """The range that was asked for first of those that are the same program: what is found out is of its equations,
+        and has their places."""
+        return self._alike.setdefault(self.number(first, last), (first, last))
+
+    def segments(self, first: int, last: int) -> Segments:
+        """What a range rematerialises, by the places of the first that is alike."""
+        return self._ranges.segments(*self._first_alike(first, last))
+
+    def segments_of(self, cut: Cut, first: int, last: int) -> Segments:
+        """As `Ranges.segments_of`."""
+        return self._ranges.segments_of(cut, first, last)
+
+    def graph(self, first: int, last: int, remat: str) -> tuple[Graph, Workspace]:
+        """A range with what it rematerialises marked, and its workspace."""
+        return self._ranges.graph(*self._first_alike(first, last), remat)
+
+    def kept_bytes(self, first: int, last: int) -> float:
+        """What a rematerialised range keeps for each microbatch, all devices together."""
+        return self._ranges.kept_bytes(*self._first_alike(first, last))
+
+    def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut]:
+        """The problem of a range, built once for all ranges that are the same program, with the cut it was built of.
+        Where a range has nothing to rematerialise, "layer" is the same problem as "none"."""
+        key = self._key(place, remat)
+        if key not in self._problems:
+            cut = self.cut(*self._first_alike(place.first, place.last))
+            segments = self.segments(place.first, place.last) if remat == "layer" else {}
+            graph, workspace = self.graph(place.first, place.last, remat)
+            problem = StageProblem(
+                cut,
+                graph,
+                self.meshes[place.kind][place.mesh],
+                self.kind_of.devices[place.kind],
+                parameters=self.parameters_of(cut),
+                microbatches=self.program.microbatches,
+                pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,
+                split_dims=self.program.split_dims,
+                workspace=workspace,
+                alone=self._alone,
+            )
+            self._problems[key] = problem, segments, cut
+        return self._problems[key]
+
+    def _key(self, place: Place, remat: str) -> tuple[int, int, int, str]:
+        return self.number(place.first, place.last), place.kind, place.mesh, remat
+
+    def _relax(self, place: Place) -> bool:
+        """Whether the ZeRO stage that a range contradicts can be asked for less strictly; from now on it is."""
+        key = self._key(place, "none")[:3]
+        if self._pins.zero not in (1, 2) or not self._pins.strict or key in self._lenient:
+            return False
+        self._lenient.add(key)
+        for one in ("none", "layer"):
+            self._problems.pop((*key, one), None)
+            self._free.pop((*key, one), None)
+        self._same = {known: stage for known, stage in self._same.items() if known[:3] != key}
+        return True
+
+    def free(self, place: Place, remat: str, *, loosely: bool = False) -> SolvedStage | None:
+        """The best solution whatever its memory, or None if no layout exists; `loosely` as of `within`."""
+        key = self._key(place, remat)
+        if key not in self._free and loosely and (found := self._freely(place, remat)) is not None:
+            if found.certain_share < 1 - RANGE_GAP:
+                return found
+            self._free[key] = found
+        if key not in self._free:
+            (one,) = self.priced(place, remat, [(0.0, 1)])
+            self._free[key] = one[0].certain(one[1]) if one is not None else None
+        return self._free[key]
+
+    def _freely(self, place: Place, remat: str) -> SolvedStage | None:
+        """What a forest finds where memory has no limit, if it finds anything."""
+        built = self.problem(place, remat)
+        try:
+            found = built[0].fastest
+        except Infeasible:
+            return None  # who solves it to the end may ask for less
+        if found.choices is None:
+            return None
+        self.solves += 1
+        return self._once(place, remat, built, found.choices, found.share).certain(found.share)
+
+    def priced(
+        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float = RANGE_GAP
+    ) -> list[tuple[SolvedStage, float] | None]:
+        """The best solutions where memory has no limit but a price, each with the share of its seconds that is certain
+        to be needed there; None for none.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          prices: in seconds per byte, each with the microbatches in flight.
+          gap: at which to stop, relative to the seconds.
+        """
+        found = self.choices_at(place, remat, prices, gap=gap)
+        built = self.problem(place, remat)
+        return [
+            None
+            if one is None or one.choices is None
+            else (self._once(place, remat, built, one.choices, one.share), one.share)
+            for one in found
+        ]
+
+    def choices_at(
+        self, place: Place, remat: str, prices: Sequence[tuple[float, float]], *, gap: float
+    ) -> list[Priced | None]:
+        """The best choices of layouts for a range where memory has a price; arguments as of `priced`."""
+        built = self.problem(place, remat)
+        self.solves += len(prices)
+        try:
+            return [*built[0].priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)]
+        except Infeasible:
+            return self.choices_at(place, remat, prices, gap=gap) if self._relax(place) else [None] * len(prices)
+
+    def _once(
+        self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...],
+        share: float,
+    ) -> SolvedStage:  # fmt: skip
+        """Many prices have the same answer: it is looked at once."""
+        key = (*self._key(place, remat), choices)
+        if key not in self._same:
+            self._same[key] = self._solved(place, built, built[0].chosen(choices, share))
+        return self._same[key]
+
+    def proven(
+        self, place: Place, remat: str, in_flight: int, limit: float, *, gap: float, time_limit_seconds: float
+    ) -> SolvedStage | None:
+        """As `within`, solved to a gap of one's own; None also where nothing was found in time.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          in_flight: microbatches.
+          limit: bytes on a device.
+          gap: relative, at which to stop.
+          time_limit_seconds: for what prices of memory leave open.
+        """
+        built = self.problem(place, remat)
+        problem = built[0]
+        self.solves += 1
+        problem.in_flight = in_flight
+        try:
+            chosen = problem.proven(limit, gap=gap, time_limit_seconds=time_limit_seconds)
+        except Infeasible as error:
+            if error.least_memory is None and self._relax(place):
+                return self.proven(place, remat, in_flight, limit, gap=gap, time_limit_seconds=time_limit_seconds)
+            return None
+        except Unsolved:
+            return None
+        finally:
+            problem.in_flight = 1
+        return self._solved(place, built, chosen)
+
+    def laid_out(self, place: Place, remat: str, layouts: tuple[int, ...]) -> SolvedStage:
+        """A range in given layouts, whatever they take and hold.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          layouts: of each node of its problem the number of the choice.
+        """
+        built = self.problem(place, remat)
+        return self._solved(place, built, built[0].chosen(layouts, 0.0, proven=False))
+
+    def within(
+        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool = False
+    ) -> SolvedStage | None:
+        """The best solution that needs no more bytes on a device with so many microbatches in flight, or None.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          in_flight: microbatches.
+          limit: bytes on a device.
+          loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
+        """
+        if not self._exceeds(place, remat, in_flight, limit):
+            free = self.free(place, remat, loosely=loosely)
+            if free is None or free.held_bytes(in_flight) <= limit:
+                return free
+        return self._limited(place, remat, in_flight, limit, loosely=loosely)
+
+    def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
+        """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
+        ZeRO stage is found out where they are.)"""
+        if self._key(place, remat) in self._free or self._pins.zero is not None:
+            return False
+        try:
+            return self.problem(place, remat)[0].needs_at_best(in_flight) > limit
+        except Infeasible:
+            return False
+
+    def _limited(self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool) -> SolvedStage | None:
+        built = self.problem(place, remat)
+        problem = built[0]
+        if problem.least_bytes.held(in_flight) > limit:
+            return None
+        self.solves += 1
+        problem.in_flight = in_flight
+        try:
+            chosen = problem.within(limit, gap=RANGE_GAP) if loosely else None
+            if chosen is None:
+                chosen = problem.proven(limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
+        except (Infeasible, Unsolved):
+            return None
+        finally:
+            problem.in_flight = 1
+        return self._solved(place, built, chosen)
+
+    def _solved(self, place: Place, built: tuple[StageProblem, Segments, Cut], chosen: IntraOpSolution) -> SolvedStage:
+        problem, segments, cut = built
+        return SolvedStage(
+            cut=cut, problem=problem, chosen=chosen, mesh=self.meshes[place.kind][place.mesh],
+            segments=segments, seconds=problem.seconds(chosen.solution.choices, chosen.solution.objective),
+        )  # fmt: skip
+
+
+def meshes_of(part: Cluster, wanted: Sequence[WantedMesh], *, max_axes: int = 2) -> tuple[LogicalMesh, ...]:
+    """Logical meshes of a cluster; those whose axes differ in their order only give the same plans. The innermost axis
+    spans two hosts at most: what is exchanged in every layer does not go further; and two axes can do what one of as
+    many devices can.
+
+    Args:
+      part: the cluster, or a submesh of it.
+      wanted: names and sizes of axes; none for all.
+      max_axes: at most so many axes where none are wanted.
+    """
+    if wanted:
+        return tuple(part.logical_mesh(sizes, names) for names, sizes in wanted if prod(sizes) == part.num_devices)
+    found: dict[Any, LogicalMesh] = {}
+    near = max(2 * max(host.devices for host in part.hosts), _NEAR)
+    shapes = tuple(part.logical_shapes(max_axes=max_axes))
+    for shape in [shape for shape in shapes if shape[-1] <= near] or shapes:
+        mesh = part.logical_mesh(shape)
+        key = tuple(sorted((a.size, a.latency_seconds, a.bandwidth_bytes_per_second) for a in mesh.axes))
+        found.setdefault(key, mesh)
+    return tuple(found.values())
