@@ -44,6 +44,12 @@ class MemoryExceeded(PlanError):
 
     proven = True
 
+    def named(self, refused: str, try_: str) -> MemoryExceeded:
+        """The same refusal of what it is to the user, with what to try instead."""
+        error = MemoryExceeded(refused=refused, got=self.got, needed=self.needed, where=self.where, try_=try_)
+        error.proven = self.proven
+        return error
+
     def but(self, reason: str) -> MemoryExceeded:
         """The same refusal with what stands against the next thing to try."""
         return MemoryExceeded(

@@ -8,7 +8,6 @@ from math import inf
 
 from .microbatch_counts import microbatch_counts
 from .plan_request import Planning, PlanRequest
-from .program.batch import batch_inputs
 from .refine import MARGIN, Refinement
 from .search.intra.parameters import parameter_infos
 from .search.one_stage.driver import GAP, OneStageSearch
@@ -84,14 +83,9 @@ class _Requests(Mapping[int, SearchRequest]):
     def __getitem__(self, count: int) -> SearchRequest:
         asked = self._asked
         asked.tell("tracing" if count == 1 else f"tracing {count} microbatches")
-        program, pins = asked.program(count), asked.pins
-        if asked.preset is not None:
-            batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
-            roles = asked.preset.roles_in(program, batch, where=asked.traces.name)
-            pins = replace(pins, roles=roles, gradient_exchange=asked.preset.gradient_exchange)
-        pins.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+        program = asked.program(count)
         return SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),
-            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, pins=pins, remat=asked.remat,
+            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, pins=asked.pins_in(program), remat=asked.remat,
             carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims,
         )  # fmt: skip

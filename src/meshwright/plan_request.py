@@ -15,7 +15,7 @@ from .cluster import Cluster, HostOrder
 from .errors import PlanError
 from .plan import Plan
 from .presets import Preset
-from .program.batch import batch_extents
+from .program.batch import batch_extents, batch_inputs
 from .program.expected import Expectations
 from .program.staged import StagedProgram
 from .program.trace import Program, abstract
@@ -114,6 +114,20 @@ class PlanRequest:
         return self.traces.program(
             self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction, warn=warn
         )
+
+    def pins_in(self, program: Program) -> Pins:
+        """What is fixed in a program: the layouts and the ZeRO stage, and what a preset's axes are for.
+
+        Raises:
+          PlanError: if a pin is of no input, or the program has nothing that an axis of the preset could split.
+        """
+        pins, preset = self.pins, self.preset
+        if preset is not None:
+            batch = batch_inputs(program, self.traces, self.args, batch_axis=self.batch_axis)
+            roles = preset.roles_in(program, batch, where=self.traces.name)
+            pins = replace(pins, roles=roles, gradient_exchange=preset.gradient_exchange)
+        pins.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+        return pins
 
     def is_traced(self, microbatches: int) -> bool:
         """Whether that program has been asked for."""

@@ -29,9 +29,7 @@ from .plan_request import (
     mesh_argument,
 )
 from .presets import Preset, check_free, parse_preset
-from .program.batch import batch_inputs
 from .program.effects import effect_notes
-from .program.trace import Program
 from .program.traces import Traces, traces_of
 from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
 from .replicated_work import replicated_work
@@ -40,7 +38,6 @@ from .search.alternative import TOO_LITTLE, Alternative, merged
 from .search.pipelines.driver import NothingFaster
 from .search.pipelines.request import check_remat
 from .search.restrictions.pins import Pins
-from .search.restrictions.roles import Roles
 from .stage_planning import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
@@ -186,7 +183,7 @@ def plan_without_advice(
             found = _beside_one_kind(asked, stages, found)
     notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     notes += storage_notes(found.plan, asked.pins.zero, preset)
-    notes += replicated_work(asked, found, _roles(asked, found.program))
+    notes += replicated_work(asked, found, asked.pins_in(found.program).roles)
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {asked.schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)
@@ -266,14 +263,6 @@ def _cluster(cluster: Any, devices: Any) -> Any:
             where="devices=", try_='cluster="local", or as many devices',
         )  # fmt: skip
     return found
-
-
-def _roles(asked: PlanRequest, program: Program) -> Roles | None:
-    """What a preset's axes are for in a program; None without a preset."""
-    if asked.preset is None:
-        return None
-    batch = batch_inputs(program, asked.traces, asked.args, batch_axis=asked.batch_axis)
-    return asked.preset.roles_in(program, batch, where=asked.traces.name)
 
 
 def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from math import inf, isfinite, prod
@@ -13,11 +13,7 @@ from .errors import MemoryExceeded, PlanError
 from .microbatch_counts import finer_counts, microbatch_counts
 from .plan import Collective, Plan, Stage
 from .plan_request import Planning, PlanRequest, in_cluster
-from .preset_planning import BestUnderPresets, best_under_presets, proven
-from .presets import Preset
-from .presets.planned import planned_preset
-from .presets.priced import PricedPreset
-from .presets.prices import PresetPrices
+from .presets.leaner import leaner_words
 from .program.expected import Unexpected
 from .program.graph import Graph, Value
 from .program.staged import StagedProgram
@@ -60,12 +56,11 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
       PlanError: if the request makes no sense, or nothing fits.
       NothingFaster: if no plan is that fast.
     """
-    if asked.preset is not None:
-        return _plan_preset(asked, asked.preset)
-    orders = host_orders(asked.cluster) if asked.submeshes is None else host_orders(asked.cluster)[:1]
+    given = asked.submeshes is not None or asked.preset is not None
+    orders = host_orders(asked.cluster)[: 1 if given else None]
     try:
         try:
-            found = _plan_in_orders(asked, stages, orders, faster_than_seconds=faster_than_seconds)
+            found = _in_orders(asked, stages, orders, faster_than_seconds=faster_than_seconds)
         except (NothingFaster, MemoryExceeded):
             asked.expectations.check()
             raise
@@ -73,33 +68,13 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     except Unexpected:
         asked.expectations.give_up()
         return plan_stages(asked, stages, faster_than_seconds=faster_than_seconds)
+    except MemoryExceeded as error:
+        if asked.preset is None:
+            raise
+        devices = asked.cluster.num_devices
+        refused = f"the preset {asked.preset} on {devices} x {asked.cluster.device.kind}"
+        raise error.named(refused, leaner_words(asked.preset, devices)) from error
     return found
-
-
-def _plan_in_orders(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], *, faster_than_seconds: float
-) -> Planning:
-    """As `plan_stages`, in any of these orders of the hosts.
-
-    The best preset is not written out before a search has found nothing that is as fast. If it then turns out not to
-    fit, the search is repeated with the best that does.
-    """
-    free = stages is None and not isfinite(faster_than_seconds)
-    presets = best_under_presets(asked) if free else None
-    searches = [_InOrder.of(asked, stages, order) for order in orders]
-    least = presets.step_seconds if presets is not None else faster_than_seconds
-    while True:
-        try:
-            found = _searched(asked, stages, searches, presets, faster_than_seconds=least)
-        except (NothingFaster, MemoryExceeded) as error:
-            if presets is None or presets.priced is None:
-                raise
-            known = presets.planning()
-            if known is not None and presets.step_seconds <= least * (1 + 1e-9):
-                return proven(known, error) if isinstance(error, NothingFaster) else known
-            least = presets.step_seconds  # what seemed faster does not fit
-            continue
-        return presets.beaten_by(found) if presets is not None else found
 
 
 class _InOrder(NamedTuple):
@@ -125,16 +100,16 @@ class _InOrder(NamedTuple):
         return cls(order, asked, programs, Refinement(asked.cluster.device, asked.tell))
 
 
-def _searched(
-    asked: PlanRequest, stages: int | None, searches: Sequence[_InOrder], presets: BestUnderPresets | None, *,
-    faster_than_seconds: float,
-) -> Planning:  # fmt: skip
+def _in_orders(
+    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], *, faster_than_seconds: float
+) -> Planning:
     """The best that is found in any of these orders of the hosts.
 
     Raises:
       NothingFaster: if nothing is as fast in any; with what plans take at least in all.
       MemoryExceeded: if nothing fits in any.
     """
+    searches = [_InOrder.of(asked, stages, order) for order in orders]
     best: Planning | None = None
     refused: list[NothingFaster | MemoryExceeded] = []
     least_seconds = inf  # that plans in any order take
@@ -144,7 +119,7 @@ def _searched(
             least_seconds = min(least_seconds, asked.least_work_seconds)
             break
         try:
-            found = _plan_in_order(search, stages, presets, faster_than_seconds=least)
+            found = _plan_in_order(search, stages, faster_than_seconds=least)
         except (NothingFaster, MemoryExceeded) as error:
             refused.append(error)
             least_seconds = min(least_seconds, _least_told(asked, error))
@@ -182,29 +157,27 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
     Raises:
       PlanError: if pins or meshes are not of the step and the cluster.
     """
-    first = programs.any
-    source = first.source
-    asked.pins.check(source.input_names, [first.graph.values[v].name for v in first.graph.inputs])
+    source, preset, submeshes = programs.any.source, asked.preset, asked.submeshes
+    pins = asked.pins_in(source)
     _check_mesh(asked, stages)
-    if stages is not None and stages > 1 and asked.submeshes is None:
-        Submeshes(asked.cluster).check_stages(stages)
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
+    if preset is not None and preset.chunks > 1:
+        stages, schedules = preset.stages * preset.chunks, (INTERLEAVED,)
+    elif preset is not None:
+        submeshes = (asked.cluster.num_devices // preset.stages,) * preset.stages
+    if stages is not None and stages > 1 and submeshes is None:
+        Submeshes(asked.cluster).check_stages(stages)
     return StageRequest(
-        programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, pins=asked.pins,
-        remat=asked.remat, submeshes=asked.submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
+        programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, pins=pins,
+        remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
         time_limit_seconds=asked.time_limit_seconds, several=asked.several,
     )  # fmt: skip
 
 
-def _plan_in_order(
-    hosts: _InOrder, stages: int | None, presets: BestUnderPresets | None, *, faster_than_seconds: float
-) -> Planning:
+def _plan_in_order(hosts: _InOrder, stages: int | None, *, faster_than_seconds: float) -> Planning:
     """The fastest plan whose stages follow the hosts in their order."""
     _, asked, programs, refinement = hosts
-    request = replace(
-        stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds,
-        begin_with=_nearest(programs, presets.priced.microbatches) if presets and presets.priced else None,
-    )  # fmt: skip
+    request = replace(stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds)
     search, known = StageSearch(request), isfinite(faster_than_seconds)
     least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
 
@@ -219,7 +192,7 @@ def _plan_in_order(
                 if not finer:
                     raise
                 programs = StepPrograms(asked, stages, finer)
-                search = StageSearch(replace(request, programs=programs, begin_with=None))
+                search = StageSearch(replace(request, programs=programs))
                 continue
             if asked.schedule == "inference" and len(found.plan.stages) == 1:
                 raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline
@@ -241,30 +214,6 @@ def _under_schedule(schedule: str | None, found: SearchResult) -> Plan:
         assert isinstance(found.program, StagedProgram)
         return _asynchronous(plan, found.program.graph)
     return plan
-
-
-def _plan_preset(asked: PlanRequest, preset: Preset) -> Planning:
-    """The best plan under a preset of several stages."""
-    prices = PresetPrices(
-        asked.traces, asked.args, asked.cluster, layouts=asked.pins.layouts, batch_axis=asked.batch_axis,
-        reduction=asked.reduction,
-    )  # fmt: skip
-
-    def finish(plan: Plan, priced: PricedPreset) -> Plan:
-        return _asynchronous(plan, priced.program.graph) if preset.schedule == "pipedream" else plan
-
-    counts = microbatch_counts(asked)
-    first = prices.any_program(counts)
-    asked.pins.check(first.input_names, [first.graph.values[v].name for v in first.graph.inputs])
-    found = planned_preset(
-        prices, preset, counts, remat=asked.remat, finish=finish, late=lambda: asked.left_seconds < 0, tell=asked.tell
-    )
-    return Planning.of(found.result, asked.cluster)
-
-
-def _nearest(counts: Iterable[int], wanted: int) -> int:
-    """Of these numbers of microbatches the nearest to the one wanted, by their ratio."""
-    return min(counts, key=lambda count: max(count / wanted, wanted / count))
 
 
 def _check_mesh(asked: PlanRequest, stages: int | None) -> None:

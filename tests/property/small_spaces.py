@@ -11,8 +11,6 @@ from functools import cache
 from math import inf
 from typing import Any
 
-from meshwright.search.space.space import Space
-
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.program.staged import staged_program
@@ -22,6 +20,7 @@ from meshwright.search.pipelines.request import StageRequest
 from meshwright.search.rivals import Budget
 from meshwright.search.rivals.exhaustive import Exhaustive
 from meshwright.search.space.choice import Choice
+from meshwright.search.space.space import Space
 from meshwright.solve import Infeasible, Problem, solve_by_milp
 from meshwright.zoo import gpt, moe
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from meshwright.search.space.space import Space
 from small_spaces import PIPELINES, SPACES, optimum, space
 
 from meshwright.errors import PlanError
 from meshwright.search.rivals import SEARCH_NAMES, Budget, Found, Search, search_named
 from meshwright.search.space.choice import Choice, Partial
 from meshwright.search.space.moves import neighbour
+from meshwright.search.space.space import Space
 
 ROUNDING = 1e-9
 

@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from meshwright.search.prices.operators import prices_of
-from meshwright.search.prices.spec_row import SpecRow
 
 import meshwright as mw
 from meshwright import zoo
@@ -23,8 +21,10 @@ from meshwright.program.traces import Traces
 from meshwright.search.intra.problem import _signatures
 from meshwright.search.prices.choices import operator_choices, parameter_choices
 from meshwright.search.prices.kernels import KernelsOf, OperatorKernels
+from meshwright.search.prices.operators import prices_of
 from meshwright.search.prices.parameters import parameter_prices
 from meshwright.search.prices.product_orders import product_orders, sliced_operands
+from meshwright.search.prices.spec_row import SpecRow
 from meshwright.sharding import Algorithm, Spec, convert
 from meshwright.zoo.layers import fused_attention
 

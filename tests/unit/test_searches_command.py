@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import jax
 import jax.numpy as jnp
 import pytest
-from meshwright.search.space.space import Space
 
 from meshwright import cli, zoo
 from meshwright.cluster import load_cluster
@@ -22,6 +21,7 @@ from meshwright.program.traces import traces_of
 from meshwright.refine import Refinement
 from meshwright.report.curves import Curve, curves_svg
 from meshwright.search.rivals import Budget, search_named
+from meshwright.search.space.space import Space
 from meshwright.searches import Searched, run_searches, searches_document, searches_svg, searches_text
 
 CLUSTER = load_cluster("rtx4090-4")

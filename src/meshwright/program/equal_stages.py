@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .._jax.jaxpr import open_jaxpr, scan_parts
+from .._jax.jaxpr import open_jaxpr
 from ..errors import PlanError
 from .layers import equation_flops
 from .scan_split import split_with_starts
@@ -52,36 +52,6 @@ def equal_stages(program: Program, count: int, layered: StagedProgram | None = N
     return replace(layered, layers=stages, piece_starts={})
 
 
-def unlike_stages(program: Program, count: int) -> tuple[StagedProgram, tuple[int, ...]] | None:
-    """Of a program that is one scan over its layers, the stages of `equal_stages` that are unlike: the first, the last,
-    and one of each length between them, which run the same trips of one body. What is left of the trips is a layer by
-    itself, so that a graph of a few pieces will do to price any number of stages. (Not of a scan that stacks results:
-    who reads them puts together as many as there are pieces.)
-
-    Args:
-      program: traced at the size of a microbatch.
-      count: of stages.
-
-    Returns:
-      The program, and for each stage the layer that is like it; None where there are no fewer pieces than stages, or
-      stages of all of them would be others.
-
-    Raises:
-      PlanError: if there are fewer layers.
-    """
-    scan = main_scan(program) if count > 1 else None
-    if scan is None or _stacks(program, scan[0]):
-        return None
-    trips = _even_trips(scan[1], count)
-    lengths = list(dict.fromkeys(trips[1:-1]))
-    rest = sum(trips[1:-1]) - sum(lengths)
-    pieces = (trips[0], *lengths, *([rest] if rest else []), trips[-1])
-    if len(pieces) >= count:
-        return None
-    alike = (0, *(1 + lengths.index(length) for length in trips[1:-1]), len(pieces) - 1)
-    return _cut_by_trips(program, scan[0], pieces), alike
-
-
 def main_scan(program: Program) -> tuple[int, int] | None:
     """Position and trips of the scan that is most of the program; None if there is none, or if its layers are ended by
     hand (`meshwright.layer_boundary`)."""
@@ -93,12 +63,6 @@ def main_scan(program: Program) -> tuple[int, int] | None:
     if not len(work) or equations[place].primitive.name != "scan" or work[place] < _MOST_OF_THE_WORK * work.sum():
         return None
     return place, int(equations[place].params["length"])
-
-
-def _stacks(program: Program, scan: int) -> bool:
-    """Whether a scan has results of each trip beside what it carries."""
-    equation = open_jaxpr(program.core).eqns[scan]
-    return len(equation.outvars) > scan_parts(equation).num_carry
 
 
 def _even_trips(trips: int, count: int) -> tuple[int, ...]:

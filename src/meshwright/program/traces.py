@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .inference import trace_inference
+from .layers import DEFAULT_LAYERS
 from .reduction import ReductionWarning
 from .staged import StagedProgram, staged_program
 from .trace import Program, abstract, trace_program
@@ -44,7 +45,7 @@ class Traces:
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
         self._reductions: dict[Any, list[warnings.WarningMessage]] = {}
-        self._staged: dict[tuple[int, tuple[int, ...]], StagedProgram] = {}
+        self._staged: dict[tuple[int, tuple[int, ...], int], StagedProgram] = {}
 
     @property
     def name(self) -> str:
@@ -116,12 +117,14 @@ class Traces:
         leaves, tree = jax.tree.flatten(abstract(tuple(args)))
         return tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves)
 
-    def staged(self, program: Program, like: Sequence[StagedProgram] = ()) -> StagedProgram:
+    def staged(
+        self, program: Program, like: Sequence[StagedProgram] = (), layers: int = DEFAULT_LAYERS
+    ) -> StagedProgram:
         """As `staged_program`, of programs that `program` and `staged` gave."""
-        key = id(program), tuple(map(id, like))
+        key = id(program), tuple(map(id, like)), layers
         if key not in self._staged:
             with self._timed():
-                self._staged[key] = staged_program(program, like=like)
+                self._staged[key] = staged_program(program, like=like, layers=layers)
         return self._staged[key]
 
 

@@ -8,21 +8,28 @@ the reason why the scheme does not apply. Memory is no limit here: what does not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
 from .._jax.context import no_mesh
 from ..cluster import Cluster, load_cluster
 from ..errors import PlanError
+from ..microbatch_counts import microbatch_counts
 from ..plan import Memory
+from ..plan_request import PlanOptions
+from ..planning import request_of
 from ..presets import Preset
-from ..presets.priced import PricedPreset
-from ..presets.prices import PresetPrices
 from ..program.batch import batch_extents
-from ..program.traces import traces_of
-from ..search.inter.submeshes import Submeshes
+from ..program.trace import Program
+from ..program.traces import Traces, traces_of
+from ..search.pipelines.driver import StageSearch
+from ..search.result import SearchResult
+from ..simulate import simulate_plan
+from ..stage_planning import stage_request
+from ..step_programs import StepPrograms
 from .counted import Key, counted_ranks
 from .formulas import KINDS, SCHEMES, Scheme, evaluate, sent
 from .quantities import quantities, splits_evenly
@@ -33,6 +40,9 @@ _RANKS = 4
 # Microbatches for each rank of a pipeline, where the batch allows: with four of them GPipe's bubble is below a fifth
 # (Huang et al. 2019, section 2).
 _MICROBATCHES = 4
+
+# Bytes of a device on which nothing is too large.
+_ALL_BYTES = 1e18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +140,8 @@ def analyse(
                 try_=f"{name}={least}",
             )  # fmt: skip
     traces = traces_of(step)
-    found = _Schemes(PresetPrices(traces, args, where), microbatches, stages)
-    program = found.prices.any_program([1] if microbatches is None else [microbatches])
+    found = _Schemes(traces, args, where, microbatches, stages)
+    program = found.program(1 if microbatches is None else microbatches)
     if not program.marked:
         raise PlanError(
             refused="the schemes", got=program.marks.got,
@@ -145,44 +155,77 @@ def analyse(
     return tuple(answers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A preset and its plan, whatever memory it needs.
+
+    Args:
+      preset: with all sizes.
+      result: of the search.
+    """
+
+    preset: Preset
+    result: SearchResult
+
+
 class _Schemes:
     """The schemes of one step on one cluster; arguments as of `analyse`."""
 
-    def __init__(self, prices: PresetPrices, microbatches: int | None, stages: int | None) -> None:
-        self.prices = prices
-        self._submeshes = Submeshes(prices.cluster)
+    def __init__(
+        self, traces: Traces, args: Sequence[Any], cluster: Cluster, microbatches: int | None, stages: int | None
+    ) -> None:
+        self._traces, self._args, self._cluster = traces, args, cluster
+        hosts = (replace(host, device=replace(host.device, memory_bytes=_ALL_BYTES)) for host in cluster.hosts)
+        self._roomy = replace(cluster, hosts=tuple(hosts))
         self._microbatches, self._ranks = microbatches, stages
         self._known: dict[int, dict[str, float]] = {}
+
+    def program(self, microbatches: int) -> Program:
+        """The step in so many microbatches."""
+        return self._traces.program(self._args, microbatches=microbatches)
 
     def of(self, scheme: Scheme) -> Analysed:
         """A scheme in the largest size that suits the program, or why there is none."""
         refused: PlanError | None = None
-        largest: PricedPreset | None = None
+        largest: _Planned | None = None
         for size in self._sizes(scheme):
             try:
-                preset = scheme.preset(size).on(self.prices.cluster.num_devices)
-                count = self._count(scheme, preset)
-                priced = self.prices.priced(preset, count, remat="none", limit_bytes=[inf] * preset.stages)
+                preset = scheme.preset(size).on(self._cluster.num_devices)
+                planned = self._planned(preset, self._count(scheme, preset))
             except PlanError as error:
                 refused = refused or error
                 continue
-            assert priced is not None, "nothing is too slow"
-            if _suits(priced):
-                return self._analysed(scheme, priced)
-            largest = largest or priced
+            if _suits(planned):
+                return self._analysed(scheme, planned)
+            largest = largest or planned
         if largest is not None:
             return self._analysed(scheme, largest)
         reason = f"got {refused.got}; needed {refused.needed}" if refused is not None else "no number of devices"
         return Analysed(scheme=scheme, reason=reason, symbols={}, held_bytes={})
 
+    def _planned(self, preset: Preset, microbatches: int) -> _Planned:
+        """A preset with nothing computed again, were there memory for all of it.
+
+        Raises:
+          PlanError: if it does not suit the program or the cluster.
+        """
+        asked, stages = request_of(
+            self._traces, self._args, PlanOptions(
+                cluster=self._roomy, preset=replace(preset, remat="none"),
+                microbatches=microbatches,
+            ), started=time.perf_counter(),
+        )  # fmt: skip
+        programs = StepPrograms(asked, stages, microbatch_counts(asked))
+        return _Planned(preset=preset, result=StageSearch(stage_request(asked, stages, programs)).run())
+
     def _sizes(self, scheme: Scheme) -> list[int]:
         """Sizes of the own axis of a scheme, the largest first."""
-        devices = self.prices.cluster.num_devices
+        devices = self._cluster.num_devices
         most = devices
         if scheme.own == "d":
             return [devices]
         if scheme.own == "t":
-            most = min(host.devices for host in self.prices.cluster.hosts)
+            most = min(host.devices for host in self._cluster.hosts)
             most = most if most > 1 else devices
         if scheme.own == "p":
             if self._ranks is not None:
@@ -196,47 +239,49 @@ class _Schemes:
             return 1
         if self._microbatches is not None:
             return self._microbatches
-        extents = batch_extents(self.prices.args, 0)
+        extents = batch_extents(self._args, 0)
         counts = [each * preset.stages for each in range(_MICROBATCHES, 0, -1)]
         whole = (n for n in counts if all(extent % (n * preset.blocks) == 0 for extent in extents))
         return next(whole, preset.stages)
 
-    def _analysed(self, scheme: Scheme, priced: PricedPreset) -> Analysed:
-        symbols = self._symbols(priced)
-        ranks = counted_ranks(priced, self._submeshes)
+    def _analysed(self, scheme: Scheme, planned: _Planned) -> Analysed:
+        symbols, plan = self._symbols(planned), planned.result.plan
+        ranks = counted_ranks(planned.result)
         busiest = max(ranks, key=lambda one: one.sent_bytes)
         moves = _moved(scheme, symbols, busiest.buffers)
         bubble = evaluate(scheme.bubble, symbols) if scheme.bubble else None
         return Analysed(
-            scheme=scheme, preset=str(priced.preset), symbols=symbols, moves=moves,
+            scheme=scheme, preset=str(planned.preset), symbols=symbols, moves=moves,
             sent_bytes=(sum(one.sent_bytes for one in moves), busiest.sent_bytes),
             held_bytes={kind: evaluate(text, symbols) for kind, text in zip(KINDS, scheme.holds, strict=True)},
             memory=max((one.memory for one in ranks), key=lambda memory: memory.total),
-            limit_bytes=min(self.prices.limits(priced.preset)),
-            bubble=None if bubble is None else (bubble, priced.scheduled.timeline.bubble_fraction),
+            limit_bytes=min(host.device.usable_memory_bytes for host in self._cluster.hosts),
+            bubble=None if bubble is None else (bubble, simulate_plan(plan).bubble_fraction),
         )  # fmt: skip
 
-    def _symbols(self, priced: PricedPreset) -> dict[str, float]:
-        preset, count = priced.preset, priced.microbatches
+    def _symbols(self, planned: _Planned) -> dict[str, float]:
+        preset, count = planned.preset, planned.result.plan.microbatches
         if count not in self._known:
-            self._known[count] = quantities(self.prices.program(count))
+            self._known[count] = quantities(self.program(count))
         handed: dict[int, float] = {}
-        for one in priced.timing.sent:
+        for one in planned.result.plan.transfers:
             handed[one.source] = handed.get(one.source, 0.0) + count * one.bytes
         return self._known[count] | {
-            "X": max(handed.values(), default=0.0), "n": self.prices.cluster.num_devices, "d": preset.size("batch"),
+            "X": max(handed.values(), default=0.0), "n": self._cluster.num_devices, "d": preset.size("batch"),
             "t": preset.size("tensor"), "e": preset.size("expert"), "p": preset.stages, "v": preset.chunks, "m": count,
         }  # fmt: skip
 
 
-def _suits(priced: PricedPreset) -> bool:
+def _suits(planned: _Planned) -> bool:
     """Whether all products can be split, and each stage hands one array to the next one and nothing to others; single
     numbers do not count."""
-    tensor, values = priced.preset.size("tensor"), priced.program.graph.values
-    if tensor > 1 and not splits_evenly(priced.program.graph, tensor):
+    tensor, program, plan = planned.preset.size("tensor"), planned.result.program, planned.result.plan
+    assert program is not None  # the stage search has it
+    values = program.graph.values
+    if tensor > 1 and not splits_evenly(program.graph, tensor):
         return False
-    arrays = [one for one in priced.timing.sent if prod(values[one.value].shape) > 1]
-    return len(arrays) == len(priced.stages) - 1 and all(one.target == one.source + 1 for one in arrays)
+    arrays = [one for one in plan.transfers if prod(values[one.value].shape) > 1]
+    return len(arrays) == len(plan.stages) - 1 and all(one.target == one.source + 1 for one in arrays)
 
 
 def _moved(scheme: Scheme, symbols: Mapping[str, float], counted: Mapping[Key, float]) -> tuple[Moved, ...]:

@@ -1,4 +1,4 @@
-"""What a device sends and holds under a priced preset, counted as its plan counts it."""
+"""What a device sends and holds under a planned preset, counted as its plan counts it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..plan import Memory
-from ..presets.priced import PricedPreset
-from ..search.inter.submeshes import Submeshes
 from ..search.intra.account import issued
+from ..search.result import SearchResult
+from ..simulate.of_plan import plan_schedule
 from .formulas import KINDS, evaluate, sent
 
 # Mesh axes of presets, by the letter of their size in formulas.
@@ -36,17 +36,16 @@ class Counted:
     memory: Memory
 
 
-def counted_ranks(priced: PricedPreset, submeshes: Submeshes) -> list[Counted]:
+def counted_ranks(found: SearchResult) -> list[Counted]:
     """A device of every rank.
 
     Args:
-      priced: a preset with its layouts.
-      submeshes: of the cluster.
+      found: the plan of a preset, with the stages that the search solved.
     """
-    plan, ranks = priced.plan(submeshes), priced.scheduled.schedule.stage_ranks
+    plan, ranks = found.plan, plan_schedule(found.plan).stage_ranks
     sizes = {_LETTERS[name]: size for name, size in plan.stages[0].mesh}
-    buffers: list[dict[Key, float]] = [defaultdict(float) for _ in range(priced.preset.stages)]
-    for stage, rank in zip(priced.stages, ranks, strict=True):
+    buffers: list[dict[Key, float]] = [defaultdict(float) for _ in range(max(ranks) + 1)]
+    for stage, rank in zip(found.stages, ranks, strict=True):
         solved = stage.option.tag
         for one in issued(solved.problem, solved.chosen):
             letters = "".join(sorted(_LETTERS[axis] for axis in one.axes if solved.problem.sizes[axis] > 1))
@@ -57,14 +56,14 @@ def counted_ranks(priced: PricedPreset, submeshes: Submeshes) -> list[Counted]:
         each = plan.microbatches * move.bytes / len(plan.stages[move.source].devices)
         buffers[ranks[move.source]]["send", "p", "forward"] += each
         buffers[ranks[move.target]]["send", "p", "backward"] += each * move.differentiated
-    found = []
+    counted = []
     for rank, mine in enumerate(buffers):
         held = [stage.memory for stage, at in zip(plan.stages, ranks, strict=True) if at == rank]
-        found.append(
+        counted.append(
             Counted(
                 buffers=mine,
                 sent_bytes=sum(evaluate(sent(*key[:2], "S"), {**sizes, "S": size}) for key, size in mine.items()),
                 memory=Memory(**{kind: sum(getattr(one, kind) for one in held) for kind in _KINDS}),
             )
         )
-    return found
+    return counted

@@ -174,8 +174,10 @@ class StageSearch:
             raise self.costs.nothing_fits()
         if best.weight >= known:
             raise self._nothing_faster()
+        # Interleavings are tried, not bounded.
+        least = 0.0 if set(self.request.schedules) == {INTERLEAVED} else self.unsearched
         return SearchResult(
-            plan=best.plan(gap_of(best.weight, max(self.unsearched, self.bounds.floor))), program=best.costs.program,
+            plan=best.plan(gap_of(best.weight, max(least, self.bounds.floor))), program=best.costs.program,
             considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
             stages=stages,
         )  # fmt: skip

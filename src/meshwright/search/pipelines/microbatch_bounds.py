@@ -106,8 +106,9 @@ class MicrobatchBounds:
         return self._filled(source, count) * whole
 
     def _nearest(self, count: int) -> int:
-        """The most microbatches that have been searched and are no more than these, or else the fewest there are."""
-        return max((one for one in self._costs.searched if one <= count), default=self._costs.counts[0])
+        """The most microbatches that have been searched and divide these, or else the fewest there are. Others say
+        nothing: 3 devices may share the samples of a microbatch in one number and not in the other."""
+        return max((one for one in self._costs.searched if count % one == 0), default=self._costs.counts[0])
 
     def _is_known(self, source: int) -> bool:
         """Whether a number can say anything: the step may be one that cannot be cut into the fewest microbatches."""
