@@ -45,20 +45,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
+from meshwright.presets.planned import planned_preset
+from meshwright.presets.prices import PresetPrices
 
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError, size_words
 from meshwright.plan import Plan
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.refine import held_bytes, written_out
 from meshwright.presets import Preset
 from meshwright.presets.candidates import candidates_for
-from meshwright.presets.planned import planned_preset
-from meshwright.presets.prices import PresetPrices
 from meshwright.program.batch import batch_extents
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces, traces_of
-from meshwright.refine import held_bytes, written_out
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.pipelines.driver import StageRequest, search_stages
 

@@ -38,7 +38,7 @@ from meshwright.calibrate.calibration import calibrate
 from meshwright.calibrate.sample import sample_of
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import PlanError
-from meshwright.planning import Planning, plan_for
+from meshwright.planning.plan_for import Planning, plan_for
 from meshwright.runtime.executable import executable
 
 # Times the small models' own batch: enough that a step is more than calling it.

@@ -23,7 +23,7 @@ import jax
 from expert_plans import plans
 
 from meshwright.plan import Plan
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.step import PlannedStep
 
 OURS = "meshwright"

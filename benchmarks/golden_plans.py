@@ -55,7 +55,7 @@ QUICK_SECONDS, LATE_SECONDS, LOOK_SECONDS = 12.0, 900.0, 0.5
 
 NOTE = (
     "wall_seconds are indicative: the machine was busy with other work. --against judges them. staged_step_seconds: of "
-    "meshwright.stage_planning.plan_stages for one submesh of all devices, which no command reached at that commit."
+    "meshwright.planning.stages.plan_stages for one submesh of all devices, which no command reached at that commit."
 )
 
 # With one stage, and with any number: models that fill the memory of these devices or are nearly too small for them.

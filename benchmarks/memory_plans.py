@@ -29,7 +29,7 @@ from meshwright._jax.grad import value_and_grad
 from meshwright._jax.hlo import CompiledFacts, read_compiled
 from meshwright.errors import PlanError
 from meshwright.plan import Collective
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.step import PlannedStep
 
 Tree = Any

@@ -52,8 +52,8 @@ def measured(request: tuple[str, str, int | None], stages: Sequence[int], second
     from meshwright.cluster import load_cluster
     from meshwright.compare import compare
     from meshwright.errors import PlanError
-    from meshwright.plan_request import PlanOptions
-    from meshwright.planning import plan_without_advice
+    from meshwright.planning.plan_for import plan_without_advice
+    from meshwright.planning.request import PlanOptions
     from meshwright.program.traces import traces_of
 
     target, cluster, batch = request

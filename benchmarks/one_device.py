@@ -31,7 +31,7 @@ from meshwright import zoo
 from meshwright._jax.hlo import read_compiled
 from meshwright.calibrate.sample import sample_of
 from meshwright.cluster import load_cluster
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.step import PlannedStep
 
 # Steps run before any is timed; of the timed ones as many as fit this time, within these bounds.

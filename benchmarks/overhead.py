@@ -20,7 +20,7 @@ from side_by_side import FAMILIES, Training, alternate, ratio, record, step_seco
 # isort: split
 import jax
 
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.step import PlannedStep
 
 

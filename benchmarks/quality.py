@@ -37,20 +37,20 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+from meshwright.presets.least import Floor
+from meshwright.presets.priced import PricedPreset
+from meshwright.presets.prices import PresetPrices
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.refine import held_bytes, written_out
 from meshwright.presets import Preset
 from meshwright.presets.families import three_dimensional
-from meshwright.presets.least import Floor
-from meshwright.presets.priced import PricedPreset
-from meshwright.presets.prices import PresetPrices
 from meshwright.program.batch import batch_extents
 from meshwright.program.equal_stages import main_scan
 from meshwright.program.traces import Traces, traces_of
-from meshwright.refine import held_bytes, written_out
 from meshwright.targets import load_target
 
 # Predicted peaks are a few percent off at times: as in planning, this much of a device stays free.

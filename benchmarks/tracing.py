@@ -25,7 +25,7 @@ import jax
 
 from meshwright._jax.jaxpr import evaluate
 from meshwright._jax.reverse import vjp
-from meshwright.microbatch_counts import even_divisors
+from meshwright.planning.microbatch_counts import even_divisors
 from meshwright.program.batch import batch_extents
 from meshwright.program.expected import Expectations
 from meshwright.program.trace import Program

@@ -117,7 +117,7 @@ def plan(
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         tell("starting")
         provide_devices(_VIRTUAL_DEVICES)
-        from .planning import plan_for
+        from .planning.plan_for import plan_for
         from .targets import load_target
 
         loaded = load_target(target, global_batch=global_batch)

@@ -21,8 +21,8 @@ from typing import Any
 from .cluster import Cluster, load_cluster
 from .errors import MemoryExceeded, PlanError
 from .plan import Plan
-from .plan_request import Planning, PlanOptions
-from .planning import plan_without_advice
+from .planning.plan_for import plan_without_advice
+from .planning.request import Planning, PlanOptions
 from .presets import Preset
 from .presets.candidates import candidates_for
 from .program.traces import Traces, traces_of

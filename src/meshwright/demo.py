@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .errors import PlanError
-from .planning import plan_for
+from .planning.plan_for import plan_for
 from .report.explain import explain_plan
 from .report.table import format_count, format_ratio, format_seconds
 from .report.timeline import timeline_text

@@ -12,7 +12,7 @@ from typing import Any
 
 from .cluster import Cluster
 from .plan import Plan, Stage
-from .planning import Planning
+from .planning.plan_for import Planning
 from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
 from .report.why import why
 from .simulate import Event, Timeline, TransferEvent

@@ -16,9 +16,9 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import PlanError
-from .method_planning import choice_words, space_of
-from .plan_request import PlanOptions
-from .planning import request_of
+from .planning.method import choice_words, space_of
+from .planning.plan_for import request_of
+from .planning.request import PlanOptions
 from .program.traces import traces_of
 from .report.curves import Curve, curves_svg
 from .report.table import format_percent, format_seconds, format_table

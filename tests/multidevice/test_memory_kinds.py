@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright.cost.liveness import predict
 from meshwright.errors import PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 
 Space = jax.memory.Space
 OPTIMIZER = optax.adam(1e-2)

@@ -17,7 +17,7 @@ from meshwright import zoo
 from meshwright._jax.jaxpr import open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.reduction import ReductionWarning
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep

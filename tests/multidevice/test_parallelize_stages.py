@@ -190,8 +190,8 @@ def test_inference_of_as_many_stages_as_are_best() -> None:
 def test_one_stage_that_the_stage_search_finds_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large programs that do not fit in few microbatches are searched for stages first: where one is the best, it is
     counted and run like any other."""
-    monkeypatch.setattr("meshwright.stage_planning.SMALL_PROGRAM", 0)
-    monkeypatch.setattr("meshwright.planning.fits_in_few", lambda asked: False)
+    monkeypatch.setattr("meshwright.planning.stages.SMALL_PROGRAM", 0)
+    monkeypatch.setattr("meshwright.planning.plan_for.fits_in_few", lambda asked: False)
     target = zoo.build("mlp-tiny")
     planning = mw.plan_for(target.step, (target.example_state, target.example_batch), stages=None)
     assert len(planning.plan.stages) == 1

@@ -17,7 +17,7 @@ from test_found_plans import assert_as_predicted, compiled_collectives
 import meshwright as mw
 from meshwright import presets, zoo
 from meshwright._jax.hlo import read_compiled
-from meshwright.planning import Planning, plan_for
+from meshwright.planning.plan_for import Planning, plan_for
 from meshwright.runtime.pipeline.step import PipelinedStep
 from meshwright.runtime.step import PlannedStep
 

@@ -12,10 +12,10 @@ import pytest
 from one_device import assert_equal_trees
 
 import meshwright as mw
-from meshwright.calibrate import refine as refine_module
-from meshwright.calibrate.candidates import MOST
-from meshwright.calibrate.refine import step_seconds
 from meshwright.errors import PlanError
+from meshwright.planning import measured as refine_module
+from meshwright.planning.candidates import MOST
+from meshwright.planning.measured import step_seconds
 from meshwright.runtime.executable import Executable, executable
 
 WIDTH = 32

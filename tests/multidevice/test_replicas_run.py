@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.reduction import ReductionWarning
 from meshwright.runtime.pipeline.step import PipelinedStep
 

@@ -15,7 +15,7 @@ from one_device import assert_equal_trees
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 STAGES = {"stages": 2, "microbatches": 4}

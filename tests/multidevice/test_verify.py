@@ -15,7 +15,7 @@ import pytest
 from meshwright import cli
 from meshwright._jax.grad import value_and_grad
 from meshwright.errors import PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.targets import step_target, zoo_target
 from meshwright.verify import LeafError, Verification, local_cluster, verify
 from meshwright.zoo import mlp

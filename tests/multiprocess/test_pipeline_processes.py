@@ -293,7 +293,7 @@ def test_replicas_in_four_processes(tmp_path: Path) -> None:
     assert_runs(
         tmp_path,
         """
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.runtime.pipeline.step import PipelinedStep
 from test_replicas_run import mixed
 target = zoo.mlp(width=32, layers=4, batch=32)

@@ -13,11 +13,11 @@ import pytest
 
 from meshwright import value_and_grad, zoo
 from meshwright.errors import MemoryExceeded, PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.programs import StepPrograms
 from meshwright.program.expected import Expectations, Unexpected
 from meshwright.program.staged import StagedProgram
 from meshwright.program.traces import Traces
-from meshwright.step_programs import StepPrograms
 
 SIZES = {"gpt-tiny": 64, "moe-tiny": 64, "wresnet-tiny": 32, "unet-tiny": 32}
 

@@ -16,7 +16,7 @@ from meshwright._jax.grad import value_and_grad
 from meshwright.cluster import Link, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.runtime.local_step import LocalStep

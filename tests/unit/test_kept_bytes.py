@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshwright import presets, refine, zoo
+from meshwright import presets, zoo
 from meshwright._jax.grad import value_and_grad
 from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
-from meshwright.planning import plan_for
+from meshwright.planning import refine
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.refine import written_out
 from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import traces_of
-from meshwright.refine import written_out
 from meshwright.runtime.loop_residuals import chooses
 from meshwright.schedule import make_schedule
 from meshwright.search.intra.parameters import parameter_infos

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import value_and_grad, zoo
 from meshwright.cluster import load_cluster
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.traces import traces_of
 from meshwright.search.prices.least_work import least_work_seconds
 

@@ -9,8 +9,8 @@ import pytest
 from meshwright import zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
-from meshwright.plan_request import Planning
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.request import Planning
 
 CLUSTER = load_cluster("p3.16xlarge:1")
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.search.inter import dynamic_program as inter_op
 from meshwright.search.inter.problem import InterOpProblem, Option
 from meshwright.search.inter.submeshes import Submesh

@@ -15,10 +15,10 @@ from hypothesis import given, strategies
 import meshwright as mw
 from meshwright import plan_for, presets, zoo
 from meshwright.errors import MemoryExceeded, PlanError
-from meshwright.plan_request import Planning
+from meshwright.planning.refine import held_bytes
+from meshwright.planning.request import Planning
 from meshwright.program.equal_stages import even_bounds, main_scan
 from meshwright.program.traces import Traces
-from meshwright.refine import held_bytes
 from meshwright.simulate import simulate_plan
 from meshwright.zoo.llama import CONFIGS, build as build_llama
 

@@ -11,7 +11,7 @@ import pytest
 import meshwright as mw
 from meshwright import presets, zoo
 from meshwright.errors import MemoryExceeded, PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.batch import batch_inputs
 from meshwright.program.origins import dim_origins, operator_origins
 from meshwright.program.traces import Traces

@@ -13,7 +13,7 @@ import pytest
 from meshwright._jax.jaxpr import open_jaxpr, source_line
 from meshwright.cluster import load_cluster
 from meshwright.plan import Plan
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.local import evaluate_local
 from meshwright.program.trace import Program
 from meshwright.runtime import evaluate

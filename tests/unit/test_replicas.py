@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, strategies as st
 from test_mixed_clusters import FAST, LINK, SLOW, chain, cluster_of, host
 
-from meshwright import refine, value_and_grad
+from meshwright import value_and_grad
 from meshwright.cluster import Cluster, Device
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
 from meshwright.plan.check import check_plan
 from meshwright.plan.io import plan_from_dict, plan_to_dict
-from meshwright.planning import plan_for
+from meshwright.planning import refine
+from meshwright.planning.plan_for import plan_for
 from meshwright.report.explain import explain_plan
 from meshwright.schedule import ScheduleError, check_schedule, replicas
 from meshwright.search.pipelines.replicas import like_groups, shared_out

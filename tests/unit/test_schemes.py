@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from meshwright import zoo
 from meshwright.cli import main
 from meshwright.errors import PlanError
-from meshwright.planning import plan_for
+from meshwright.planning.plan_for import plan_for
 from meshwright.program.traces import Traces, traces_of
 from meshwright.schedule import Kind, make_schedule
 from meshwright.schemes import SCHEMES, Analysed, Scheme, analyse, schemes_text

@@ -14,11 +14,11 @@ import pytest
 from meshwright import cli, zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
-from meshwright.method_planning import choice_words, space_of
-from meshwright.plan_request import PlanOptions
-from meshwright.planning import plan_for, request_of
+from meshwright.planning.method import choice_words, space_of
+from meshwright.planning.plan_for import plan_for, request_of
+from meshwright.planning.refine import Refinement
+from meshwright.planning.request import PlanOptions
 from meshwright.program.traces import traces_of
-from meshwright.refine import Refinement
 from meshwright.report.curves import Curve, curves_svg
 from meshwright.search.rivals import Budget, search_named
 from meshwright.search.space.space import Space

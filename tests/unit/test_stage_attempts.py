@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from meshwright import stage_planning, zoo
+from meshwright import zoo
 from meshwright.cluster import load_cluster
-from meshwright.planning import plan_for
-from meshwright.refine import Refinement, held_bytes
+from meshwright.planning import stages as stage_planning
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.refine import Refinement, held_bytes
 from meshwright.search.stages.reserve import MissedMemory
 
 

@@ -17,10 +17,12 @@ from typing import Any
 from .._jax.context import no_mesh
 from ..cluster import Cluster, load_cluster
 from ..errors import PlanError
-from ..microbatch_counts import microbatch_counts
 from ..plan import Memory
-from ..plan_request import PlanOptions
-from ..planning import request_of
+from ..planning.microbatch_counts import microbatch_counts
+from ..planning.plan_for import request_of
+from ..planning.programs import StepPrograms
+from ..planning.request import PlanOptions
+from ..planning.stages import stage_request
 from ..presets import Preset
 from ..program.batch import batch_extents
 from ..program.trace import Program
@@ -28,8 +30,6 @@ from ..program.traces import Traces, traces_of
 from ..search.pipelines.driver import StageSearch
 from ..search.result import SearchResult
 from ..simulate import simulate_plan
-from ..stage_planning import stage_request
-from ..step_programs import StepPrograms
 from .counted import Key, counted_ranks
 from .formulas import KINDS, SCHEMES, Scheme, evaluate, sent
 from .quantities import quantities, splits_evenly

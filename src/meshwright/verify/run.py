@@ -30,7 +30,7 @@ from ..cluster import Cluster, load_cluster
 from ..errors import PlanError
 from ..plan import Plan
 from ..plan.io import load_plan
-from ..planning import plan_for
+from ..planning.plan_for import plan_for
 from ..program.effects import without_effects
 from ..program.trace import Program
 from ..runtime.executable import Executable, executable

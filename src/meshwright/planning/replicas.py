@@ -8,17 +8,17 @@ from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 
-from .cluster import Cluster, HostOrder, host_orders
-from .errors import MemoryExceeded, PlanError, size_words
+from ..cluster import Cluster, HostOrder, host_orders
+from ..errors import MemoryExceeded, PlanError, size_words
+from ..program.staged import staged_program
+from ..runtime.pipeline.local_stages import check_replicas
+from ..search.intra.parameters import parameter_infos
+from ..search.pipelines.replicas import ReplicaRequest, Replicas, like_groups
+from ..search.result import NothingFaster, SearchResult
+from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
-from .plan_request import Planning, PlanRequest, in_cluster
-from .program.staged import staged_program
 from .refine import Refinement
-from .runtime.pipeline.local_stages import check_replicas
-from .search.intra.parameters import parameter_infos
-from .search.pipelines.replicas import ReplicaRequest, Replicas, like_groups
-from .search.result import NothingFaster, SearchResult
-from .search.stages.reserve import MissedMemory
+from .request import Planning, PlanRequest, in_cluster
 
 REPLICAS = "replicas"
 

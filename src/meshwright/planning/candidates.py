@@ -14,7 +14,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..plan import Plan
-from ..plan_request import Planning, PlanOptions
+from .request import Planning, PlanOptions
 
 # So many plans are timed at most.
 MOST = 4

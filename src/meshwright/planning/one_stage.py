@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
+from ..search.intra.parameters import parameter_infos
+from ..search.one_stage.driver import GAP, OneStageSearch
+from ..search.one_stage.plan import SearchRequest
+from ..search.one_stage.ways import Variant
+from ..search.result import SearchResult
+from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
-from .plan_request import Planning, PlanRequest
 from .refine import MARGIN, Refinement
-from .search.intra.parameters import parameter_infos
-from .search.one_stage.driver import GAP, OneStageSearch
-from .search.one_stage.plan import SearchRequest
-from .search.one_stage.ways import Variant
-from .search.result import SearchResult
-from .search.stages.reserve import MissedMemory
+from .request import Planning, PlanRequest
 
 # Microbatches. One stage first, Gemma 3 27B on 64 v5p takes 1.499 s a step after 41 CPU seconds of planning; several
 # first, it takes 116. Of gpt3-15b on 32 V100, which needs 64, one stage takes 75, and several first take 26.

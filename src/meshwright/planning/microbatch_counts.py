@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from .plan_request import PlanRequest
-from .presets.other_sizes import check_interleaved
-from .program.batch import batch_extents
+from ..presets.other_sizes import check_interleaved
+from ..program.batch import batch_extents
+from .request import PlanRequest
 
 # Microbatches tried where the user names none.
 _MOST_MICROBATCHES = 1024

@@ -22,10 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..calibrate.sample import Sample, sample_of
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..plan.io import plan_from_dict, plan_to_dict
-from ..plan_request import Planning, PlanOptions
 from ..program.trace import abstract
 from ..program.traces import Traces
 from ..report.table import format_seconds
@@ -33,7 +33,7 @@ from ..runtime.agree import agree
 from ..runtime.devices import named_devices
 from ..runtime.executable import Executable, executable
 from .candidates import Candidate, candidates
-from .sample import Sample, sample_of
+from .request import Planning, PlanOptions
 
 # For the timed steps of all plans together.
 SECONDS = 20.0

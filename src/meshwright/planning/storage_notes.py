@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from .plan import ParameterPlan, Plan, Stage
-from .presets import Preset
+from ..plan import ParameterPlan, Plan, Stage
+from ..presets import Preset
 
 # Parameters that are whole are named where they have this share of all elements: below it they cost a device no memory
 # or traffic that anyone could see.

@@ -12,16 +12,16 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from .cluster import Device
-from .errors import MemoryExceeded, size_words
-from .plan import Memory, Plan
-from .program.staged import StagedProgram
-from .program.trace import Program
-from .runtime.local_step import LocalStep
-from .runtime.pipeline.local_stages import LocalStages
-from .runtime.pipeline.stage_memory import StageMemory
-from .search.result import SearchResult
-from .search.stages.reserve import MissedMemory
+from ..cluster import Device
+from ..errors import MemoryExceeded, size_words
+from ..plan import Memory, Plan
+from ..program.staged import StagedProgram
+from ..program.trace import Program
+from ..runtime.local_step import LocalStep
+from ..runtime.pipeline.local_stages import LocalStages
+from ..runtime.pipeline.stage_memory import StageMemory
+from ..search.result import SearchResult
+from ..search.stages.reserve import MissedMemory
 
 # A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
 MARGIN = 1.04

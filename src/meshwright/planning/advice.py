@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .errors import MemoryExceeded, PlanError, size_words
-from .plan_request import Planning, PlanOptions
-from .presets import Preset, leaner
+from ..errors import MemoryExceeded, PlanError, size_words
+from ..presets import Preset, leaner
+from .request import Planning, PlanOptions
 
 # Seconds that may be spent on advice, at most: what planning a large model takes; a refusal should not take longer.
 _MOST_SECONDS = 20.0

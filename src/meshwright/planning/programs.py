@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
 
-from .errors import PlanError
-from .plan_request import PlanRequest
-from .program.batch import batch_extents
-from .program.equal_stages import equal_stages, main_scan
-from .program.layers import DEFAULT_LAYERS
-from .program.staged import StagedProgram
-from .program.trace import Program
+from ..errors import PlanError
+from ..program.batch import batch_extents
+from ..program.equal_stages import equal_stages, main_scan
+from ..program.layers import DEFAULT_LAYERS
+from ..program.staged import StagedProgram
+from ..program.trace import Program
+from .request import PlanRequest
 
 # On more devices a program is cut into twice as many layers, since a stage may have a smaller share of them.
 # (gpt3-1t on 3,072 A100: 96.6 s a step instead of 101.0, for 1.8 times the CPU seconds; gpt3-175b on 1,024 the same.)

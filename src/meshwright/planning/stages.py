@@ -8,26 +8,26 @@ from difflib import get_close_matches
 from math import inf, isfinite, prod
 from typing import Any, NamedTuple
 
-from .cluster import HostOrder, host_orders
-from .errors import MemoryExceeded, PlanError
+from ..cluster import HostOrder, host_orders
+from ..errors import MemoryExceeded, PlanError
+from ..plan import Collective, Plan, Stage
+from ..presets.leaner import leaner_words
+from ..program.expected import Unexpected
+from ..program.graph import Graph, Value
+from ..program.staged import StagedProgram
+from ..program.trace import Program
+from ..search.inter.submeshes import Submeshes
+from ..search.intra.parameters import parameter_infos
+from ..search.pipelines.driver import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
+from ..search.pipelines.request import INTERLEAVED, SMALL_PROGRAM
+from ..search.stages.reserve import MissedMemory
+from ..sharding import Spec, convert
+from ..simulate import simulate_plan
 from .microbatch_counts import finer_counts, microbatch_counts
-from .plan import Collective, Plan, Stage
-from .plan_request import Planning, PlanRequest, in_cluster
-from .presets.leaner import leaner_words
-from .program.expected import Unexpected
-from .program.graph import Graph, Value
-from .program.staged import StagedProgram
-from .program.trace import Program
+from .programs import StepPrograms
 from .refine import Refinement
-from .replica_planning import REPLICAS
-from .search.inter.submeshes import Submeshes
-from .search.intra.parameters import parameter_infos
-from .search.pipelines.driver import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
-from .search.pipelines.request import INTERLEAVED, SMALL_PROGRAM
-from .search.stages.reserve import MissedMemory
-from .sharding import Spec, convert
-from .simulate import simulate_plan
-from .step_programs import StepPrograms
+from .replicas import REPLICAS
+from .request import Planning, PlanRequest, in_cluster
 
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
 # there is, are a beginning and seldom the best.

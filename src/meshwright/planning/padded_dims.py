@@ -11,17 +11,17 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import lcm, prod
 
-from .plan import Plan
-from .plan_request import Planning, PlanRequest
-from .program.graph import Graph
-from .program.origins import indices_of
-from .program.staged import staged_program
-from .program.trace import Program
-from .search.inter.submeshes import Submesh, Submeshes
-from .search.intra.parameters import parameter_infos
-from .search.one_stage.driver import OneStageSearch
-from .search.one_stage.plan import SearchRequest
-from .search.restrictions.roles import Roles
+from ..plan import Plan
+from ..program.graph import Graph
+from ..program.origins import indices_of
+from ..program.staged import staged_program
+from ..program.trace import Program
+from ..search.inter.submeshes import Submesh, Submeshes
+from ..search.intra.parameters import parameter_infos
+from ..search.one_stage.driver import OneStageSearch
+from ..search.one_stage.plan import SearchRequest
+from ..search.restrictions.roles import Roles
+from .request import Planning, PlanRequest
 
 # Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles
 # is named too where it is longer by less than 2 %, less than predictions are off by (docs/calibration.md).

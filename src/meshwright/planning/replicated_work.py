@@ -22,19 +22,19 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from .cost.efficiency import profile_of
-from .cost.kernels import kernel_seconds
-from .errors import PlanError
+from ..cost.efficiency import profile_of
+from ..cost.kernels import kernel_seconds
+from ..errors import PlanError
+from ..program.graph import Graph, Operator
+from ..program.origins import Origin, operator_origins
+from ..program.residuals import is_stored
+from ..program.rules import ReplicationWarning
+from ..report.table import format_seconds
+from ..runtime.plan_fits import algorithms_of
+from ..search.prices.kernels import KernelsOf
+from ..search.restrictions.roles import Roles
 from .padded_dims import TILE, dim_index, dim_names, padded_extents, padded_graph, solved_seconds, stage_graphs
-from .plan_request import Planning, PlanRequest
-from .program.graph import Graph, Operator
-from .program.origins import Origin, operator_origins
-from .program.residuals import is_stored
-from .program.rules import ReplicationWarning
-from .report.table import format_seconds
-from .runtime.plan_fits import algorithms_of
-from .search.prices.kernels import KernelsOf
-from .search.restrictions.roles import Roles
+from .request import Planning, PlanRequest
 
 # A note is due where it is about this share of a step at least: about what predictions are off by
 # (docs/calibration.md), and enough to change a model or a cluster for.

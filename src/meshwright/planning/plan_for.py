@@ -9,15 +9,25 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from ._jax.context import no_mesh
-from ._jax.jitted import bound_to_static
+from .._jax.context import no_mesh
+from .._jax.jitted import bound_to_static
+from ..cluster import Cluster, cluster_of, load_cluster, one_kind_alone
+from ..errors import MemoryExceeded, PlanError, size_words
+from ..plan.row_notes import row_notes
+from ..presets import Preset, check_free, parse_preset
+from ..program.effects import effect_notes
+from ..program.traces import Traces, traces_of
+from ..runtime.devices import named_devices
+from ..search.alternative import TOO_LITTLE, Alternative, merged
+from ..search.pipelines.driver import NothingFaster
+from ..search.pipelines.request import check_remat
+from ..search.restrictions.pins import Pins
 from .advice import with_advice
-from .cluster import Cluster, cluster_of, load_cluster, one_kind_alone
-from .errors import MemoryExceeded, PlanError, size_words
 from .microbatch_counts import microbatch_counts
-from .one_stage_planning import fits_in_few, plan_one_stage
-from .plan.row_notes import row_notes
-from .plan_request import (
+from .one_stage import fits_in_few, plan_one_stage
+from .replicas import REPLICAS, may_have_replicas, plan_replicas
+from .replicated_work import replicated_work
+from .request import (
     DEFAULT_METHOD,
     Planning as Planning,
     PlanOptions,
@@ -28,17 +38,7 @@ from .plan_request import (
     checked_submeshes,
     mesh_argument,
 )
-from .presets import Preset, check_free, parse_preset
-from .program.effects import effect_notes
-from .program.traces import Traces, traces_of
-from .replica_planning import REPLICAS, may_have_replicas, plan_replicas
-from .replicated_work import replicated_work
-from .runtime.devices import named_devices
-from .search.alternative import TOO_LITTLE, Alternative, merged
-from .search.pipelines.driver import NothingFaster
-from .search.pipelines.request import check_remat
-from .search.restrictions.pins import Pins
-from .stage_planning import check_stages, is_large, plan_stages
+from .stages import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
 # What is simpler to run is taken where it is slower by no more than this share, less than predictions are off by: one
@@ -156,13 +156,13 @@ def plan_without_advice(
     traced = traces.seconds
     check_refine(options.refine)
     if options.method is not None:
-        from .method_planning import check_method  # what most never need
+        from .method import check_method  # what most never need
 
         check_method(options)
     asked, stages = request_of(traces, args, options, started=start, tell=tell)
     if options.refine is not None:
-        from .calibrate.origin import check_origin  # a tenth of a second, which most never need
-        from .calibrate.refine import measured_best
+        from ..calibrate.origin import check_origin  # a tenth of a second, which most never need
+        from .measured import measured_best
 
         where = asked.cluster
         check_origin(where)
@@ -174,7 +174,7 @@ def plan_without_advice(
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     preset = asked.preset
     if options.method not in (None, DEFAULT_METHOD):
-        from .method_planning import plan_by_method
+        from .method import plan_by_method
 
         found = plan_by_method(asked, stages, options.method)
     else:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .errors import MemoryExceeded, PlanError
+from ..errors import MemoryExceeded, PlanError
+from ..program.expected import Unexpected
+from ..report.table import format_seconds
+from ..search.alternative import one_stage_words, stages_words
+from ..search.pipelines.request import INTERLEAVED, SIMULATED
+from ..search.result import SearchResult
+from ..search.rivals import Budget, Found, Search, search_named
+from ..search.space.choice import Choice
+from ..search.space.space import Space
+from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
-from .plan_request import DEFAULT_METHOD, Planning, PlanOptions, PlanRequest
-from .program.expected import Unexpected
+from .programs import StepPrograms
 from .refine import Refinement
-from .report.table import format_seconds
-from .search.alternative import one_stage_words, stages_words
-from .search.pipelines.request import INTERLEAVED, SIMULATED
-from .search.result import SearchResult
-from .search.rivals import Budget, Found, Search, search_named
-from .search.space.choice import Choice
-from .search.space.space import Space
-from .search.stages.reserve import MissedMemory
-from .stage_planning import stage_request
-from .step_programs import StepPrograms
+from .request import DEFAULT_METHOD, Planning, PlanOptions, PlanRequest
+from .stages import stage_request
 
 # What a search may take of the time that is left, so that some is left for another one in less memory; and what each is
 # given at least, of all time.

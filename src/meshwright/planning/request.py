@@ -11,23 +11,23 @@ from typing import Any
 
 import jax
 
-from .cluster import Cluster, HostOrder
-from .errors import PlanError
-from .plan import Plan
-from .presets import Preset
-from .program.batch import batch_extents, batch_inputs
-from .program.expected import Expectations
-from .program.staged import StagedProgram
-from .program.trace import Program, abstract
-from .program.traces import Traces
-from .schedule import WORTH_SPLITTING
-from .search.alternative import Alternative, merged, one_stage_words, stages_words
-from .search.best_known import gap_of
-from .search.inter.submeshes import Submesh, Submeshes
-from .search.prices.least_work import least_work_seconds
-from .search.restrictions.pins import Pins
-from .search.result import SearchResult
-from .simulate.of_plan import plan_schedule
+from ..cluster import Cluster, HostOrder
+from ..errors import PlanError
+from ..plan import Plan
+from ..presets import Preset
+from ..program.batch import batch_extents, batch_inputs
+from ..program.expected import Expectations
+from ..program.staged import StagedProgram
+from ..program.trace import Program, abstract
+from ..program.traces import Traces
+from ..schedule import WORTH_SPLITTING
+from ..search.alternative import Alternative, merged, one_stage_words, stages_words
+from ..search.best_known import gap_of
+from ..search.inter.submeshes import Submesh, Submeshes
+from ..search.prices.least_work import least_work_seconds
+from ..search.restrictions.pins import Pins
+from ..search.result import SearchResult
+from ..simulate.of_plan import plan_schedule
 
 # The search method that is taken where none is named, by its name.
 DEFAULT_METHOD = "hierarchical"
