@@ -78,7 +78,7 @@ lint: .venv/.stamp ## ruff: rules and format
 imports: .venv/.stamp ## the import order of pyproject.toml
 	$(BIN)/lint-imports
 
-types: .venv/.stamp ## pyrefly over src
+types: .venv/.stamp ## pyrefly over src and benchmarks/stated
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 format: .venv/.stamp ## let ruff rewrite what it can

@@ -5,10 +5,10 @@
     python benchmarks/published.py --rows published_throughput.csv --fit
 
 Each row is a model (of the zoo, its layers one scan), a stated plan and hardware (`published_rows`), evaluated by
-`meshwright.stated`: the graph, rules, layouts, prices, schedule and simulator of every plan, and no search but where a
-row leaves something open (then the fastest that fits of a few candidates). What is fitted is one efficiency profile for
-each generation of a framework and kind of device (`published_profiles.json`, written by `--fit`); what such a fit is
-worth for rows it has not seen, `published_fit.py` says.
+`stated`: the graph, rules, layouts, prices, schedule and simulator of every plan, and no search but where a row leaves
+something open (then the fastest that fits of a few candidates). What is fitted is one efficiency profile for each
+generation of a framework and kind of device (`published_profiles.json`, written by `--fit`); what such a fit is worth
+for rows it has not seen, `published_fit.py` says.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from published_profiles import (
 )
 from published_rows import StatedRow, stated_row
 from scipy.stats import spearmanr
+from stated import Evaluation, SolvedPlan, price_stated, solve_stated
 
 from meshwright.errors import PlanError
 from meshwright.program.traces import Traces
-from meshwright.stated import Evaluation, SolvedPlan, price_stated, solve_stated
 from meshwright.zoo import moe
 
 _Found = TypeVar("_Found")

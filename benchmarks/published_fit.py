@@ -23,9 +23,9 @@ from published_measured import measured_step_seconds
 from published_profiles import layout_of, prior_of, profile_of, read_profiles, usable_bytes
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
+from stated import Evaluation, price_stated
 
 from meshwright.cost.efficiency import EfficiencyProfile
-from meshwright.stated import Evaluation, price_stated
 
 # Lowest, highest, and how far from the default is one standard deviation.
 _RANGES = {

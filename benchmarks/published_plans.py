@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from published_cells import Inexpressible, Row, number
 from published_frameworks import Generation
 from published_models import experts_of
-
-from meshwright.stated import StatedPlan
-from meshwright.stated.plan import Recompute
+from stated import StatedPlan
+from stated.plan import Recompute
 
 # What a simulation of a pipeline takes grows with ranks and stages: 256 of each take half a minute.
 _MOST_SIMULATED = 256 * 256

@@ -16,10 +16,10 @@ from pathlib import Path
 from published_cells import Row
 from published_clusters import device_of
 from published_rows import StatedRow
+from stated import MemoryLayout
 
 from meshwright.cluster import Device
 from meshwright.cost.efficiency import EfficiencyProfile, profile_of as profile_of_device
-from meshwright.stated import MemoryLayout
 from meshwright.zoo import wide_resnet
 
 FILE = Path(__file__).with_name("published_profiles.json")

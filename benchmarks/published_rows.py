@@ -16,9 +16,9 @@ from published_clusters import cluster_of, device_kind
 from published_frameworks import Generation, generation_of
 from published_models import model_of, note_of, precision_of
 from published_plans import candidates, check_sizes, sizes_of, whole_batch
+from stated import StatedPlan
 
 from meshwright.cluster import Cluster
-from meshwright.stated import StatedPlan
 from meshwright.zoo import gpt, llama, wide_resnet
 
 

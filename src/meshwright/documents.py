@@ -67,7 +67,7 @@ def plan_document(target: str, planning: Planning) -> dict[str, Any]:
             {"what": one.what, "step_seconds": one.step_seconds, "ratio": one.step_seconds / predicted.step_seconds}
             for one in planning.alternatives
         ],
-        "considered": list(planning.considered),
+        "considered": [str(one) for one in planning.considered],
         "notes": list(plan.notes),
     })  # fmt: skip
 

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from rule_cases import Case, conv, integers, normal, pool
+from rule_validation import validate_rules
 
 from meshwright._jax.hlo import read_compiled
 from meshwright._jax.jaxpr import Equation
@@ -20,7 +21,6 @@ from meshwright.program.halo import halo_bytes
 from meshwright.program.local import evaluate_local
 from meshwright.program.rules import Rules
 from meshwright.program.split import Split
-from meshwright.runtime.validate import validate_rules
 from meshwright.sharding import algorithm_of
 
 # Eight blocks of two elements: five taps reach the next block's far end, seven the block after it.

@@ -159,7 +159,7 @@ def test_numbers_of_microbatches_that_a_step_cannot_be_cut_into_are_left_out() -
     target = zoo.build("moe-tiny")
     args = target.example_state, target.example_batch
     free = mw.plan_for(target.step, args, submeshes=(2, 2, 2, 2))
-    assert any("refused microbatches=16" in words for words in free.considered)
+    assert any("refused microbatches=16" in one.words for one in free.considered)
     planning = mw.plan_for(target.step, args, submeshes=(2, 2, 2, 2), schedule="one_f_one_b")
     assert len(free.plan.stages) == len(planning.plan.stages) == 4
     assert free.step_seconds <= planning.step_seconds

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from met_equations import collect
 from rule_cases import GROUPS, normal
+from rule_validation import Violation, missing_splits, validate_function, validate_rules
 
 import meshwright.zoo as zoo
 from meshwright._jax.grad import value_and_grad_p
 from meshwright._jax.jaxpr import ClosedJaxpr, Equation, eliminate_dead_code, evaluate, inline, open_jaxpr
 from meshwright._jax.random import is_key
 from meshwright.program import local
-from meshwright.runtime.samples import collect
-from meshwright.runtime.validate import Violation, missing_splits, validate_function, validate_rules
 
 
 def kind(equation: Equation) -> tuple[Any, ...]:

@@ -187,7 +187,7 @@ def test_a_search_traces_two_numbers_and_a_third() -> None:
     found, traced = planned(plain)
     assert {1024, 1024 // found.plan.microbatches} <= traced
     assert len(traced) == 3
-    looked_at = {one.split()[0] for one in found.considered if "not searched" not in one}
+    looked_at = {one.what for one in found.considered if one.searched}
     assert len(looked_at) > 3
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_is_not_linear_is_traced_in_every_number(loss: Loss, monkeyp
     monkeypatch.setattr(Expectations, "of", lambda self, first, second, microbatches, trace: None)
     wanted, every = planned(loss)
     assert found.plan == wanted.plan
-    assert found.considered == wanted.considered
+    assert [*map(str, found.considered)] == [*map(str, wanted.considered)]
     assert traced == every
 
 

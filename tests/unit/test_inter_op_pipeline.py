@@ -225,7 +225,7 @@ def test_numbers_that_could_gain_little_are_in_the_gap(monkeypatch: pytest.Monke
     first = search_stages(request("hourglass", microbatches=(2, 4, 8), stages=2))
     assert searched.plan.predicted is not None
     assert first.plan.predicted is not None
-    assert sum("at the very least" in line for line in first.considered) == 2
+    assert sum(one.least_seconds > 0 for one in first.considered) == 2
     assert seconds(first) >= seconds(searched) >= (1 - first.plan.predicted.optimality_gap) * seconds(first)
     assert first.plan.predicted.optimality_gap > searched.plan.predicted.optimality_gap
 
@@ -398,18 +398,18 @@ def test_a_repeated_search_is_as_good_as_a_new_one(share: float) -> None:
     again, new = search.run(reserve), StageSearch(asked).run(reserve)
     assert again.plan.predicted.step_seconds <= (1 + 1e-9) * new.plan.predicted.step_seconds
     assert max(stage.memory.total for stage in again.plan.stages) <= usable - kept
-    assert len(set(again.considered)) == len(again.considered)
+    assert len({*map(str, again.considered)}) == len(again.considered)
 
 
 def test_no_time_is_enough_for_some_plan() -> None:
     result = StageSearch(request("gpt-tiny", microbatches=(1, 2, 4))).run(time_limit_seconds=0.0)
     assert result.plan.stages
-    assert any("out of time" in words for words in result.considered)
+    assert any("out of time" in one.words for one in result.considered)
     target = registry.build("gpt-tiny")
     args = target.example_state, target.example_batch
     for stages in (1, None):
         planning = plan_for(target.step, args, cluster="cpu", stages=stages, time_limit_seconds=1e-6)
-        assert any("not searched, out of time" in words for words in planning.considered)
+        assert any("not searched, out of time" in one.words for one in planning.considered)
         # Of the other meshes nothing is known but how much arithmetic there is.
         assert 0.5 < planning.plan.predicted.optimality_gap < 1
 

@@ -22,6 +22,7 @@ from meshwright.report.explain import explain_plan
 from meshwright.report.strategy import AxisRole, axis_roles
 from meshwright.report.why import why, why_table
 from meshwright.search.alternative import Alternative
+from meshwright.search.considered import Considered
 from meshwright.sharding import Spec
 from meshwright.simulate import simulate_plan
 
@@ -224,7 +225,8 @@ def test_memory_that_binds() -> None:
 
 def test_microbatches_and_considered_and_notes() -> None:
     stage = stage_of((parameter("w", SUMMED),), products=(BATCH,), batch=BY_BATCH)
-    text = explain_plan(plan_of(stage, microbatches=4, notes=("by hand",)), considered=("4 remat=none: 0.02 s",))
+    considered = (Considered("4 remat=none", seconds=0.02),)
+    text = explain_plan(plan_of(stage, microbatches=4, notes=("by hand",)), considered=considered)
     assert "microbatches: 4" in text
     assert "gradients of the 4 microbatches are added up first" in text
     assert text.endswith("Considered by the search\n  4 remat=none: 0.02 s\n\nNotes\n  by hand")

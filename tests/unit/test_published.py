@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import csv
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 from published import evaluate_rows, report, summary
 from published_cells import AMOUNTS, COUNTS, FLAGS, Inexpressible, Row, RowsError, read_rows
 from published_measured import measured_memory, measured_step_seconds

@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import published
+import pytest
 from published import evaluate_rows, report, summary
 from published_cells import MOST, Inexpressible, Row
 from published_clusters import cluster_of, device_kind, device_of
@@ -21,9 +18,9 @@ from published_plans import recompute_of, sharding_of
 from published_profiles import LAYOUTS, layout_of, prior_of, profile_of, read_profiles, usable_bytes
 from published_row import ROW
 from published_rows import stated_row
+from stated import price_stated
 
 from meshwright.cluster import load_cluster
-from meshwright.stated import price_stated
 from meshwright.zoo import gpt
 
 EXPERTS = {"n_experts": "8", "top_k": "2", "pp": "1", "dp": "8"}

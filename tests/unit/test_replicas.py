@@ -245,7 +245,7 @@ def test_when_the_time_is_over_the_gap_says_what_replicas_might_take() -> None:
     assert at_leisure.plan.predicted.optimality_gap < 0.05
     assert short.plan.predicted is not None
     assert (1 - short.plan.predicted.optimality_gap) * short.step_seconds <= at_leisure.step_seconds
-    assert any(line.startswith("replicas: not searched, out of time, ") for line in short.considered)
+    assert any(str(one).startswith("replicas: not searched, out of time, ") for one in short.considered)
 
 
 def test_groups() -> None:

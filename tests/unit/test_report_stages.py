@@ -18,6 +18,7 @@ from meshwright.report.memory import rank_memory
 from meshwright.report.stages import stage_table
 from meshwright.report.table import format_seconds, format_table
 from meshwright.search.alternative import Alternative
+from meshwright.search.considered import Considered
 
 WIDE = 10_000
 
@@ -70,9 +71,9 @@ def test_a_plan_of_13_stages_fits_two_screens() -> None:
     plan = many(SLOW, *[DATA] * 10, TENSOR, SLOW)
     schedules = ("one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
     considered = [
-        f"{2**k} microbatches, {schedule}: {k}.5 s with layers x devices {'1x4 ' * 13}"
+        Considered(2**k, f"with layers x devices {'1x4 ' * 13}", schedule=schedule, seconds=k + 0.5)
         for k in range(2, 8) for schedule in schedules
-    ] + [f"{2**k} microbatches: not searched, {k} s at the very least" for k in range(8, 14)]  # fmt: skip
+    ] + [Considered(2**k, searched=False, least_seconds=k) for k in range(8, 14)]  # fmt: skip
     others = [Alternative(what=f"{n} microbatches, gpipe", step_seconds=0.02 + n / 1000) for n in range(1, 7)]
     text = explain_plan(plan, considered=considered, alternatives=others)
     lines = text.splitlines()
@@ -184,14 +185,15 @@ def test_a_wide_table_goes_on_below(widths: list[int], width: int) -> None:
 
 def test_what_was_considered() -> None:
     lines = [*considered_lines([
-        "8 microbatches, gpipe: 3 s with layers x devices 1x4 1x4", "8 microbatches, zero_bubble: 2 s with 2 ranks",
-        "8 microbatches, zero_bubble: 1.5 s with layers x devices 1x8",
-        "8 microbatches, zero_bubble: nothing that fits",
-        "16 microbatches, gpipe: nothing that fits", "32 microbatches, gpipe: nothing that fits",
-        "64 microbatches, gpipe: 2 s by estimates, out of time", "4 microbatches: not searched, 4 s at the very least",
-        "2 microbatches: not searched, 5 s at the very least", "128 microbatches: not searched, out of time",
-        "256 microbatches: not searched, out of time", "mesh x=8: not searched, out of time, 7 s at the very least",
-        "8 x slow alone: 9 s",
+        Considered(8, "with layers x devices 1x4 1x4", schedule="gpipe", seconds=3),
+        Considered(8, "with 2 ranks", schedule="zero_bubble", seconds=2),
+        Considered(8, "with layers x devices 1x8", schedule="zero_bubble", seconds=1.5),
+        Considered(8, "nothing that fits", schedule="zero_bubble"),
+        Considered(16, "nothing that fits", schedule="gpipe"), Considered(32, "nothing that fits", schedule="gpipe"),
+        Considered(64, "2 s by estimates, out of time", schedule="gpipe"),
+        Considered(4, searched=False, least_seconds=4), Considered(2, searched=False, least_seconds=5),
+        Considered(128, "out of time", searched=False), Considered(256, "out of time", searched=False),
+        Considered("mesh x=8", "out of time", searched=False, least_seconds=7), Considered("8 x slow alone", "9 s"),
     ])]  # fmt: skip
     assert lines == [
         "8 microbatches: zero_bubble 1.5 s, gpipe 3.0 s",

@@ -8,6 +8,7 @@ from math import inf, prod
 from typing import Any
 
 import pytest
+from stated import MemoryLayout, SolvedPlan, StatedPlan, price_stated, solve_stated, stage_work
 
 from meshwright.cluster import load_cluster
 from meshwright.cost.efficiency import profile_of
@@ -20,7 +21,6 @@ from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.restrictions.pins import Pins
 from meshwright.search.restrictions.roles import Role, Roles
 from meshwright.search.stages.problem import StageProblem
-from meshwright.stated import MemoryLayout, SolvedPlan, StatedPlan, price_stated, solve_stated, stage_work
 from meshwright.zoo import gpt, llama
 
 CLUSTER = load_cluster("dgx-a100-80")
@@ -137,7 +137,7 @@ def test_many_microbatches_are_as_if_all_were_simulated() -> None:
     config, plan = small(), StatedPlan(pipeline=4, chunks=2, microbatches=64)
     few = solved(plan, config)
     assert len(few.schedules) == 2
-    from meshwright.stated.solved import schedule_of
+    from stated.solved import schedule_of
 
     every = replace(few, schedules=(schedule_of(plan, len(few.order), 64),))
     assert price_stated(few, PROFILE).step_seconds == pytest.approx(price_stated(every, PROFILE).step_seconds, rel=1e-3)

@@ -32,6 +32,7 @@ from ..report.table import format_seconds
 from ..runtime.agree import agree
 from ..runtime.devices import named_devices
 from ..runtime.executable import Executable, executable
+from ..search.considered import Considered
 from .candidates import Candidate, candidates
 from .request import Planning, PlanOptions
 
@@ -128,7 +129,7 @@ def measured_best(
     found = chosen[best].planning
     note = f"chosen by measured steps on {len(devices)} x {devices[0].device_kind}: {'; '.join(lines)}"
     plan_with_note = replace(found.plan, notes=(*found.plan.notes, note))
-    considered = (*found.considered, *(f"measured: {line}" for line in lines))
+    considered = (*found.considered, *(Considered("measured", line) for line in lines))
     return replace(found, plan=plan_with_note, considered=considered)
 
 

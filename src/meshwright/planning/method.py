@@ -12,6 +12,7 @@ from ..errors import MemoryExceeded, PlanError
 from ..program.expected import Unexpected
 from ..report.table import format_seconds
 from ..search.alternative import one_stage_words, stages_words
+from ..search.considered import Considered
 from ..search.pipelines.request import INTERLEAVED, SIMULATED
 from ..search.result import SearchResult
 from ..search.rivals import Budget, Found, Search, search_named
@@ -118,7 +119,7 @@ def plan_by_method(asked: PlanRequest, stages: int | None, method: str) -> Plann
 def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Planning:
     refinement = Refinement(asked.cluster.device, asked.tell)
     space = space_of(asked, stages, refinement.missed)
-    considered: list[str] = []
+    considered: list[Considered] = []
 
     def find(missed: MissedMemory) -> SearchResult:
         asked.tell(f"searching by {search.name}")
@@ -129,7 +130,7 @@ def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Plannin
         best: Found | None = None
         for best in search.run(space, budget):
             spent = format_seconds(budget.spent_seconds)
-            considered.append(f"{choice_words(space, best.choice)}: {best.seconds:.6g} s, after {spent}")
+            considered.append(Considered(choice_words(space, best.choice), f"{best.seconds:.6g} s, after {spent}"))
         made = space.plan(best.choice, gap=best.gap) if best is not None else None
         if made is None:
             kind = PlanError if budget.over else MemoryExceeded

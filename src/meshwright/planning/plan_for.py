@@ -295,7 +295,7 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
     except PlanError as error:
         refused = error
     if wanted and found is not None and asked.left_seconds < 0:
-        return found.unfinished("replicas: not searched, out of time", asked.least_work_seconds)
+        return found.unfinished(REPLICAS, asked.least_work_seconds)
     if wanted:
         most = found.step_seconds if found is not None else inf
         if found is not None and len(found.plan.stages) == 1:
@@ -312,7 +312,7 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
             return replace(found, considered=(*found.considered, *nothing.considered))
         except PlanError as error:
             if found is not None:
-                return replace(found, considered=(*found.considered, f"replicas: {error}"))
+                return found.considering(REPLICAS, error)
     if found is not None:
         return found
     assert refused is not None  # there is a plan or a reason
@@ -336,16 +336,15 @@ def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) ->
         try:
             other = _in_stages(request, stages)
         except PlanError as error:
-            found = replace(found, considered=(*found.considered, f"{cluster.name} alone: {error}"))
+            found = found.considering(f"{cluster.name} alone", error)
             continue
         told = Alternative(what=f"{cluster.name} alone, {other.as_alternative.what}", step_seconds=other.step_seconds)
         # A share of the time is little: planned for by itself such a cluster may turn out to be much faster.
         late = request.left_seconds < 0
-        line = f"{cluster.name} alone: {'at most ' if late else ''}{other.step_seconds:.6g} s"
-        line += f", found in {seconds:.2g} s" if late else ""
-        found = replace(
-            found, alternatives=merged(found.alternatives, [told]), considered=(*found.considered, line)
-        )  # fmt: skip
+        words = f"{'at most ' if late else ''}{other.step_seconds:.6g} s"
+        words += f", found in {seconds:.2g} s" if late else ""
+        found = replace(found, alternatives=merged(found.alternatives, [told]))
+        found = found.considering(f"{cluster.name} alone", words)
         alone.append((other.step_seconds, f"{cluster.name} alone would take{' at most' if late else ''}"))
     step_seconds, would_take = min(alone, default=(inf, ""))
     if step_seconds < (1 - TOO_LITTLE) * found.step_seconds:
@@ -404,21 +403,21 @@ def _any_stages(asked: PlanRequest) -> Planning:
         except PlanError:
             raise refused from None
     if asked.left_seconds < 0:
-        return one.unfinished("several stages: not searched, out of time", asked.least_work_seconds)
+        return one.unfinished("several stages", asked.least_work_seconds)
     try:
         beside = replace(asked, several=True)
         several = plan_stages(beside, None, faster_than_seconds=one.step_seconds * (1 - _WORTH))
     except (NothingFaster, MemoryExceeded) as nothing:
         if asked.left_seconds < 0:
             least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds
-            return one.unfinished("several stages: broken off, out of time", least)
+            return one.unfinished("several stages", least, "broken off, out of time")
         if isinstance(nothing, NothingFaster):
             one = one.beside(nothing.least_seconds)
         elif not nothing.proven:
-            return one.unfinished("several stages: all that were tried are too large", asked.least_work_seconds)
-        return replace(one, considered=(*one.considered, "several stages: none that fits and is faster"))
+            return one.unfinished("several stages", asked.least_work_seconds, "all that were tried are too large")
+        return one.considering("several stages", "none that fits and is faster")
     except PlanError as error:
-        return replace(one, considered=(*one.considered, f"several stages: {error}"))
+        return one.considering("several stages", error)
     return several.preferred_to(one).beside(one.least_seconds)
 
 

@@ -12,6 +12,7 @@ from ..cluster import Cluster, HostOrder, host_orders
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..program.staged import staged_program
 from ..runtime.pipeline.local_stages import check_replicas
+from ..search.considered import Considered
 from ..search.intra.parameters import parameter_infos
 from ..search.pipelines.replicas import ReplicaRequest, Replicas, like_groups
 from ..search.result import NothingFaster, SearchResult
@@ -99,7 +100,7 @@ class _Tries:
         self._asked, self._order = asked, order
         self._refinement = Refinement(asked.cluster.device)
         self._made: dict[int, Replicas] = {}
-        self._lines: dict[int, str] = {}
+        self._looked_at: dict[int, Considered] = {}
         self._lost: dict[int, float] = {}  # by number, what its own estimates are beyond those of the fewest
         self.found: dict[int, SearchResult] = {}
         self.refused: PlanError | None = None
@@ -118,11 +119,11 @@ class _Tries:
         return min((seconds for seconds, _ in self._left.values()), default=inf)
 
     @property
-    def considered(self) -> tuple[str, ...]:
-        """A line for each number that was looked at, and one for all others."""
+    def considered(self) -> tuple[Considered, ...]:
+        """Each number that was looked at, and all others as one."""
         others = [seconds for seconds, known in self._left.values() if known == _TOLD]
-        rest = [f"replicas in other numbers: not searched, {min(others):.6g} s at the very least"] if others else []
-        return *self._lines.values(), *rest
+        rest = [Considered("replicas in other numbers", searched=False, least_seconds=min(others))] if others else []
+        return *self._looked_at.values(), *rest
 
     def best(self, faster_than_seconds: float) -> int | None:
         """The number with the fastest plan; None if none is as fast, or is known to be when the time is over.
@@ -139,7 +140,7 @@ class _Tries:
             except PlanError as error:
                 del self._left[count]
                 self.refused = self.refused or error
-                self._lines[count] = f"{count} microbatches, replicas: {error}"
+                self._looked_at[count] = Considered(count, str(error), schedule=REPLICAS)
         return None
 
     def _next(self, faster_than_seconds: float) -> int | None:
@@ -203,8 +204,8 @@ class _Tries:
         return SearchResult(plan=plan, program=replicas.request.program, considered=())
 
     def _say(self, count: int, seconds: float, shares: Sequence[int], certainty: str) -> None:
-        words = f"{count} microbatches, replicas: {seconds:.6g} s with {', '.join(map(str, shares))}"
-        self._lines[count] = f"{words}, {certainty}" if certainty else words
+        words = ", ".join(filter(None, [*map(str, shares), certainty]))
+        self._looked_at[count] = Considered(count, f"with {words}", schedule=REPLICAS, seconds=seconds)
 
     def _coarsest(self, counts: Sequence[int]) -> Replicas:
         """Of the fewest microbatches into which the step can be cut.

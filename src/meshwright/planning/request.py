@@ -23,6 +23,7 @@ from ..program.traces import Traces
 from ..schedule import WORTH_SPLITTING
 from ..search.alternative import Alternative, merged, one_stage_words, stages_words
 from ..search.best_known import gap_of
+from ..search.considered import Considered
 from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.prices.least_work import least_work_seconds
 from ..search.restrictions.pins import Pins
@@ -144,7 +145,7 @@ class Planning:
       program: the traced step.
       plan: the plan.
       cluster: it is for.
-      considered: the candidates, a line each.
+      considered: the candidates.
       alternatives: plans that were not taken, the fastest first.
       seconds: in all; like what follows, once planning is over.
       trace_seconds: for tracing and analysing the step.
@@ -154,7 +155,7 @@ class Planning:
     program: Program
     plan: Plan
     cluster: Cluster
-    considered: tuple[str, ...]
+    considered: tuple[Considered, ...]
     alternatives: tuple[Alternative, ...] = ()
     seconds: float = 0.0
     trace_seconds: float = 0.0
@@ -213,12 +214,14 @@ class Planning:
         """The same where there are others that its gap does not know of, which take so much at least."""
         return self if least_seconds >= self.least_seconds else self.bounded(least_seconds)
 
-    def unfinished(self, words: str, least_seconds: float) -> Planning:
-        """The same where others were not looked at to the end, which is said, and so is what they take at least."""
-        if least_seconds > 0:
-            words += f", {least_seconds:.6g} s at the very least"
-        found = self.beside(least_seconds)
-        return replace(found, considered=(*found.considered, words))
+    def unfinished(self, what: str, least_seconds: float, why: str = "") -> Planning:
+        """The same where others, which take so much at least, were not looked at to the end, or not at all."""
+        others = Considered(what, why or "out of time", searched=bool(why), least_seconds=least_seconds)
+        return replace(self.beside(least_seconds), considered=(*self.considered, others))
+
+    def considering(self, what: str, outcome: object) -> Planning:
+        """The same with another candidate told."""
+        return replace(self, considered=(*self.considered, Considered(what, str(outcome))))
 
     def preferred_to(self, *others: Planning) -> Planning:
         """This plan, with others and what they were preferred to among its alternatives."""

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from math import inf
 
+from ..search.considered import Considered
 from .table import format_seconds
 
-# Lines of the searches (`search.pipelines.driver`, `search.one_stage.driver`): the outcome of one schedule in one
-# number of microbatches, what is said of a whole number, and the bound that ruled a candidate out.
-_SCHEDULE = re.compile(r"(?P<count>\d+) microbatches, (?P<schedule>\w+): (?P<outcome>.*)")
-_PRICED = re.compile(r"(?P<seconds>[\d.e+-]+) s with .*")
-_COUNT = re.compile(r"(?P<count>\d+) microbatches: (?P<words>.*)")
-_RULED_OUT = re.compile(r"(?P<what>.*): (?P<how>not searched.*), (?P<seconds>[\d.e+-]+) s at the very least")
 
-
-def considered_lines(considered: Iterable[str]) -> Iterator[str]:
-    """The lines of a search put together.
+def considered_lines(considered: Iterable[Considered]) -> Iterator[str]:
+    """The candidates of a search put together.
 
     Of a schedule that was tried with several numbers of stages the fastest is told; where the stages lie is left to
-    `meshwright plan --json`. What a search says in other words is passed on as it is.
+    `meshwright plan --json`. Candidates that are no number of microbatches are told one by one.
 
     >>> for line in considered_lines([
-    ...     "8 microbatches, gpipe: 2.5 s with layers x devices 1x4 1x4", "16 microbatches, gpipe: nothing that fits",
-    ...     "32 microbatches, gpipe: nothing that fits", "4 microbatches: not searched, 3.1 s at the very least",
-    ...     "2 microbatches: not searched, 4.2 s at the very least",
+    ...     Considered(8, "with layers x devices 1x4 1x4", schedule="gpipe", seconds=2.5),
+    ...     Considered(16, "nothing that fits", schedule="gpipe"),
+    ...     Considered(32, "nothing that fits", schedule="gpipe"),
+    ...     Considered(4, searched=False, least_seconds=3.1), Considered(2, searched=False, least_seconds=4.2),
     ... ]):
     ...     print(line)
     8 microbatches: gpipe 2.5 s
@@ -33,51 +27,43 @@ def considered_lines(considered: Iterable[str]) -> Iterator[str]:
     not searched, at least 3.1 s: 4, 2 microbatches
 
     Args:
-      considered: by the search, a line each.
+      considered: by the search.
     """
-    priced: dict[str, dict[str, float]] = {}
-    failed: dict[str, dict[str, list[str]]] = {}
-    said: dict[str, list[str]] = {}
-    ruled_out: dict[str, dict[str, float]] = {}
+    priced: dict[int, dict[str, float]] = {}
+    failed: dict[int, dict[str, list[str]]] = {}
+    said: dict[str, list[int]] = {}
+    ruled_out: dict[str, dict[int | str, float]] = {}
     others: list[str] = []
-    for line in considered:
-        if found := _RULED_OUT.fullmatch(line):
-            ruled_out.setdefault(found["how"], {})[found["what"]] = float(found["seconds"])
-        elif found := _COUNT.fullmatch(line):
-            said.setdefault(found["words"], []).append(found["count"])
-        elif found := _SCHEDULE.fullmatch(line):
-            count, schedule, outcome = found.groups()
-            if seconds := _PRICED.fullmatch(outcome):
-                known = priced.setdefault(count, {})
-                known[schedule] = min(float(seconds["seconds"]), known.get(schedule, inf))
-            else:
-                failed.setdefault(count, {}).setdefault(outcome, []).append(schedule)
+    for one in considered:
+        if not one.searched and one.least_seconds:
+            ruled_out.setdefault(one.words, {})[one.what] = one.least_seconds
+        elif isinstance(one.what, str):
+            others.append(str(one))
+        elif one.schedule is None:
+            said.setdefault(one.words, []).append(one.what)
+        elif one.seconds is not None:
+            known = priced.setdefault(one.what, {})
+            known[one.schedule] = min(one.seconds, known.get(one.schedule, inf))
         else:
-            others.append(line)
-    schedules: dict[str, list[str]] = {}
+            failed.setdefault(one.what, {}).setdefault(one.words, []).append(one.schedule)
+    schedules: dict[str, list[int]] = {}
     for count in dict.fromkeys((*priced, *failed)):
         schedules.setdefault(_schedules(priced.get(count, {}), failed.get(count, {})), []).append(count)
     for words, counts in (*schedules.items(), *said.items()):
-        yield f"{', '.join(counts)} microbatches: {words}"
+        yield f"{', '.join(map(str, counts))} microbatches: {words}"
     for how, least in ruled_out.items():
-        yield f"{how}, at least {format_seconds(min(least.values()))}: {_together(least)}"
+        counts = ", ".join(str(what) for what in least if isinstance(what, int))
+        names = [f"{counts} microbatches"] * bool(counts) + [what for what in least if isinstance(what, str)]
+        yield f"{how}, at least {format_seconds(min(least.values()))}: {'; '.join(names)}"
     yield from others
-
-
-def _together(candidates: Iterable[str]) -> str:
-    """Candidates by name, those that are a number of microbatches first."""
-    counts, others = [], []
-    for what in candidates:
-        count, _, noun = what.partition(" ")
-        (counts if noun == "microbatches" else others).append(count if noun == "microbatches" else what)
-    return "; ".join([*([f"{', '.join(counts)} microbatches"] if counts else []), *others])
 
 
 def _schedules(priced: dict[str, float], failed: dict[str, list[str]]) -> str:
     """Of one number of microbatches: the schedules with a plan, the fastest first, and those without."""
     parts = []
     if priced:
-        fastest = sorted(priced, key=lambda schedule: priced[schedule])
+        # Schedules that take the same up to rounding stay in the order of the search.
+        fastest = sorted(priced, key=lambda schedule: float(f"{priced[schedule]:.6g}"))
         parts.append(", ".join(f"{schedule} {format_seconds(priced[schedule])}" for schedule in fastest))
     for outcome, schedules in failed.items():
         without = [schedule for schedule in dict.fromkeys(schedules) if schedule not in priced]

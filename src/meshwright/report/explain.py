@@ -14,6 +14,7 @@ from ..plan import ParameterPlan, Plan, Stage
 from ..plan.words import common_name, mesh_words, name_pattern, number_words, optimizer_words, stage_words
 from ..schedule import WORTH_SPLITTING
 from ..search.alternative import TOO_LITTLE, Alternative
+from ..search.considered import Considered
 from ..sharding import Spec
 from .considered import considered_lines
 from .groups import grouped
@@ -39,13 +40,13 @@ _INDENT = "  "
 
 
 def explain_plan(
-    plan: Plan, *, considered: Sequence[str] = (), alternatives: Sequence[Alternative] = (), width: int = _WIDTH
+    plan: Plan, *, considered: Sequence[Considered] = (), alternatives: Sequence[Alternative] = (), width: int = _WIDTH
 ) -> str:
     """The plan as text, without a final newline.
 
     Args:
       plan: to be explained.
-      considered: the candidates that the search compared, a line each.
+      considered: the candidates that the search compared.
       alternatives: plans that were not taken.
       width: of the page, characters; a single cell or word that is wider stays whole.
     """

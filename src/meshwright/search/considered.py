@@ -1,33 +1,42 @@
-"""What several searches of one request say that they have considered, told together."""
+"""What a search has considered: candidates, and what came of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-_UNSEARCHED = "microbatches: not searched"
+from dataclasses import KW_ONLY, dataclass
 
 
-def said_once(*searches: Iterable[str]) -> tuple[str, ...]:
-    """The lines of all searches, each once; that a number of microbatches was not searched only where no search says
-    more of it, and only what the last says.
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """A candidate and what came of it.
 
-    >>> said_once(["4 microbatches, gpipe: 2 s", "8 microbatches: not searched, out of time"],
-    ...           ["4 microbatches: not searched, out of time", "8 microbatches: not searched, 3 s at the very least"])
-    ('4 microbatches, gpipe: 2 s', '8 microbatches: not searched, 3 s at the very least')
+    >>> print(Considered(8, "with layers x devices 1x4 1x4", schedule="gpipe", seconds=2.5))
+    8 microbatches, gpipe: 2.5 s with layers x devices 1x4 1x4
 
     Args:
-      searches: of each the lines, in the order in which they were made.
+      what: a number of microbatches, or another candidate in words.
+      outcome: in words, after the seconds where there are any; of what was not searched why.
+      schedule: of the microbatches; None for all.
+      seconds: of a step of its plan; None without one.
+      searched: whether it was looked at.
+      least_seconds: of a step of all its plans; 0 where no bound is known.
     """
-    lines = dict.fromkeys(line for search in searches for line in search)
-    last = {_number(line): line for line in lines if _UNSEARCHED in line}
-    looked_at = {_number(line) for line in lines if _UNSEARCHED not in line}
-    return tuple(
-        line
-        for line in lines
-        if _UNSEARCHED not in line or (last[_number(line)] == line and _number(line) not in looked_at)
-    )
 
+    what: int | str
+    outcome: str = ""
+    _: KW_ONLY
+    schedule: str | None = None
+    seconds: float | None = None
+    searched: bool = True
+    least_seconds: float = 0.0
 
-def _number(line: str) -> str:
-    """The number of microbatches that a line is about, if it is about one."""
-    return line.split(" ", 1)[0]
+    @property
+    def words(self) -> str:
+        """What came of it, without the bound."""
+        seconds = "" if self.seconds is None else f"{self.seconds:.6g} s"
+        return f"{seconds} {self.outcome}".strip() if self.searched else f"not searched, {self.outcome}".rstrip(", ")
+
+    def __str__(self) -> str:
+        name = f"{self.what} microbatches" if isinstance(self.what, int) else self.what
+        name += f", {self.schedule}" if self.schedule else ""
+        least = f", {self.least_seconds:.6g} s at the very least" if self.least_seconds else ""
+        return f"{name}: {self.words}{least}"

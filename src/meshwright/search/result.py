@@ -8,6 +8,7 @@ from ..plan import Plan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from .alternative import Alternative
+from .considered import Considered
 from .inter.problem import PlacedStage
 
 
@@ -17,7 +18,7 @@ class SearchResult:
 
     Args:
       plan: the plan.
-      considered: what was looked at, a line each.
+      considered: the candidates.
       program: what it is of: the whole step, or the core cut into stages, with scans split as the plan says; None where
         the search was given no more than its graph.
       alternatives: plans that were not taken, the fastest first.
@@ -25,7 +26,7 @@ class SearchResult:
     """
 
     plan: Plan
-    considered: tuple[str, ...]
+    considered: tuple[Considered, ...]
     program: Program | StagedProgram | None = None
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[PlacedStage, ...] = ()
@@ -39,6 +40,6 @@ class NothingFaster(Exception):
       considered: as of a result.
     """
 
-    def __init__(self, least_seconds: float, considered: tuple[str, ...]) -> None:
+    def __init__(self, least_seconds: float, considered: tuple[Considered, ...]) -> None:
         super().__init__("no plan is faster than the one that is known")
         self.least_seconds, self.considered = least_seconds, considered

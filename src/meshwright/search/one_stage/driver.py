@@ -22,6 +22,7 @@ from ...program.segments import layer_segments
 from ...solve import Infeasible, Unsolved
 from ..alternative import nearest
 from ..best_known import gap_of
+from ..considered import Considered
 from ..intra.problem import IntraOpSolution
 from ..prices.least_work import least_work_seconds
 from ..result import NothingFaster, SearchResult
@@ -334,16 +335,16 @@ class _Run:
         """What every plan takes at least."""
         return min(self._left_open, *(one.least_seconds for one in (*self.solved, *self._queue)), inf)
 
-    def considered(self, best: _Solved) -> Iterator[str]:
-        """A line for each solution, and for each that was not searched."""
+    def considered(self, best: _Solved) -> Iterator[Considered]:
+        """Each solution, and what was not searched."""
         for one in sorted(self.solved, key=lambda one: one.seconds):
             why = ""
             if one is best:
-                why = " (chosen)"
+                why = "(chosen)"
             elif one.seconds < best.seconds:
-                why = " (hardly faster: the simpler mesh is taken)"
-            yield f"{one.way.words}: {one.seconds:.6g} s{why}"
-        late = ", out of time" if self._search.late else ""
+                why = "(hardly faster: the simpler mesh is taken)"
+            yield Considered(one.way.words, why, seconds=one.seconds)
+        late = "out of time" if self._search.late else ""
         for entry in sorted(self._queue):
             if isinstance(entry.what, int):
                 what = f"{entry.what} microbatches and more"
@@ -351,7 +352,7 @@ class _Run:
                 continue
             else:
                 what = entry.what.words
-            yield f"{what}: not searched{late}, {entry.least_seconds:.6g} s at the very least"
+            yield Considered(what, late, searched=False, least_seconds=entry.least_seconds)
 
     def nothing(self) -> PlanError:
         """Why there is no plan."""

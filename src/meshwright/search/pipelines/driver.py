@@ -22,6 +22,7 @@ from ...errors import PlanError
 from ...program.staged import StagedProgram
 from ..alternative import nearest
 from ..best_known import BestKnown, gap_of, handicap
+from ..considered import Considered
 from ..inter.bounds import most_seconds
 from ..inter.dynamic_program import solve_inter_op
 from ..inter.problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
@@ -33,7 +34,7 @@ from ..stages.reserve import MemoryReserve, nothing_reserved
 from .candidate import Candidate, better, merged, scheduled
 from .finished import FinishedPlans
 from .given import POWERS_OF_TWO, first_seconds, restricted
-from .interleaving import Interleaving, interleaving_words
+from .interleaving import Interleaving, considered_interleaving
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .problems import in_stages, problem_of, worth_splitting
@@ -106,7 +107,7 @@ class StageSearch:
         self.start = time.perf_counter()
         self.best = BestKnown(self._known)
         self.finished = FinishedPlans(self.costs, self._scheduled, lambda: self.over, only_splits=self._only_splits)
-        self.considered: list[str] = []
+        self.considered: list[Considered] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
 
@@ -230,8 +231,9 @@ class StageSearch:
             if self._is_slower(count, expected[count]):
                 continue
             if self.over:
-                how = "searched no further" if self.finished.stages_in(count) else "not searched"
-                self.considered.append(f"{count} microbatches: {how}, out of time")
+                searched = bool(self.finished.stages_in(count))
+                how = "searched no further, out of time" if searched else "out of time"
+                self.considered.append(Considered(count, how, searched=searched))
                 self.unsearched = min(self.unsearched, expected[count])
                 continue
             try:
@@ -239,7 +241,7 @@ class StageSearch:
             except PlanError as error:
                 # Some steps cannot be cut so finely: these numbers need not have been the user's idea.
                 refused = refused or error
-                self.considered.append(f"{count} microbatches: {error}")
+                self.considered.append(Considered(count, str(error)))
                 continue
             self.costs.searched.add(count)
             if not bounded:
@@ -248,7 +250,7 @@ class StageSearch:
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
-                    with self._in_time(expected[count], f"{count} microbatches: broken off, out of time"):
+                    with self._in_time(expected[count], Considered(count, "broken off, out of time")):
                         self._refine(count, costs, problem, bounded=bounded)
             list(self.finished.simulate(self.best, count))  # what it takes bounds other numbers
         return refused
@@ -265,18 +267,18 @@ class StageSearch:
         if least <= self.best.worth_searching:
             return False
         self.unsearched = min(self.unsearched, least)
-        self.considered.append(f"{count} microbatches: not searched, {least:.6g} s at the very least")
+        self.considered.append(Considered(count, searched=False, least_seconds=least))
         return True
 
     @contextmanager
-    def _in_time(self, least_seconds: float, *words: str) -> Iterator[None]:
+    def _in_time(self, least_seconds: float, *broken_off: Considered) -> Iterator[None]:
         """Break off what is looked at when the time is over, and say so; it takes so long at least."""
         self._may_stop = True
         try:
             yield
         except OutOfTime:
             self.unsearched = min(self.unsearched, least_seconds)
-            self.considered += words
+            self.considered += broken_off
             self.costs.forget_estimates()
         finally:
             self._may_stop = False
@@ -321,7 +323,7 @@ class StageSearch:
 
     def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
         """Search, solve what the best plan uses, and search again until it uses nothing else."""
-        name = f"{costs.program.microbatches} microbatches, {problem.order}"
+        considered = partial(Considered, costs.program.microbatches, schedule=problem.order)
         if bounded:
             self._bound(costs, problem)
         least = inf
@@ -329,7 +331,7 @@ class StageSearch:
             most, alone = self.best.worth(problem.order, problem.microbatches)
             found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
-                self.considered.append(f"{name}: {_NOTHING}")
+                self.considered.append(considered(_NOTHING))
                 return
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
@@ -338,10 +340,10 @@ class StageSearch:
             if not left:
                 self._learn(problem, found)
                 sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
-                self.considered.append(f"{name}: {found.seconds:.6g} s with layers x devices {sizes}")
+                self.considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
                 break
             if self.over:
-                self.considered.append(f"{name}: {found.seconds:.6g} s by estimates, out of time")
+                self.considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
                 break
         self.unsearched = min(self.unsearched, least * handicap(problem.order))
 
@@ -401,5 +403,5 @@ class StageSearch:
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
             self.finished.compare(candidate)
-            self.considered.append(interleaving_words(candidate))
+            self.considered.append(considered_interleaving(candidate))
             yield candidate

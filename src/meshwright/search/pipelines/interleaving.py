@@ -21,6 +21,7 @@ from math import inf, isfinite
 from ...errors import PlanError
 from ...program.equal_stages import equal_stages, main_scan
 from ...program.staged import StagedProgram
+from ..considered import Considered
 from ..stages.costs import StageCosts
 from .candidate import Candidate
 from .interleaved_stages import all_alike, balanced, fastest, in_flight_of, interleaved, places_of
@@ -242,11 +243,11 @@ class Interleaving:
         return cut
 
 
-def interleaving_words(candidate: Candidate) -> str:
+def considered_interleaving(candidate: Candidate) -> Considered:
     """A plan of several stages a rank, and what it takes."""
     ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
-    count, shape = candidate.costs.program.microbatches, f"{ranks} ranks of {stages // ranks} stages"
-    return f"{count} microbatches, interleaved: {candidate.seconds:.6g} s with {shape}"
+    count, shape = candidate.costs.program.microbatches, f"with {ranks} ranks of {stages // ranks} stages"
+    return Considered(count, shape, schedule="interleaved", seconds=candidate.seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ..program.graph import Graph, Operator
-from ..program.segments import Segments
+from meshwright.program.graph import Graph, Operator
+from meshwright.program.segments import Segments
+
 from .plan import Recompute
 
 

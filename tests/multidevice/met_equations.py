@@ -1,4 +1,4 @@
-"""The equations of a program together with arrays they really meet: what validation and measurement run them on."""
+"""The equations of a program together with arrays they really meet: what rules are validated on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._jax.jaxpr import (
+from meshwright._jax.jaxpr import (
     ClosedJaxpr,
     Equation,
     bind,
@@ -18,7 +18,7 @@ from .._jax.jaxpr import (
     open_jaxpr,
     scan_parts,
 )
-from ..program.rules import is_call
+from meshwright.program.rules import is_call
 
 
 def collect(

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-from ..cost.kernels import Kernel
-from ..search.intra.account import conversions
-from ..search.intra.problem import IntraOpSolution
-from ..search.stages.problem import StageProblem
-from ..sharding import Spec, convert
+from meshwright.cost.kernels import Kernel
+from meshwright.search.intra.account import conversions
+from meshwright.search.intra.problem import IntraOpSolution
+from meshwright.search.stages.problem import StageProblem
+from meshwright.sharding import Spec, convert
 
 _Thing = TypeVar("_Thing", Kernel, "Movement")
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..program.graph import Graph, Operator
-from ..program.origins import Origin, dim_origins
-from ..search.restrictions.roles import Roles
-from ..sharding import Spec
+from meshwright.program.graph import Graph, Operator
+from meshwright.program.origins import Origin, dim_origins
+from meshwright.search.restrictions.roles import Roles
+from meshwright.sharding import Spec
 
 # The role of each axis of a stated plan; context is none that presets have.
 ROLE_OF: Mapping[str, Any] = {

@@ -10,23 +10,24 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from .._jax.jaxpr import open_jaxpr
-from ..cluster import Cluster, LogicalMesh
-from ..errors import PlanError
-from ..program.batch import batch_inputs
-from ..program.cut import Cut
-from ..program.graph import Graph
-from ..program.segments import rematerialise
-from ..program.staged import StagedProgram, staged_program
-from ..program.trace import Program
-from ..program.traces import Traces
-from ..schedule import Schedule, make_schedule
-from ..search.intra.parameters import parameter_infos
-from ..search.intra.problem import IntraOpSolution
-from ..search.prices.choices import ParameterChoice
-from ..search.restrictions.pins import Pins
-from ..search.stages.problem import StageProblem
-from ..solve import Infeasible
+from meshwright._jax.jaxpr import open_jaxpr
+from meshwright.cluster import Cluster, LogicalMesh
+from meshwright.errors import PlanError
+from meshwright.program.batch import batch_inputs
+from meshwright.program.cut import Cut
+from meshwright.program.graph import Graph
+from meshwright.program.segments import rematerialise
+from meshwright.program.staged import StagedProgram, staged_program
+from meshwright.program.trace import Program
+from meshwright.program.traces import Traces
+from meshwright.schedule import Schedule, make_schedule
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.intra.problem import IntraOpSolution
+from meshwright.search.prices.choices import ParameterChoice
+from meshwright.search.restrictions.pins import Pins
+from meshwright.search.stages.problem import StageProblem
+from meshwright.solve import Infeasible
+
 from .memory import KeptBytes, kept_bytes
 from .plan import StatedPlan
 from .recompute import recomputed_segments

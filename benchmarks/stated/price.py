@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..cost.collective import collective_seconds
-from ..cost.efficiency import EfficiencyProfile
-from ..cost.kernels import kernel_seconds
-from ..simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
+from meshwright.cost.collective import collective_seconds
+from meshwright.cost.efficiency import EfficiencyProfile
+from meshwright.cost.kernels import kernel_seconds
+from meshwright.simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate
+
 from .plan import StatedPlan
 from .solved import SolvedKind, SolvedPlan
 from .work import Movement

@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from met_equations import collect
 
-from .._jax.jaxpr import Equation, bind, inline, is_dropped
-from .._jax.random import is_key
-from ..program.derivative import is_cut
-from ..program.factors import Factor, Rule
-from ..program.local import COMBINE, evaluate_local
-from ..program.rules import Rules, is_call
-from ..program.split import Split
-from ..sharding import Algorithm, Spec, algorithm_of
-from .follow import Follower
-from .samples import collect
+from meshwright._jax.jaxpr import Equation, bind, inline, is_dropped
+from meshwright._jax.random import is_key
+from meshwright.program.derivative import is_cut
+from meshwright.program.factors import Factor, Rule
+from meshwright.program.local import COMBINE, evaluate_local
+from meshwright.program.rules import Rules, is_call
+from meshwright.program.split import Split
+from meshwright.runtime.follow import Follower
+from meshwright.sharding import Algorithm, Spec, algorithm_of
 
 Problem = Literal["result", "gradient", "failure", "missing"]
 

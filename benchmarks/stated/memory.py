@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..program.graph import Graph, Operator
-from ..program.origins import operator_origins
-from ..program.residuals import kept_values
-from ..search.intra.problem import IntraOpSolution
-from ..search.stages.problem import StageProblem
-from ..sharding import Spec
+from meshwright.program.graph import Graph, Operator
+from meshwright.program.origins import operator_origins
+from meshwright.program.residuals import kept_values
+from meshwright.search.intra.problem import IntraOpSolution
+from meshwright.search.stages.problem import StageProblem
+from meshwright.sharding import Spec
 
 _VIEWS = frozenset(
     ["reshape", "transpose", "convert_element_type", "squeeze", "slice", "broadcast_in_dim", "expand_dims", "copy"]
