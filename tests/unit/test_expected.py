@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright import value_and_grad, zoo
+from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning.plan_for import plan_for
 from meshwright.planning.programs import StepPrograms
@@ -94,7 +95,8 @@ def test_one_is_traced_if_none_has_been() -> None:
 
 def request(traces: Traces, args: Any) -> Any:
     return SimpleNamespace(
-        traces=traces, args=args, batch_axis=0, schedule=None, expectations=Expectations(), tell=lambda text: None,
+        traces=traces, args=args, batch_axis=0, schedule=None, preset=None, cluster=load_cluster("p3.16xlarge:1"),
+        expectations=Expectations(), tell=lambda text: None,
         program=lambda count: traces.program(args, microbatches=count),
         is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
     )  # fmt: skip

@@ -15,7 +15,8 @@ from meshwright import value_and_grad
 from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster, one_kind_alone
 from meshwright.errors import MemoryExceeded
 from meshwright.plan.io import plan_from_dict, plan_to_dict
-from meshwright.planning.plan_for import plan_for, plan_for as planning_module
+from meshwright.planning import plan_for as planning_module
+from meshwright.planning.plan_for import plan_for
 from meshwright.presets import gpipe
 from meshwright.program.staged import StagedProgram, staged_program
 from meshwright.program.trace import trace_program

@@ -427,14 +427,13 @@ def _or_one_stage(asked: PlanRequest, found: Planning) -> Planning:
     several stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
     `benchmarks/golden_plans.py` and `never_worse.py`.)"""
     if asked.left_seconds < 0:
-        late = "one stage: only as the search for stages counts it, out of time"
-        return replace(found, considered=(*found.considered, late))
+        return found.considering("one stage", "only as the search for stages counts it, out of time")
     try:
         one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH) * found.step_seconds, gap=_WORTH)
     except NothingFaster as nothing:
         return found.beside(nothing.least_seconds)
     except PlanError as error:
-        return replace(found, considered=(*found.considered, f"one stage: {error}"))
+        return found.considering("one stage", error)
     return one.preferred_to(found).beside(found.least_seconds)
 
 
