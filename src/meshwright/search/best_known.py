@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, isfinite
 
 from ..schedule import WORTH_SPLITTING
 from .inter.problem import Order
 
-# Plans of several stages whose objective is this much longer than the best may still be the best simulated: the sum of
-# all stages and the period count some of the same seconds twice, a smaller share where microbatches are many, and a
-# schedule may hide what a period has of transfers. Nothing proves that this is enough: of many microbatches the plans
-# of `benchmarks/planning_time.py` are the same by either, and by 2 %. Of a plan of one stage the two are the same.
-_WORTH_SIMULATING, _WORTH_SIMULATING_OF_MANY, _MANY = 1.05, 1.01, 32
+# Until a plan has been simulated, those are of interest that take this much longer at least than the best takes at least.
+_NOT_YET_SIMULATED = 1.05
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005
@@ -24,36 +21,39 @@ class BestKnown:
       seconds: that it counts for at most; infinite where nothing is known.
 
     Attributes:
-      objective: its seconds, by the objective of the search or by simulation.
-      simulated: by simulation alone.
+      simulated: what it counts for.
+      estimated: what the best plan that is solved counts for at least; it stands for the other until there is one.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.objective = self.simulated = seconds
+        self.simulated, self.estimated = seconds, inf
+
+    def estimate(self, seconds: float) -> None:
+        """A plan counts for so much at least."""
+        self.estimated = min(self.estimated, seconds)
 
     def simulate(self, seconds: float) -> None:
         """A plan counts for so much, by simulation."""
-        self.objective, self.simulated = min(self.objective, seconds), min(self.simulated, seconds)
+        self.simulated = min(self.simulated, seconds)
 
-    def worth_a_look(self, microbatches: int) -> float:
-        """Objectives of plans in so many microbatches up to this may be those of the best simulated plan."""
-        return self.objective * (_WORTH_SIMULATING if microbatches < _MANY else _WORTH_SIMULATING_OF_MANY)
+    @property
+    def seconds(self) -> float:
+        """What the best plan is thought to count for."""
+        return self.simulated if isfinite(self.simulated) else self.estimated
 
     @property
     def worth_simulating(self) -> float:
-        """Finished plans beyond this are not simulated: a plan has been, and `objective` may be less than its own by as
-        much as another plan's may be more."""
-        return self.objective * _WORTH_SIMULATING**2
+        """Plans that count for no more at least may be the best."""
+        return self.simulated if isfinite(self.simulated) else _NOT_YET_SIMULATED * self.estimated
 
     @property
     def worth_searching(self) -> float:
         """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
-        return (1 - _NOT_WORTH_SEARCHING) * self.objective
+        return (1 - _NOT_WORTH_SEARCHING) * self.seconds
 
-    def worth(self, order: Order, microbatches: int) -> tuple[float, float]:
-        """Objectives of plans in an order and so many microbatches up to this may be the best: of several stages, and
-        of one."""
-        most = self.worth_a_look(microbatches) / handicap(order)
+    def worth(self, order: Order) -> tuple[float, float]:
+        """Plans in an order that take no more at least may be the best: of several stages, and of one."""
+        most = self.worth_simulating / handicap(order)
         return most, min(most, self.simulated * (1 + 1e-9))
 
 

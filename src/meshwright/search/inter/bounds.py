@@ -49,12 +49,12 @@ def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf
     possible = np.isfinite(around)
     others = np.where(possible, np.maximum(period.T[starts, :, None], period_after.T[stops, None, :]), 0.0)
     whole = (starts == 0) & (stops == len(positions) - 1)
-    left = np.where(whole, min(bound, alone_bound), bound)[:, None, None] - np.where(possible, around, 0.0)
-    # What stands in the sum of the stage itself: of a split backward perhaps nothing.
-    rest = problem.microbatches - 1
-    times = rest + (problem.order != "zero_bubble")
-    alone = left / times if times else np.full_like(left, inf)
-    most = np.where(possible, np.where(alone >= others, alone, left - rest * others), -inf)
+    bounds = np.where(whole, min(bound, alone_bound), bound)[:, None, None]
+    count, before = problem.microbatches, np.where(possible, total.T[starts, :, None], 0.0)
+    most = (bounds - before) / count
+    if problem.order != "zero_bubble":  # of which a stage's weight gradients may take no time of a microbatch's way
+        most = np.minimum(most, bounds - np.where(possible, around, 0.0))
+    most = np.where(possible & (count * others <= bounds), most, -inf)
     return dict(zip(problem.submeshes, most, strict=True))
 
 

@@ -2,21 +2,23 @@
 
 **The problem.** Layers 0..L-1 are cut into stages, ranges of layers in order; stage i gets the submesh that follows the
 one of stage i-1, and all devices are used. A stage on a submesh has *options* (logical mesh, rematerialisation), each
-with seconds forward f and backward b of a microbatch, seconds s once a step, and bytes. The objective, for B
-microbatches, is Alpa's (OSDI '22) with what it leaves out:
+with seconds forward f and backward b of a microbatch, w of b for the gradients of weights, seconds s once a step, and bytes. The objective, for
+B microbatches, is what a step takes at least; it is told from the last stage to the first. With c and c' the seconds of
+the transfers between stages i and i+1 and back, h those of the slowest edge of stage i one way, and k microbatches in
+flight, stage i is busy from its first forward to its last backward for at least M_i:
 
-    sum_i (f_i + b_i) + sum_i C_i + (B - 1) P + S
+* a whole backward: the largest of B (f_i + b_i), of B h, and of f_i + b_i + c + c' + M_(i+1), since the stages after it
+  wait for its first forward, and it for their last backward;
+* 1F1B, where no more may be in flight (*adaptive* leaves that open, eager 1F1B has 2k-1): also ceil(B / k) R_i and
+  R_i + B (f_i + b_i) - k f_i - b_i, where R_i is the sum of f + b + c + c' from stage i on, the round trip of a microbatch;
+* GPipe: the sum of f + b + c + c' from stage i on, and B - 1 times the largest f (or c) and the largest b (or c') of these;
+* zero bubble (ZB-H1), which puts weight gradients off: the largest of B (f_i + b_i), B h, of w_i + Z_i with Z_i the
+  largest of B (f_i + b_i - w_i) and f_i + b_i - w_i + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) - k f_i - b_i + w_i with
+  R_i without weight gradients. As many microbatches are in flight on every stage as there are stages, whose number must
+  be given.
 
-* C_i = seconds of the transfers between stages i and i+1, both ways.
-* P, the period, by schedule. 1F1B waits for its transfers: max_i (f_i + b_i + C_i). Eager 1F1B hides them: the largest
-  of all f_i + b_i and of the seconds of any one edge, one way. GPipe: max(f, c) + max(b, c'). Zero bubble (ZB-H1) fills
-  the wait for transfers with weight gradients, w_i of b_i: max_i (f_i + b_i + max(0, C_i - w_i)); and of each stage but
-  the last only max(f_i, b_i - w_i, f_i + b_i - 2 w_i) stands in the first sum, since weight gradients fill the
-  pipeline's ends. As many microbatches are in flight on every stage as there are stages, whose number must be given.
-* S = max_i (s_i - sum_(k<i) (b_k + c'_k)): what of the gradient synchronisation and update is left after the last
-  backward of the first stage; that of later stages is done while earlier ones still work. c' are cotangents' transfers.
-  In zero bubble all stages end together, and S is the largest s_i.
-
+The step ends with the last synchronisation: after M_i + s_i for stage i, or f_i + c after what follows ends. On random
+pipelines the simulated step is never less, and half of the time more by no more than 0.5 % (tested);
 and each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
 reader; a parameter held by several stages adds the exchange of its gradient between each holder and the next to s.
@@ -24,10 +26,10 @@ reader; a parameter held by several stages adds the exchange of its gradient bet
 **The method.** A dynamic program from the last stage to the first, so that the place from the end, which memory
 depends on, is known. A state is (first layer, first device); its *labels* are the ways to do what follows, and one
 label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
-sum, period, and S, and if those stages of both that earlier layers will still send something to are on the same
+round trip, M and the end, and if those stages of both that earlier layers will still send something to are on the same
 submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984). A known plan's
 objective prunes what cannot become better: two small dynamic programs over the least seconds of each range at each
-place say for every (layer, device, place) what the stages before it add at least to the sum and to the period. The
+place say for every (layer, device, place) what the stages before it add at least, and the longest of them. The
 same numbers say which labels are the most promising (A*). Brute force over all plans says the same in
 tests/property/test_inter_op.py.
 
@@ -55,27 +57,29 @@ _OTHERS = 4
 class _Label:
     """A way to run all layers from `first` on. Slots, since there are very many."""
 
-    __slots__ = ("after", "late", "periods", "seconds", "stage", "stages")
+    __slots__ = ("after", "busy", "chain_seconds", "end", "round_trip", "stage", "stages")
 
     def __init__(
         self,
         after: _Label | None,
         stage: PlacedStage | None,
         stages: int,
-        seconds: float,
-        periods: tuple[float, float],
-        late: float,
+        busy: float,
+        round_trip: float,
+        chain_seconds: tuple[float, float],
+        end: float,
     ) -> None:
         self.after, self.stage, self.stages = after, stage, stages
-        self.seconds, self.periods, self.late = seconds, periods, late
+        self.busy, self.round_trip, self.chain_seconds, self.end = busy, round_trip, chain_seconds, end
 
     def no_worse(self, other: _Label, *, counted: bool) -> bool:
         return (
             (self.stages == other.stages or (self.stages < other.stages and not counted))
-            and self.seconds <= other.seconds
-            and self.periods[0] <= other.periods[0]
-            and self.periods[1] <= other.periods[1]
-            and self.late <= other.late
+            and self.end <= other.end
+            and self.busy <= other.busy
+            and self.round_trip <= other.round_trip
+            and self.chain_seconds[0] <= other.chain_seconds[0]
+            and self.chain_seconds[1] <= other.chain_seconds[1]
         )
 
     def chain(self) -> list[PlacedStage]:
@@ -163,8 +167,8 @@ class _Search:
         return seconds, forward if problem.order == "zero_bubble" else seconds
 
     def _least_left(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """By places taken, what the layers before a layer on the devices before a position add at least to the sum, and
-        with their period to the objective: each `[layer, position]`."""
+        """By places taken, what the layers before a layer on the devices before a position add at least, and what all
+        microbatches take on the longest of their stages: each `[layer, position]`."""
         shape = (self.problem.layers + 1, len(self._positions))
         before = LeastBefore(self._positions, self._tables)
         found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -174,17 +178,14 @@ class _Search:
             if self.problem.num_stages in (None, place):
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
             found.append(tables)
-        return [(total, self._in_all(period)) for total, period in reversed(found)]
-
-    def _in_all(self, period: np.ndarray) -> np.ndarray:
-        """What a period adds to the objective; of a single microbatch nothing, however long it is."""
-        return (self.problem.microbatches - 1) * period if self.problem.microbatches > 1 else np.zeros_like(period)
+        times = self.problem.microbatches
+        return [(total, times * period) for total, period in reversed(found)]
 
     def run(self, beam: int) -> Found | None:
         """The best plan with so many labels for each state."""
         problem, self.dropped = self.problem, inf
         states: list[dict[int, dict[Any, list[_Label]]]] = [{} for _ in range(problem.layers + 1)]
-        end = _Label(None, None, 0, 0.0, (0.0, 0.0), 0.0)
+        end = _Label(None, None, 0, 0.0, 0.0, (0.0, 0.0), 0.0)
         states[problem.layers][problem.devices] = {(): [end]}
         for last in range(problem.layers, 0, -1):
             for device in sorted(states[last]):
@@ -200,28 +201,24 @@ class _Search:
         done = [label for group in states[0].get(0, {}).values() for label in group]
         if not done:
             return None
-        done.sort(key=lambda label: (self._objective(label), label.stages))
+        done.sort(key=lambda label: (label.end, label.stages))
         chains = [tuple(label.chain()) for label in done[: _OTHERS + 1]]
-        seconds = self._objective(done[0])
+        seconds = done[0].end
         bound = min(seconds, self.dropped)
         return Found(seconds=seconds, stages=chains[0], lower_bound=bound, others=tuple(chains[1:]))
 
-    def _objective(self, label: _Label) -> float:
-        return label.seconds + (self.problem.microbatches - 1) * sum(label.periods) + label.late
-
     def _promise(self, label: _Label, last: int, device: int) -> float:
         """What the best plan with this label takes at least."""
-        total, periods = (table[last][self._positions[device]] for table in self._left_lists[label.stages])
-        own = (self.problem.microbatches - 1) * sum(label.periods)
-        return label.seconds + total + max(own, periods) + label.late
+        total, longest = (table[last][self._positions[device]] for table in self._left_lists[label.stages])
+        return max(label.busy + total, longest, label.end)
 
     def _extend(self, states: list[dict[int, dict[Any, list[_Label]]]], label: _Label, last: int, device: int) -> None:
         problem, place = self.problem, label.stages + 1
         if place > self.most or device not in self.ending:
             return
-        in_flight, rest = problem.in_flight(place), problem.microbatches - 1
-        total, periods = self._step(device, last, place)
-        least = label.seconds + total + np.maximum(periods, rest * sum(label.periods))
+        in_flight = problem.in_flight(place)
+        total, longest = self._step(device, last, place)
+        least = np.maximum(label.busy + total, longest)
         worth = np.isfinite(total) & (least <= self.bound)
         for number, submesh in enumerate(self.ending[device]):
             start = self._positions[submesh.first]
@@ -230,60 +227,65 @@ class _Search:
                     continue
                 alone = first == 0 and place == 1
                 bound = min(self.bound, self.alone) if alone else self.bound
-                total_left, periods_left = (table[first][start] for table in self._left_lists[place])
+                total_left, longest_left = (table[first][start] for table in self._left_lists[place])
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
                     if not problem.fits(option, submesh, place):
                         continue
                     if edges is None:
                         edges = self._edges(label, first, last, submesh)
-                    forward, backward, widest, exchange = edges
-                    seconds = label.seconds + self._passage(option, place) + forward + backward
-                    periods = self._periods(label, option, forward, backward, widest)
-                    done = 0.0 if problem.order == "zero_bubble" else option.backward_seconds + backward
-                    late = max(0.0, option.once_seconds + exchange, label.late - done)
-                    # What is late is not counted against plans of several stages: estimates of them may be too high.
-                    after = late if alone else 0.0
-                    if seconds + total_left + max(rest * sum(periods), periods_left) + after > bound:
+                    stage = PlacedStage(first, last, submesh, option)
+                    new = self._extended(label, stage, place, *edges)
+                    # What comes after the last backward is not counted against plans of several stages: estimates of
+                    # it may be too high.
+                    if max(new.busy + total_left, longest_left, new.end if alone else 0.0) > bound:
                         continue
-                    new = _Label(label, PlacedStage(first, last, submesh, option), place, seconds, periods, late)
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
 
     def _step(self, device: int, last: int, place: int) -> tuple[np.ndarray, np.ndarray]:
         """For a stage at a place that ends before layer `last` at a device, on each submesh and from each first layer:
-        what it and all before it add at least to the sum, and with their period to the objective: each `[submesh,
+        what it and all before it add at least, and what all microbatches take on the longest of them: each `[submesh,
         first]`."""
         key = device, last, place
         if key not in self._steps:
-            sums, longest = [], []
-            total, periods = self.left[place]
+            sums, longest, times = [], [], self.problem.microbatches
+            total, longest_left = self.left[place]
             for submesh in self.ending[device]:
                 seconds, passage = (table[place - 1, :last, last] for table in self._tables[submesh])
                 start = self._positions[submesh.first]
                 sums.append(passage + total[:last, start])
-                longest.append(np.maximum(self._in_all(seconds), periods[:last, start]))
+                longest.append(np.maximum(times * seconds, longest_left[:last, start]))
             self._steps[key] = np.array(sums), np.array(longest)
         return self._steps[key]
 
-    def _passage(self, option: Option, place: int) -> float:
-        """What a stage at this place from the end adds to the first sum."""
-        return option.passage_seconds if self.problem.order == "zero_bubble" and place > 1 else option.seconds
-
-    def _periods(
-        self, label: _Label, option: Option, forward: float, backward: float, widest: float
-    ) -> tuple[float, float]:
-        """The period with this stage in front; GPipe's in its two parts."""
-        one, two = label.periods
-        match self.problem.order:
-            case "one_f_one_b":
-                return max(one, option.seconds + forward + backward, widest), two
-            case "eager_one_f_one_b":
-                return max(one, option.seconds, widest), two
-            case "zero_bubble":
-                exposed = max(0.0, forward + backward - option.weight_seconds)
-                return max(one, option.seconds + exposed, widest), two
+    def _extended(
+        self, label: _Label, stage: PlacedStage, place: int, there: float, back: float, widest: float, exchange: float
+    ) -> _Label:
+        """The label with a stage in front, at this place from the end; edges as of `_edges`."""
+        order, count, option = self.problem.order, self.problem.microbatches, stage.option
+        forward, backward, weights = option.forward_seconds, option.backward_seconds, option.weight_seconds
+        work, trip = count * option.seconds, option.seconds + there + back
+        most = self.problem.in_flight(place)
+        round_trip, chain = 0.0, (0.0, 0.0)
+        match order:
             case "gpipe":
-                return max(one, option.forward_seconds, forward), max(two, option.backward_seconds, backward)
+                one, two = label.chain_seconds
+                chain = max(one, forward, there), max(two, backward, back)
+                round_trip = label.round_trip + trip
+                busy = round_trip + (count - 1) * sum(chain)
+            case "zero_bubble":
+                trip -= weights
+                round_trip = label.round_trip + trip
+                chain = max(count * (option.seconds - weights), trip + label.chain_seconds[0]), 0.0
+                filled = round_trip + work - most * forward - (backward - weights)
+                busy = max(work, count * widest, chain[0] + weights, filled)
+            case _:
+                busy = max(work, count * widest, trip + label.busy)
+                if order == "one_f_one_b":
+                    round_trip = label.round_trip + trip
+                    busy = max(busy, -(-count // most) * round_trip, round_trip + work - most * forward - backward)
+        end = max(busy + option.once_seconds + exchange, forward + there + label.end)
+        return _Label(label, stage, place, busy, round_trip, chain, end)
 
     def _edges(self, label: _Label, first: int, last: int, submesh: Submesh) -> tuple[float, float, float, float]:
         """Seconds to the next stage and back, of the slowest edge one way, and of the exchange of gradients."""

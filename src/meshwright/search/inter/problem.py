@@ -10,8 +10,8 @@ import numpy as np
 
 from .submeshes import Submesh
 
-Order = Literal["one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
-ORDERS: tuple[Order, ...] = ("one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
+Order = Literal["adaptive", "one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
+ORDERS: tuple[Order, ...] = ("adaptive", "one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
 
 
 class Option(NamedTuple):
@@ -41,12 +41,6 @@ class Option(NamedTuple):
     def seconds(self) -> float:
         """Of one microbatch, both passes."""
         return self.forward_seconds + self.backward_seconds
-
-    @property
-    def passage_seconds(self) -> float:
-        """What a stage adds to the ends of a pipeline in which weight gradients wait."""
-        cotangent = self.backward_seconds - self.weight_seconds
-        return max(self.forward_seconds, cotangent, self.forward_seconds + cotangent - self.weight_seconds)
 
 
 def best_of(options: Sequence[Option]) -> tuple[Option, ...]:

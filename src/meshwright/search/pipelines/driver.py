@@ -25,7 +25,7 @@ from ..best_known import BestKnown, gap_of, handicap
 from ..considered import Considered
 from ..inter.bounds import most_seconds
 from ..inter.dynamic_program import solve_inter_op
-from ..inter.problem import ORDERS, Crossing, Found, InterOpProblem, Order, PlacedStage
+from ..inter.problem import ORDERS, Crossing, InterOpProblem, Order, PlacedStage
 from ..inter.submeshes import Submeshes
 from ..result import NothingFaster as NothingFaster, SearchResult as SearchResult
 from ..stages.costs import StageCosts
@@ -106,7 +106,7 @@ class StageSearch:
     def _reset(self) -> None:
         self.start = time.perf_counter()
         self.best = BestKnown(self._known)
-        self.finished = FinishedPlans(self.costs, self._scheduled, lambda: self.over, only_splits=self._only_splits)
+        self.finished = FinishedPlans(self.costs, self._scheduled, lambda: self.over)
         self.considered: list[Considered] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
@@ -161,7 +161,7 @@ class StageSearch:
             raise self._nothing_faster()
         if best is None:
             # What was thought possible was not: nothing is left out then.
-            self.unsearched, self.best.objective = inf, known
+            self.unsearched, self.best = inf, BestKnown(known)
             self.bounds.reset()
             self._search(bounded=False)
             best = self._simulate(None)
@@ -219,13 +219,13 @@ class StageSearch:
         refused: PlanError | None = None
         all_bounded = not bounded
         while left:
-            if not all_bounded and self._share_of_time > _BOUNDED_AT and isfinite(self.best.objective):
+            if not all_bounded and self._share_of_time > _BOUNDED_AT and isfinite(self.best.seconds):
                 all_bounded = True
                 for count in left:
                     self._bound_count(count, expected)
-            count = last = self.bounds.promising(left, expected, self.best.objective, self.near() or last)
+            count = last = self.bounds.promising(left, expected, self.best.seconds, self.near() or last)
             left.remove(count)
-            known = bounded and isfinite(self.best.objective)
+            known = bounded and isfinite(self.best.seconds)
             if known:
                 self._bound_count(count, expected)
             if self._is_slower(count, expected[count]):
@@ -259,8 +259,8 @@ class StageSearch:
         """Find out what a number of microbatches takes at least, as far as there is time and it may be the best."""
         if expected[count] <= self.best.worth_searching and not self.over:
             with self._in_time(expected[count]):
-                expected[count] = max(expected[count], self.bounds.of(count, self.best.objective))
-                expected[count] = max(expected[count], self.bounds.with_split(count, self.best.objective))
+                expected[count] = max(expected[count], self.bounds.of(count, self.best.seconds))
+                expected[count] = max(expected[count], self.bounds.with_split(count, self.best.seconds))
 
     def _is_slower(self, count: int, least: float) -> bool:
         """Whether a number of microbatches takes too long at least to be worth a search, and say so."""
@@ -306,7 +306,7 @@ class StageSearch:
         if self._only_splits:
             return in_stages(problem, POWERS_OF_TWO)
         finished = self.finished.stages_in(microbatches)
-        return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order, microbatches)[0]))
+        return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order)[0]))
 
     @property
     def _only_splits(self) -> bool:
@@ -328,7 +328,7 @@ class StageSearch:
             self._bound(costs, problem)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            most, alone = self.best.worth(problem.order, problem.microbatches)
+            most, alone = self.best.worth(problem.order)
             found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 self.considered.append(considered(_NOTHING))
@@ -338,7 +338,6 @@ class StageSearch:
                 self._keep(number, costs, problem, stages)
             least = found.lower_bound
             if not left:
-                self._learn(problem, found)
                 sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
                 self.considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
                 break
@@ -350,7 +349,7 @@ class StageSearch:
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self.best.worth(problem.order, problem.microbatches)
+        bound, alone = self.best.worth(problem.order)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
@@ -372,15 +371,10 @@ class StageSearch:
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth_a_look(number))
+        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order)[0])
         if found is not None:
-            self._learn(problem, found)
+            self.best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)
-
-    def _learn(self, problem: InterOpProblem, found: Found) -> None:
-        """What a plan takes bounds all others; but with a split backward by a guess at its halves."""
-        if problem.order != "zero_bubble" or self._only_splits:
-            self.best.objective = min(self.best.objective, found.seconds * handicap(problem.order))
 
     def _simulate(self, best: Candidate | None, *, again: bool = False) -> Candidate | None:
         """The best of the finished plans by simulation, and of interleaved ones.

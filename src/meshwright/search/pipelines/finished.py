@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import inf
 
-from ..best_known import BestKnown
+from ..best_known import BestKnown, handicap
 from ..inter.problem import Found, Order, PlacedStage
 from ..stages.costs import StageCosts
 from .candidate import Candidate
@@ -22,7 +22,6 @@ class FinishedPlans:
       scheduled: of costs and stages, and how many of these a rank has, the plan under the schedule that is fastest for
         it; None where it fits under none.
       over: whether the time is over and there is a plan: then one that has been simulated is enough.
-      only_splits: whether a split backward is the only order that is asked for.
 
     Attributes:
       seconds: by the objective of the search.
@@ -35,14 +34,12 @@ class FinishedPlans:
         costs: Callable[[int], StageCosts],
         scheduled: Callable[..., Candidate | None],
         over: Callable[[], bool],
-        *,
-        only_splits: bool,
     ) -> None:
         self.seconds: dict[PlanKey, float] = {}
         self.order: dict[PlanKey, Order] = {}
         self.simulated: dict[str, float] = {}
         self._candidates: dict[PlanKey, Candidate | None] = {}
-        self._costs, self._scheduled, self._only_splits, self._over = costs, scheduled, only_splits, over
+        self._costs, self._scheduled, self._over = costs, scheduled, over
 
     def add(self, number: int, found: Found, order: Order) -> None:
         """Remember a plan. Another order may have found the same stages, and thought them faster or slower."""
@@ -60,15 +57,12 @@ class FinishedPlans:
 
     def simulate(self, best: BestKnown, number: int | None = None) -> Iterator[Candidate]:
         """The best plans, of so many microbatches or of any; `best` learns what they take, which bounds all others."""
-        # What a split backward takes is a guess.
-        whole = [key for key in self.seconds if self._only_splits or self.order[key] != "zero_bubble"]
-        least = BestKnown(min((self.seconds[key] for key in whole), default=inf))
         for key in self.ascending():
             count, stages = key
             if number is not None and count != number:
                 continue
             if key not in self._candidates:
-                if self.seconds[key] > min(least.worth_a_look(count), best.worth_simulating):
+                if self.seconds[key] * handicap(self.order[key]) > best.worth_simulating:
                     continue
                 if any(self._candidates.values()) and self._over():
                     continue

@@ -101,7 +101,7 @@ class MicrobatchBounds:
         if len(self._costs.counts) == 1 or not self._is_known(source):
             return 0.0
         bound = _MAY_BE_BEST * best_seconds
-        whole = min(self._least(source, count, "one_f_one_b", bound), bound)
+        whole = min(self._least(source, count, "adaptive", bound), bound)
         self._whole[count] = max(whole, self._whole.get(count, 0.0))
         return self._filled(source, count) * whole
 
