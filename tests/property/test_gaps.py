@@ -188,8 +188,10 @@ def test_no_plan_takes_less_than_the_gap_says(name: str, stages: int | None) -> 
     "name", [name for name in REQUESTS if request(name).cluster.num_devices == 2 and "memory" not in name]
 )
 def test_of_two_devices_every_plan_is_known(name: str) -> None:
-    """Else the optimum that gaps are compared with would not be one. (Where memory binds, the best layouts that fit may be
-    others than the best that are counted to.)"""
+    """Else the optimum that gaps are compared with would not be one.
+
+    Where memory binds, the best layouts that fit may be others than the best that are counted to fit.
+    """
     of = request(name)
     for stages in stage_counts(name):
         best, found = of.best(stages), of.planned(stages)

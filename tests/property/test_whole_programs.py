@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshwright.search.one_stage.driver import OneStageSearch
-from meshwright.search.one_stage.plan import SearchRequest
 
 import meshwright as mw
 from meshwright.cluster import Cluster, Device, Host, Link
@@ -32,6 +30,8 @@ from meshwright.search.intra.limited import LimitedProblem
 from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
 from meshwright.search.intra.wiring import wiring_of_one_program
 from meshwright.search.intra.workspace import workspace_of
+from meshwright.search.one_stage.driver import OneStageSearch
+from meshwright.search.one_stage.plan import SearchRequest
 from meshwright.search.prices.choices import values_of_parameters
 from meshwright.search.restrictions.pins import Pins
 from meshwright.sharding import Spec, convert
