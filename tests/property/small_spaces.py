@@ -2,8 +2,8 @@
 
 `whole` has so few choices that every single one is priced. In those of one stage its step is the objective of its
 integer program: the optimum is the least over all structures, each solved by HiGHS alone. The others have several
-stages on two devices, in all numbers of microbatches: one that is not alone is on one device, where all layouts take and
-hold the same, so that the optimum is the least price of all structures.
+stages on two devices, in all numbers of microbatches. Of these a stage that is not alone is on one device, where all
+layouts take and hold the same: the optimum is the least price of all structures.
 """
 
 from __future__ import annotations
