@@ -1,7 +1,9 @@
 """Small spaces of plans with their optimum, found by looking at every structure and proving its layouts.
 
-`whole` has so few choices that every single one is priced. In the others there is one stage, whose step is the
-objective of its integer program: the optimum is the least over all structures, each solved by HiGHS alone.
+`whole` has so few choices that every single one is priced. In those of one stage its step is the objective of its
+integer program: the optimum is the least over all structures, each solved by HiGHS alone. The others have several
+stages on two devices, in all numbers of microbatches. Of these a stage that is not alone is on one device, where all
+layouts take and hold the same: the optimum is the least price of all structures.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ def targets() -> dict[str, Any]:
     return {
         "mlp-1": zoo.mlp(width=64, layers=1, batch=16, bias=False, optimizer="sgd"),
         "mlp-3": zoo.mlp(width=512, layers=3, batch=64),
+        "wide": zoo.mlp(width=1024, layers=4, batch=8, bias=False, optimizer="sgd"),
+        "long": zoo.mlp(width=256, layers=4, batch=512, bias=False, optimizer="sgd"),
         "gpt-1": gpt.build(small_gpt),
         "moe-2": moe.build(dataclasses.replace(moe.CONFIGS["moe-tiny"], layers=2)),
     }
@@ -50,7 +54,13 @@ SPACES: dict[str, tuple[str, int, float | None, tuple[int, ...], dict[str, Any]]
     "tight": ("mlp-3", 4, 7.5e6, (1, 2), {"stages": 1}),
     "gpt": ("gpt-1", 2, None, (1,), {"stages": 1}),
     "moe": ("moe-2", 2, None, (2,), {"stages": 1}),
+    "two stages": ("wide", 2, None, (1, 2, 4, 8), {"stages": 2}),
+    "any stages": ("long", 2, None, (1, 2, 4, 8), {}),
+    "any stages, tight": ("long", 2, 3.6e6, (1, 2, 4, 8), {}),
 }
+
+# Spaces of which every structure is priced.
+STRUCTURES = ("two stages", "any stages", "any stages, tight")
 
 # The same of a space that is too large for its optimum to be known.
 PIPELINES = "pipelines"
@@ -79,6 +89,8 @@ def optimum(name: str) -> float:
     """Seconds of the best plan."""
     if name == "whole":
         return [one.seconds for one in Exhaustive().run(space(name), Budget())][-1]
+    if name in STRUCTURES:
+        return min(price.seconds for price in map(space(name).price, space(name).structures.all()) if price.fits)
     return min(_least_seconds(space(name), structure) for structure in space(name).structures.all())
 
 

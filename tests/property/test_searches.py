@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from small_spaces import PIPELINES, SPACES, optimum, space
+from small_spaces import PIPELINES, SPACES, STRUCTURES, optimum, space
 
 from meshwright.errors import PlanError
 from meshwright.search.rivals import SEARCH_NAMES, Budget, Found, Search, search_named
@@ -19,6 +19,14 @@ ROUNDING = 1e-9
 
 # Most methods have found what they find on these spaces by then.
 EVALUATIONS = 150
+
+# What the default does not find: 2.5, 2.8 and 6.5 % of a step.
+_UNSPLIT = "in one microbatch a split backward is only looked at where a whole one is nearly as fast"
+MISSED = {
+    ("hierarchical", "two stages"): _UNSPLIT,
+    ("hierarchical", "any stages"): _UNSPLIT,
+    ("hierarchical", "any stages, tight"): "of stages in 1F1B the objective is more than their simulated step",
+}
 
 named = pytest.mark.parametrize("search", [*map(search_named, SEARCH_NAMES)], ids=SEARCH_NAMES)
 
@@ -46,11 +54,26 @@ def test_what_is_found_fits_and_what_is_proven_holds(search: Search, name: str) 
         assert after.seconds <= before.seconds
         assert after.lower_bound >= before.lower_bound
         assert (after.seconds, -after.lower_bound) != (before.seconds, -before.lower_bound)
-    if search.exact and found and len(of.structures.stage_counts or (1, 2)) == 1:
+    if search.exact and found and of.structures.stage_counts == {1}:
         assert found[-1].seconds == pytest.approx(best, rel=1e-5)
         assert found[-1].lower_bound == pytest.approx(best, rel=1e-5)
     if search.name == "exhaustive":
         assert (name == "whole") == bool(found)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("search", [search_named("bfs"), search_named("hierarchical")], ids=["bfs", "hierarchical"])
+def test_the_optimum_of_several_stages_is_found(search: Search, name: str, request: pytest.FixtureRequest) -> None:
+    """By what looks at every structure, and by the default. What they prove of pipelines does not reach it."""
+    if (search.name, name) in MISSED:
+        request.applymarker(pytest.mark.xfail(reason=MISSED[search.name, name], strict=True))
+    assert run(search, space(name), Budget())[-1].seconds == pytest.approx(optimum(name), rel=1e-5)
+
+
+def test_the_best_of_any_stages_are_several() -> None:
+    """In a microbatch, and in several where memory is tight."""
+    found = {name: [*search_named("bfs").run(space(name), Budget())][-1].choice for name in STRUCTURES}
+    assert [(len(one.stages), one.microbatches) for one in found.values()] == [(2, 1), (2, 1), (2, 4)]
 
 
 @named

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -206,9 +207,11 @@ class StageCosts:
             self._limits[key] = self._reserve.limit(usable, last=last, remat=remat)
         return self._limits[key]
 
-    def _limit_of(self, submesh: Submesh, stop: int, remat: str) -> float:
-        """Of a stage that ends before this layer."""
-        return self.limit_bytes(submesh, stop == len(self.program.layers), remat)
+    def _limit_of(self, first: int, last: int, submesh: Submesh, remat: str) -> float:
+        """Of a range of layers: one that has nothing to rematerialise keeps everything, whatever is asked of it."""
+        if not self.solver.segments(first, last):
+            remat = "none"
+        return self.limit_bytes(submesh, last == len(self.program.layers), remat)
 
     def forget_estimates(self) -> None:
         """Estimate every range again, whatever it takes."""
@@ -262,7 +265,8 @@ class StageCosts:
         known = self._solved.setdefault((self.solver.number(first, last), kind), {})
         if in_flight in known:
             return known[in_flight]
-        found = self._solved_ways(first, last, kind, in_flight, lambda remat: self._limit_of(submesh, last, remat))
+        limit = partial(self._limit_of, first, last, submesh)
+        found = self._solved_ways(first, last, kind, in_flight, limit)
         known[in_flight] = best_of(found)
         return known[in_flight]
 
