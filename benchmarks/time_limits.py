@@ -104,8 +104,8 @@ def measured(program: str, path: str, limit: float) -> dict[str, Any]:
     """A row, in this process."""
     from meshwright import zoo
     from meshwright.errors import PlanError
-    from meshwright.planning.request import PlanOptions
     from meshwright.planning.plan_for import plan_without_advice
+    from meshwright.planning.request import PlanOptions
     from meshwright.program.traces import traces_of
 
     if program == "loop":

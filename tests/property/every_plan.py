@@ -25,18 +25,18 @@ import jax.numpy as jnp
 
 import meshwright as mw
 from meshwright.cluster import Cluster, Host, host_orders, load_cluster
-from meshwright.microbatch_counts import microbatch_counts
-from meshwright.planning.request import Planning, PlanOptions
+from meshwright.planning.microbatch_counts import microbatch_counts
 from meshwright.planning.plan_for import plan_without_advice, request_of
+from meshwright.planning.programs import StepPrograms
+from meshwright.planning.refine import MARGIN, held_bytes, usable_bytes, written_out
+from meshwright.planning.request import Planning, PlanOptions
+from meshwright.planning.stages import stage_request
 from meshwright.program.traces import Traces, traces_of
-from meshwright.refine import MARGIN, held_bytes, usable_bytes, written_out
 from meshwright.schedule import WORTH_SPLITTING
 from meshwright.search.pipelines.candidate import scheduled
 from meshwright.search.space.choice import Choice
 from meshwright.search.space.space import Space
 from meshwright.search.stages.reserve import MissedMemory
-from meshwright.stage_planning import stage_request
-from meshwright.step_programs import StepPrograms
 
 # Relative, to which layouts are solved.
 _GAP = 1e-6

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise, product
-from math import ceil, inf, isfinite
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
 import pytest
 
 from meshwright.schedule import make_schedule
+from meshwright.search.best_known import bounds
 from meshwright.search.inter.dynamic_program import solve_inter_op
 from meshwright.search.inter.problem import ORDERS, Crossing, InterOpProblem, Option, Order
 from meshwright.search.inter.submeshes import Submesh
@@ -132,8 +133,6 @@ def price(problem: InterOpProblem, plan: Plan) -> float:
     w = np.array([option.weight_seconds for *_, option in plan])
     if problem.order != "zero_bubble":
         w = 0 * w
-    kept = {"eager_one_f_one_b": [min(b, 2 * (n - i) - 1) for i in range(n)], "zero_bubble": n * [min(b, n)]}
-    in_flight = kept.get(problem.order, [min(b, n - i) for i in range(n)])
 
     def way(i: int, j: int) -> float:
         """Of a microbatch from stage i to before stage j and back."""
@@ -141,27 +140,27 @@ def price(problem: InterOpProblem, plan: Plan) -> float:
 
     ends = []
     for i in range(n):
-        if problem.order == "gpipe":
-            periods = max(f[i:].max(), there[i:].max()) + max(g[i:].max(), back[i:].max())
+        if problem.order in ("gpipe", "one_f_one_b", "eager_one_f_one_b"):
+            periods = {
+                "gpipe": max(f[i:].max(), there[i:].max()) + max(g[i:].max(), back[i:].max()),
+                "one_f_one_b": max((f + g + there + back)[i:].max(), *widest[i:]),
+                "eager_one_f_one_b": max((f + g)[i:].max(), *widest[i:]),
+            }[problem.order]
             busy = way(i, n) + (b - 1) * periods
         elif problem.order == "zero_bubble":
             busy = max(
                 b * (f[i] + g[i]), b * widest[i], w[i] + max(way(i, j) + b * (f + g - w)[j] for j in range(i, n)),
-                way(i, n) + b * (f[i] + g[i]) - in_flight[i] * f[i] - (g[i] - w[i]),
+                way(i, n) + b * (f[i] + g[i]) - min(b, n) * f[i] - (g[i] - w[i]),
             )  # fmt: skip
         else:
-            # Some stage after it, or edge, is busy with all microbatches; or no more are in flight.
-            each = [b * (f[j] + g[j]) for j in range(n)], [b * widest[j] for j in range(n)]
-            trips = [ceil(b / in_flight[j]) * way(j, n) for j in range(n)]
-            first = [way(j, n) + b * (f[j] + g[j]) - in_flight[j] * f[j] - g[j] for j in range(n)]
-            terms = (*each, trips, first) if problem.order == "one_f_one_b" else each
-            busy = max(way(i, j) + term[j] for j in range(i, n) for term in terms)
+            # Some stage after it, or edge, is busy with all microbatches.
+            busy = max(way(i, j) + b * max(f[j] + g[j], widest[j]) for j in range(i, n))
         ends.append(float((f + there)[:i].sum()) + busy + plan[i][3].once_seconds + exchange[i])
     return float(max(ends))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_objective_is_less_than_the_simulated_step_and_seldom_by_much(order: Order) -> None:
+def test_what_bounds_is_no_more_than_the_simulated_step_and_seldom_much_less(order: Order) -> None:
     generator = np.random.default_rng(ORDERS.index(order))
     shares = []
     for _ in range(150):
@@ -199,10 +198,12 @@ def test_the_objective_is_less_than_the_simulated_step_and_seldom_by_much(order:
         )  # fmt: skip
         tries = {"adaptive": [("eager_one_f_one_b", {}), ("one_f_one_b", {})]}.get(order, [(order, {})])
         step = min(simulate(make_schedule(name, n, count, **more), timing).step_seconds for name, more in tries)
-        assert found.seconds <= step * (1 + 1e-9)
         shares.append(found.seconds / step)
-    assert np.median(shares) > 0.97
-    assert min(shares) > 0.6
+    if bounds(order):
+        assert max(shares) < 1 + 1e-9
+        assert np.median(shares) > 0.97
+    else:
+        assert 1 - 1e-9 < min(shares) <= max(shares) < 1.25
 
 
 @pytest.mark.parametrize("order", ORDERS)

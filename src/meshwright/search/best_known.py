@@ -7,8 +7,10 @@ from math import inf, isfinite
 from ..schedule import WORTH_SPLITTING
 from .inter.problem import Order
 
-# Until a plan has been simulated, those are of interest that take this much longer at least than the best takes at least.
-_NOT_YET_SIMULATED = 1.05
+# What is estimated of a plan may be more than it takes by so much, of many microbatches by less: an objective of 1F1B
+# counts some seconds of unlike stages twice (`inter.dynamic_program`). Until a plan has been simulated, what takes so
+# much longer than the best at least is of interest too.
+_MAY_BE_LESS, _OF_MANY_MAY_BE_LESS, _MANY = 1.05, 1.01, 32
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005
@@ -42,19 +44,23 @@ class BestKnown:
         return self.simulated if isfinite(self.simulated) else self.estimated
 
     @property
-    def worth_simulating(self) -> float:
-        """Plans that count for no more at least may be the best."""
-        return self.simulated if isfinite(self.simulated) else _NOT_YET_SIMULATED * self.estimated
-
-    @property
     def worth_searching(self) -> float:
         """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
         return (1 - _NOT_WORTH_SEARCHING) * self.seconds
 
-    def worth(self, order: Order) -> tuple[float, float]:
-        """Plans in an order that take no more at least may be the best: of several stages, and of one."""
-        most = self.worth_simulating / handicap(order)
+    def worth(self, order: Order, microbatches: int) -> tuple[float, float]:
+        """Objectives of plans in an order and so many microbatches up to this may be the best: of several stages, and
+        of one."""
+        slack = _MAY_BE_LESS if microbatches < _MANY else _OF_MANY_MAY_BE_LESS
+        if bounds(order) and isfinite(self.simulated):
+            slack = 1.0
+        most = slack * self.seconds / handicap(order)
         return most, min(most, self.simulated * (1 + 1e-9))
+
+
+def bounds(order: Order) -> bool:
+    """Whether no plan takes less than its objective in an order."""
+    return order not in ("one_f_one_b", "eager_one_f_one_b")
 
 
 def gap_of(seconds: float, least_seconds: float) -> float:

@@ -2,24 +2,27 @@
 
 **The problem.** Layers 0..L-1 are cut into stages, ranges of layers in order; stage i gets the submesh that follows the
 one of stage i-1, and all devices are used. A stage on a submesh has *options* (logical mesh, rematerialisation), each
-with seconds forward f and backward b of a microbatch, w of b for the gradients of weights, seconds s once a step, and bytes. The objective, for
-B microbatches, is what a step takes at least; it is told from the last stage to the first. With c and c' the seconds of
-the transfers between stages i and i+1 and back, h those of the slowest edge of stage i one way, and k microbatches in
-flight, stage i is busy from its first forward to its last backward for at least M_i:
+with seconds forward f and backward b of a microbatch, w of b for the gradients of weights, seconds s once a step, and
+bytes. With c and c' the seconds of the transfers between stages i and i+1 and back, h those of the slowest edge of
+stage i one way, k microbatches in flight of B in all, and R_i the sum of f + b + c + c' from stage i on, stage i is
+busy for M_i from its first forward to its last backward:
 
-* a whole backward: the largest of B (f_i + b_i), of B h, and of f_i + b_i + c + c' + M_(i+1), since the stages after it
-  wait for its first forward, and it for their last backward;
-* 1F1B, where no more may be in flight (*adaptive* leaves that open, eager 1F1B has 2k-1): also ceil(B / k) R_i and
-  R_i + B (f_i + b_i) - k f_i - b_i, where R_i is the sum of f + b + c + c' from stage i on, the round trip of a microbatch;
-* GPipe: the sum of f + b + c + c' from stage i on, and B - 1 times the largest f (or c) and the largest b (or c') of these;
-* zero bubble (ZB-H1), which puts weight gradients off: the largest of B (f_i + b_i), B h, of w_i + Z_i with Z_i the
-  largest of B (f_i + b_i - w_i) and f_i + b_i - w_i + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) - k f_i - b_i + w_i with
-  R_i without weight gradients. As many microbatches are in flight on every stage as there are stages, whose number must
-  be given.
+* *adaptive*, any order with a whole backward: at least the largest of B (f_i + b_i), of B h, and of f_i + b_i + c + c'
+  + M_(i+1), since the stages after it wait for its first forward, and it for their last backward;
+* GPipe: R_i, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
+* 1F1B: about R_i + (B - 1) P, Alpa's objective (OSDI '22), where P, the period, is the largest f + b + c + c' or h from
+  stage i on: it waits for its transfers; and eager 1F1B, which hides them, the same with the largest f + b or h;
+* zero bubble (ZB-H1), which puts weight gradients off: at least the largest of B (f_i + b_i), of B h, of w_i + Z_i,
+  where Z_i is the largest of B (f_i + b_i - w_i) and f_i + b_i - w_i + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) -
+  k f_i - b_i + w_i with R_i without weight gradients. As many microbatches are in flight on every stage as there are
+  stages, whose number must be given.
 
-The step ends with the last synchronisation: after M_i + s_i for stage i, or f_i + c after what follows ends. On random
-pipelines the simulated step is never less, and half of the time more by no more than 0.5 % (tested);
-and each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
+A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. The
+objectives of adaptive, GPipe and zero bubble are never more than the simulated step, and half of the time less by no
+more than 0.5 % (tested): they bound what plans take. Those of 1F1B and eager 1F1B may be a fifth too high where stages
+are unlike; they find plans whose transfers are hidden or few, and bound nothing.
+
+Each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
 reader; a parameter held by several stages adds the exchange of its gradient between each holder and the next to s.
 
@@ -41,13 +44,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import numpy as np
 
 from .bounds import LeastBefore, positions_of
-from .problem import Found, InterOpProblem, Option, PlacedStage
+from .problem import Found, InterOpProblem, PlacedStage
 from .submeshes import Submesh
 
 # How many plans beside the best are handed back.
@@ -117,6 +120,9 @@ def solve_inter_op(
     if narrow is not None:
         search.bound = narrow.seconds * (1 + 1e-12)
     wide = search.run(beam)
+    while wide is None and narrow is None and isfinite(search.dropped):
+        beam *= 4  # labels of no plan have kept those of all plans out
+        wide = search.run(beam)
     if wide is None and narrow is not None:
         return replace(narrow, lower_bound=min(narrow.seconds, search.dropped))
     return wide
@@ -268,22 +274,22 @@ class _Search:
         most = self.problem.in_flight(place)
         round_trip, chain = 0.0, (0.0, 0.0)
         match order:
-            case "gpipe":
-                one, two = label.chain_seconds
-                chain = max(one, forward, there), max(two, backward, back)
-                round_trip = label.round_trip + trip
-                busy = round_trip + (count - 1) * sum(chain)
             case "zero_bubble":
                 trip -= weights
                 round_trip = label.round_trip + trip
                 chain = max(count * (option.seconds - weights), trip + label.chain_seconds[0]), 0.0
                 filled = round_trip + work - most * forward - (backward - weights)
                 busy = max(work, count * widest, chain[0] + weights, filled)
-            case _:
+            case "adaptive":
                 busy = max(work, count * widest, trip + label.busy)
-                if order == "one_f_one_b":
-                    round_trip = label.round_trip + trip
-                    busy = max(busy, -(-count // most) * round_trip, round_trip + work - most * forward - backward)
+            case _:
+                one, two = label.chain_seconds
+                round_trip = label.round_trip + trip
+                if order == "gpipe":
+                    chain = max(one, forward, there), max(two, backward, back)
+                else:
+                    chain = max(one, trip if order == "one_f_one_b" else option.seconds, widest), 0.0
+                busy = round_trip + (count - 1) * sum(chain)
         end = max(busy + option.once_seconds + exchange, forward + there + label.end)
         return _Label(label, stage, place, busy, round_trip, chain, end)
 

@@ -21,7 +21,7 @@ from math import inf, isfinite
 from ...errors import PlanError
 from ...program.staged import StagedProgram
 from ..alternative import nearest
-from ..best_known import BestKnown, gap_of, handicap
+from ..best_known import BestKnown, bounds, gap_of, handicap
 from ..considered import Considered
 from ..inter.bounds import most_seconds
 from ..inter.dynamic_program import solve_inter_op
@@ -33,11 +33,11 @@ from ..stages.part_rows import OutOfTime
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from .candidate import Candidate, better, merged, scheduled
 from .finished import FinishedPlans
-from .given import POWERS_OF_TWO, first_seconds, restricted
+from .given import first_seconds, restricted
 from .interleaving import Interleaving, considered_interleaving
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
-from .problems import in_stages, problem_of, worth_splitting
+from .problems import SPLIT_STAGES, in_stages, problem_of
 from .request import (
     INTERLEAVED,
     SIMULATED as SIMULATED,
@@ -57,7 +57,7 @@ _NOTHING = "nothing that fits or is as fast"
 
 # Labels of a state; and the submeshes from which on there are fewer: what is looked at is many times what there is to
 # gain on a large cluster.
-_MOST_LABELS, _MANY_PLACES = 256, 400
+_MOST_LABELS, _FEW, _MANY_PLACES = 256, 8, 400
 
 # Plans of the last run that are looked at again in a repeated search.
 _AGAIN = 3
@@ -303,10 +303,16 @@ class StageSearch:
         problem = self._problem(costs, order, crossings)
         if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
-        if self._only_splits:
-            return in_stages(problem, POWERS_OF_TWO)
-        finished = self.finished.stages_in(microbatches)
-        return in_stages(problem, worth_splitting(finished, microbatches, self.best.worth(order)[0]))
+        if not self._only_splits:
+            # Of any number of stages it is a bound, which seldom leaves anything.
+            self._bound(costs, problem)
+            most, alone = self.best.worth(order, microbatches)
+            found = solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
+            if found is None:
+                return []
+            if min(problem.layers, problem.devices) > max(SPLIT_STAGES):
+                self.unsearched = min(self.unsearched, found.lower_bound * handicap(order))
+        return in_stages(problem, SPLIT_STAGES)
 
     @property
     def _only_splits(self) -> bool:
@@ -328,7 +334,7 @@ class StageSearch:
             self._bound(costs, problem)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            most, alone = self.best.worth(problem.order)
+            most, alone = self.best.worth(problem.order, problem.microbatches)
             found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 self.considered.append(considered(_NOTHING))
@@ -344,16 +350,18 @@ class StageSearch:
             if self.over:
                 self.considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
                 break
-        self.unsearched = min(self.unsearched, least * handicap(problem.order))
+        if bounds(problem.order):
+            self.unsearched = min(self.unsearched, least * handicap(problem.order))
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self.best.worth(problem.order)
+        bound, alone = self.best.worth(problem.order, problem.microbatches)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
-        self.unsearched = min(self.unsearched, bound * handicap(problem.order), alone)
+        if bounds(problem.order):
+            self.unsearched = min(self.unsearched, min(bound, alone) * handicap(problem.order))
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -371,7 +379,9 @@ class StageSearch:
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order)[0])
+        found = solve_inter_op(
+            restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order, problem.microbatches)[0]
+        )
         if found is not None:
             self.best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import inf
 
-from ..best_known import BestKnown, handicap
+from ..best_known import BestKnown
 from ..inter.problem import Found, Order, PlacedStage
 from ..stages.costs import StageCosts
 from .candidate import Candidate
@@ -62,7 +62,7 @@ class FinishedPlans:
             if number is not None and count != number:
                 continue
             if key not in self._candidates:
-                if self.seconds[key] * handicap(self.order[key]) > best.worth_simulating:
+                if self.seconds[key] > best.worth(self.order[key], count)[0]:
                     continue
                 if any(self._candidates.values()) and self._over():
                     continue

@@ -11,6 +11,9 @@ from ..stages.costs import StageCosts
 from .given import of_layers
 from .request import StageRequest
 
+# Numbers of stages of which each is looked at with a split backward.
+SPLIT_STAGES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+
 
 def problem_of(
     request: StageRequest,
@@ -58,24 +61,3 @@ def in_stages(problem: InterOpProblem, counts: Iterable[int]) -> list[InterOpPro
     """
     most = min(problem.layers, problem.devices)
     return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
-
-
-def worth_splitting(finished: Iterable[tuple[int, float]], microbatches: int, most_seconds: float) -> set[int]:
-    """Numbers of stages in which a split backward may be worth it: those of plans with a whole one that it would make
-    fast enough, and twice as many, since smaller bubbles allow more.
-
-    >>> sorted(worth_splitting([(4, 10.0), (8, 20.0)], 16, 10.0))
-    [4, 8]
-
-    Args:
-      finished: how many stages plans with a whole backward have, and their seconds.
-      microbatches: in a step.
-      most_seconds: what takes longer is of no interest.
-    """
-    worth = {n for n, seconds in finished if seconds * _least_share_split(n, microbatches) <= most_seconds}
-    return {times * count for count in worth for times in (1, 2)}
-
-
-def _least_share_split(stages: int, microbatches: int) -> float:
-    """What a step takes with a split backward, of what it takes with a whole one: a third of the bubble of 1F1B."""
-    return (microbatches + (stages - 1) / 3) / (microbatches + stages - 1)

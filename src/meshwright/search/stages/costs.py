@@ -149,7 +149,9 @@ class StageCosts:
         for submesh, most in most_seconds.items():
             kind = self.solver.kind_of[submesh]
             kinds[kind] = np.maximum(kinds[kind], most) if kind in kinds else most
-        self.estimates.focus(kinds)
+        if self.estimates.focus(kinds):
+            self._estimated.clear()
+            self._corrections.clear()
 
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted."""

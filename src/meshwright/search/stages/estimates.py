@@ -131,13 +131,20 @@ class StageEstimates:
         self._reserve = reserve
         self._clear()
 
-    def focus(self, most_seconds: Mapping[int, np.ndarray]) -> None:
+    def focus(self, most_seconds: Mapping[int, np.ndarray]) -> bool:
         """From now on only ranges are of interest that take, in one microbatch, no longer than this.
 
         Args:
           most_seconds: for a kind of submesh, `[layers + 1, layers + 1]`; kinds that are not there have no bound.
+
+        Returns:
+          Whether some were of no interest before that are now: all estimates are then forgotten.
         """
-        self._most = most_seconds
+        before, self._most = self._most, most_seconds
+        wider = any(kind not in most_seconds or (most_seconds[kind] > most).any() for kind, most in before.items())
+        if wider:
+            self._clear()
+        return wider
 
     def forget(self) -> None:
         """Estimate every range again, whatever it takes."""
