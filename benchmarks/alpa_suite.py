@@ -6,9 +6,9 @@
 Prints one JSON object: what was run, with which versions, and a row for each cell, that is for each family of models
 (gpt, moe, wresnet) and number of V100s (AWS p3.16xlarge, 25 Gb/s between hosts, 1 to 64 of them): the plan that
 `meshwright plan` gives, the published one, and every preset that `meshwright compare` tries, each with the predicted
-seconds of a step of its best plan, with what it takes at least where that is more than the best of them takes (in any
-number of microbatches that divides the batch), or with the reason why there is none. `--markdown` prints the rows as a
-table. Exit status 1 if anything is, or may be, faster than our plan by prediction, or a cell failed.
+seconds of a step of its best plan, with what it takes at least where presets before it take no more, or with the
+reason why there is none. `--markdown` prints the rows as a table. Exit status 1 if anything is, or may be,
+faster than our plan by prediction, or a cell failed.
 
 Each cell is a process of its own with a time limit. With `--results` its row is kept in that folder, and a cell whose
 row is there is not run again.
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import heapq
 import json
 import os
 import platform
@@ -45,34 +44,31 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
-from meshwright.presets.planned import planned_preset
-from meshwright.presets.prices import PresetPrices
+from quality import faster, fates
 
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError, size_words
 from meshwright.plan import Plan
 from meshwright.planning.plan_for import plan_for
-from meshwright.planning.refine import held_bytes, written_out
+from meshwright.planning.refine import MARGIN, held_bytes, written_out
+from meshwright.planning.request import Planning, PlanOptions
 from meshwright.presets import Preset
 from meshwright.presets.candidates import candidates_for
-from meshwright.program.batch import batch_extents
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces, traces_of
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.pipelines.driver import StageRequest, search_stages
-
-# Predicted peaks are a few percent off at times: as in planning, this much of a device stays free.
-MARGIN = 1.04
-
-# A step's seconds are the least ones up to this, relative.
-GAP = 0.01
+from meshwright.search.prices.least_work import least_work_seconds
 
 # How often a published plan is searched with less memory until its programs fit.
 ATTEMPTS = 3
 
 # Seconds for a cell, and the share of them for our plan and for the published one, each; presets have what is left.
 CELL_SECONDS, PLAN_SHARE = 600.0, 0.2
+
+# No preset takes more.
+PRESET_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,76 +247,27 @@ def _presets(
 ) -> dict[str, dict[str, float | str]]:
     """Of each preset the predicted seconds of its best plan, what it takes at least, or why there is none.
 
-    Numbers of microbatches of all presets are looked at together, that of the least bound first: priced, which is a
-    better bound, and when it is the least again written out. It ends when nothing left is faster by more than what
-    bounds and prices may be off by, where a solver stopped within its gap.
+    A preset is planned as far as it may be faster than those before it; interleaved stages are tried, not bounded. Of
+    one that is not looked at before the time is over no more is known than that it does all arithmetic.
     """
-    prices, counts = PresetPrices(traces, args, cluster), _counts(args)
+
+    def plan(preset: Preset, than_seconds: float, left_seconds: float) -> Planning:
+        options = PlanOptions(cluster=cluster, preset=preset, time_limit_seconds=min(left_seconds, PRESET_SECONDS))
+        return faster(traces, args, options, than_seconds=than_seconds)
+
     # PipeDream answers another question: its gradients are of older weights.
     presets = [preset for preset in candidates_for(cluster) if preset.schedule != "pipedream"]
-    exact: dict[int, float] = {}
-    refused = dict.fromkeys(range(len(presets)), "nothing fits")
-    queue: list[tuple[float, int, int, bool]] = []
-    for number, preset in enumerate(presets):
-        try:
-            bounds = _least(prices, preset, counts)
-        except PlanError as error:
-            refused[number] = str(error)
+    found, told = fates(presets, plan, deadline=deadline), dict[str, dict[str, float | str]]()
+    least_seconds = least_work_seconds(traces.program(args).graph, 1, cluster)
+    for preset in presets:
+        fate = found.get(preset, least_seconds)
+        if isinstance(fate, Planning):
+            told[str(preset)] = {"seconds": fate.step_seconds}
+        elif isinstance(fate, PlanError):
+            told[str(preset)] = {"refused": str(fate)}
         else:
-            queue += [(least, count, number, False) for count, least in bounds.items() if least < np.inf]
-    heapq.heapify(queue)
-    best = np.inf
-    while queue and queue[0][0] < best * (1 + GAP) and time.perf_counter() < deadline:
-        least, count, number, priced = heapq.heappop(queue)
-        remat = presets[number].remat
-        try:
-            if priced:
-                plan = planned_preset(prices, presets[number], [count], remat=remat, margin=MARGIN).plan
-                assert plan.predicted is not None
-                exact[number] = min(plan.predicted.step_seconds, exact.get(number, np.inf))
-                best = min(best, exact[number])
-            else:
-                found = prices.priced(presets[number], count, remat=remat)
-                assert found is not None
-                heapq.heappush(queue, (max(least, found.step_seconds), count, number, True))
-        except PlanError as error:
-            refused[number] = str(error)
-    at_least: dict[int, float] = {}
-    for least, _, number, _ in queue:
-        at_least[number] = min(least, at_least.get(number, np.inf))
-    found_of: dict[str, dict[str, float | str]] = {}
-    for number, preset in enumerate(presets):
-        known: dict[str, float | str] = {}
-        if number in exact:
-            known["seconds"] = exact[number]
-        if at_least.get(number, np.inf) < exact.get(number, np.inf):
-            known["at_least"] = at_least[number]  # in another number of microbatches
-        found_of[str(preset)] = known or {"refused": refused[number]}
-    return found_of
-
-
-def _least(prices: PresetPrices, preset: Preset, counts: Sequence[int]) -> dict[int, float]:
-    """Seconds that a preset takes at least, by numbers of microbatches; infinite where it cannot fit."""
-    prices.check(preset)
-    refused: PlanError | None = None
-    mine = [count for count in counts if preset.chunks == 1 or count % preset.stages == 0]
-    for fewest in mine:
-        try:
-            floor = prices.floor(preset, fewest, remat=preset.remat)
-        except PlanError as error:
-            refused = refused or error  # some steps cannot be cut so
-        else:
-            limits = prices.limits(preset)
-            return {count: floor.step_seconds(count, limits) for count in mine if count >= fewest}
-    if refused is not None:
-        raise refused
-    return {}
-
-
-def _counts(args: tuple[Any, ...]) -> list[int]:
-    """The numbers of microbatches that the batch can be cut into."""
-    (batch,) = batch_extents(args, 0)
-    return [n for n in range(1, batch + 1) if batch % n == 0]
+            told[str(preset)] = {"at_least": fate}
+    return told
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:

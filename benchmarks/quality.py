@@ -1,27 +1,25 @@
-"""Is a plan ever worse than what people set by hand? Every Megatron-LM and DeepSpeed setting, under the same costs.
+"""Is a plan ever worse than what people set by hand? Every shape of Megatron-LM and DeepSpeed, under the same costs.
 
     python benchmarks/quality.py
     python benchmarks/quality.py --only gpt3-39b --time-limit 600
 
-For each case (a model on a cluster) every setting of tensor, pipeline and data parallelism that the devices, layers and
-batch divide, with every size of a microbatch, every number of stages a device (interleaved 1F1B), ZeRO stages 0 to 3
-(1 and 2 are one plan here), each layer rematerialised or none, sequence parallel or not. All are priced by the costs
-that the planner's own plans have (`meshwright.presets.prices`). Left out is only what provably does not fit or cannot
-be among the best ten or beat our plan: by the bounds of `meshwright.presets.least`, from one trace in as few
-microbatches as there can be.
+For each case (a model on a cluster) every *shape* is planned as a preset, in the microbatches and with the
+rematerialisation that are best for it: tensor, pipeline and data parallelism that the devices, layers and batch divide,
+every number of stages a device (interleaved 1F1B), ZeRO stages 0, 1 and 3 (1 and 2 are one plan here), sequence
+parallel or not. Left out is only what provably cannot hold its parameters, gradients and optimizer state.
 
-What beats our plan by these costs is written out, and its memory counted from the traced programs, as is done with our
-own plans: the search's count is nearly always too low. Only then does it count as a better setting.
+A shape is asked for a plan that is faster than the best one so far, at first than `MOST_RATIO` times ours. For most
+shapes there is soon seen to be none, as far as estimates are bounds (docs/stages.md, *The gap*). Interleaved stages
+are tried, not bounded.
 
-Prints one JSON object: for each case the settings, how many of them do not apply, do not fit and cannot win, the best
-ten, our plan, and our seconds over those of the best. Exit status 1 if ours takes longer than a setting that fits, or
-if not all settings were looked at before the time was over.
+Prints one JSON object: for each case how many shapes there are and what became of them, the best of those that were
+planned, our plan, and our seconds over those of the best; null if all take more than `MOST_RATIO` times ours. Exit
+status 1 if ours takes longer than a shape that fits, or if not all were looked at before the time was over.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import os
 import platform
@@ -29,35 +27,49 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-from meshwright.presets.least import Floor
-from meshwright.presets.priced import PricedPreset
-from meshwright.presets.prices import PresetPrices
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
-from meshwright.planning.plan_for import plan_for
-from meshwright.planning.refine import held_bytes, written_out
+from meshwright.planning.one_stage import plan_one_stage
+from meshwright.planning.plan_for import plan_without_advice, request_of
+from meshwright.planning.refine import MARGIN, held_bytes
+from meshwright.planning.request import Planning, PlanOptions
+from meshwright.planning.stages import plan_stages
 from meshwright.presets import Preset
 from meshwright.presets.families import three_dimensional
 from meshwright.program.batch import batch_extents
 from meshwright.program.equal_stages import main_scan
+from meshwright.program.trace import Program
 from meshwright.program.traces import Traces, traces_of
+from meshwright.search.intra.parameters import parameter_infos
+from meshwright.search.result import NothingFaster
 from meshwright.targets import load_target
 
-# Predicted peaks are a few percent off at times: as in planning, this much of a device stays free.
-MARGIN = 1.04
+# Shapes that take longer than this times our plan are not planned to the end.
+MOST_RATIO = 1.1
 
-# So many settings are shown.
+# The search leaves out numbers of microbatches that promise less than this share of what is known: so much slower a
+# plan is asked for, that none is left out which is faster.
+WORTH_SEARCHING = 0.005
+
+# So many shapes are shown.
 SHOWN = 10
+
+# A plan is faster by more than rounding.
+ROUNDING = 1e-9
+
+# What became of a preset: its best plan, what its plans take at least where that is slower than others, or why there is
+# none.
+Fate = Planning | float | PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,243 +95,175 @@ CASES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Settings that differ in their microbatches alone.
-
-    Args:
-      preset: the rest.
-      remat: "none" or "layer".
-      counts: numbers of microbatches, ascending.
-    """
-
-    preset: Preset
-    remat: str
-    counts: tuple[int, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What became of the settings.
-
-    Args:
-      settings: how many there are.
-      not_applicable: that the model or the cluster does not allow.
-      not_fitting: that do not fit, by the search's count.
-      not_winning: that cannot be among the best, or are not.
-      unknown: that were not looked at before the time was over.
-      best: those that may be, ascending; all that beat our plan, and ten besides.
-    """
-
-    settings: int = 0
-    not_applicable: int = 0
-    not_fitting: int = 0
-    not_winning: int = 0
-    unknown: int = 0
-    best: list[PricedPreset] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-
-
 def divisors(number: int) -> list[int]:
     """All of them, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def groups(devices: int, layers: int, batch: int) -> Iterator[Group]:
-    """All settings.
+def shapes(devices: int, layers: int, batch: int, *, scanned: bool = True) -> Iterator[Preset]:
+    """All shapes; those that split the model least come first, and interleaved ones last.
 
     Args:
       devices: of the cluster.
       layers: of the model.
       batch: samples of a step.
+      scanned: whether the model is a scan over these layers, whose stages have as many each. Others are cut by work.
     """
+    found = []
     for pipeline in divisors(devices):
         for tensor in divisors(devices // pipeline):
             data = devices // (pipeline * tensor)
-            if batch % data or layers % pipeline:
+            if batch % data or pipeline > layers or (scanned and layers % pipeline):
                 continue
-            counts = tuple(divisors(batch // data))
             for chunks in divisors(layers // pipeline) if pipeline > 1 else [1]:
-                mine = tuple(n for n in counts if chunks == 1 or n % pipeline == 0)
-                for zero in (0, 1, 3) if data > 1 else (0,):
-                    for together in (False, True) if tensor > 1 else (False,):
-                        preset = three_dimensional(
-                            "setting", tensor, pipeline, data, stage=zero, chunks=chunks, sequence_parallel=together
-                        )
-                        for remat in ("none", "layer"):
-                            if mine:
-                                yield Group(preset=preset, remat=remat, counts=mine)
+                if chunks > 1 and batch // data % pipeline:
+                    continue
+                found += [(chunks, tensor * pipeline, tensor, pipeline, data)]
+    for chunks, _, tensor, pipeline, data in sorted(found):
+        for zero in (0, 1, 3) if data > 1 else (0,):
+            for together in (False, True) if tensor > 1 else (False,):
+                yield three_dimensional(
+                    "shape", tensor, pipeline, data, stage=zero, chunks=chunks, sequence_parallel=together
+                )
 
 
-class Search:
-    """The search of all settings of one case.
+def least_bytes(program: Program, preset: Preset) -> float:
+    """Bytes of parameters, optimizer state and gradients that some device holds at least under a preset: as many as all
+    hold on average, everything split as far as it can be.
 
     Args:
-      prices: of presets.
-      ours_seconds: of our plan.
-      deadline: when to stop, by `time.perf_counter`.
+      program: the step.
+      preset: with all its sizes.
     """
+    graph = program.graph
+    parameters = float(sum(graph.values[graph.inputs[p]].bytes for p in graph.parameters))
+    optimizer = sum(info.optimizer_bytes for info in parameter_infos(program))
+    model, data = preset.size("tensor") * preset.stages, preset.size("batch")
+    # Stages have several microbatches, whose gradients are summed: ZeRO 1 and 2 keep the whole sums until the update.
+    gradients = parameters if preset.stages > 1 and preset.zero != 3 else 0.0
+    stored = parameters / data if preset.zero == 3 else parameters
+    return (stored + gradients + optimizer / (data if preset.zero else 1)) / model
 
-    def __init__(self, prices: PresetPrices, ours_seconds: float, deadline: float) -> None:
-        self.prices, self.ours_seconds, self.deadline = prices, ours_seconds, deadline
-        self.limit = prices.cluster.device.usable_memory_bytes
-        self.outcome = Outcome()
 
-    @property
-    def bar(self) -> float:
-        """What takes longer is neither better than ours nor among the best."""
-        best = self.outcome.best
-        return max(best[SHOWN - 1].step_seconds if len(best) >= SHOWN else inf, self.ours_seconds)
+def fates(
+    presets: Sequence[Preset],
+    plan: Callable[[Preset, float, float], Planning],
+    *,
+    most_seconds: float = inf,
+    deadline: float = inf,
+) -> dict[Preset, Fate]:
+    """What becomes of presets, in their order. Those that are not looked at before the time is over are left out.
 
-    def run(self, all_groups: Sequence[Group]) -> Outcome:
-        """Look at all settings, the most promising first."""
-        outcome = self.outcome
-        outcome.settings = sum(len(group.counts) for group in all_groups)
-        queue: list[tuple[float, int, int]] = []
-        for number, group in enumerate(all_groups):
-            floor = self._floor(group)
-            if floor is None:
-                continue
-            for count in group.counts:
-                least = floor.step_seconds(count, self.prices.limits(group.preset))
-                if least == inf:
-                    outcome.not_fitting += 1
-                else:
-                    queue.append((least, number, count))
-        heapq.heapify(queue)
-        too_few: dict[int, int] = {}
-        while queue:
-            seconds, number, count = heapq.heappop(queue)
-            if seconds >= self.bar:
-                outcome.not_winning += 1 + len(queue)
-                break
-            if time.perf_counter() > self.deadline:
-                outcome.unknown += 1 + len(queue)
-                break
-            # Fewer microbatches keep more.
-            if count < too_few.get(number, 0):
-                outcome.not_fitting += 1
-                continue
-            self._price(all_groups[number], number, count, too_few)
-        return outcome
-
-    def _floor(self, group: Group) -> Floor | None:
-        """What the settings of a group take at least; None where none applies or fits, or the time is over."""
-        outcome, count = self.outcome, len(group.counts)
-        if self.prices.least_bytes(group.preset) > self.limit:
-            outcome.not_fitting += count
-            return None
-        if time.perf_counter() > self.deadline:
-            outcome.unknown += count
-            return None
+    Args:
+      presets: to be planned.
+      plan: of a preset, if its step takes less than so many seconds, within so many seconds (`faster`).
+      most_seconds: of a step: what takes longer is of no interest.
+      deadline: by `time.perf_counter`.
+    """
+    best, found = most_seconds, dict[Preset, Fate]()
+    for preset in presets:
+        if (left := deadline - time.perf_counter()) <= 0:
+            break
         try:
-            return self.prices.floor(group.preset, 1, remat=group.remat)
-        except PlanError as error:
-            outcome.not_applicable += count
-            outcome.reasons[str(error)] += count
-            return None
-
-    def _price(self, group: Group, number: int, count: int, too_few: dict[int, int]) -> None:
-        outcome = self.outcome
-        try:
-            priced = self.prices.priced(group.preset, count, remat=group.remat, below_seconds=self.bar)
-        except MemoryExceeded:
-            outcome.not_fitting += 1
-            too_few[number] = max(count, too_few.get(number, 0))
-        except PlanError as error:
-            outcome.not_applicable += 1
-            outcome.reasons[str(error)] += 1
+            planning = plan(preset, best / (1 - WORTH_SEARCHING), left)
+        except NothingFaster as nothing:
+            if time.perf_counter() < deadline:
+                found[preset] = min(nothing.least_seconds, best)
+        except PlanError as refused:
+            found[preset] = refused
         else:
-            if priced is None:
-                outcome.not_winning += 1
-                return
-            outcome.best.append(priced)
-            outcome.best.sort(key=lambda one: one.step_seconds)
-            worse = [one for one in outcome.best[SHOWN:] if one.step_seconds >= self.ours_seconds]
-            outcome.not_winning += len(worse)
-            del outcome.best[len(outcome.best) - len(worse) :]
+            found[preset] = planning
+            best = min(best, planning.step_seconds)
+    return found
 
 
-def described(priced: PricedPreset, *, held_bytes: float | None) -> dict[str, Any]:
-    """A setting and what it takes; with `held_bytes` by its traced programs, if that was counted."""
-    preset = priced.preset
+def faster(traces: Traces, args: Sequence[Any], options: PlanOptions, *, than_seconds: float) -> Planning:
+    """The best plan under a preset, if it is fast enough.
+
+    Args:
+      traces: of the step.
+      args: of the step.
+      options: with the preset.
+      than_seconds: of a step: what takes longer is not wanted.
+
+    Raises:
+      NothingFaster: if it has no plan that is as fast.
+      PlanError: if the preset does not apply, or nothing fits.
+    """
+    asked, stages = request_of(traces, args, options, started=time.perf_counter())
+    if stages == 1:
+        return plan_one_stage(asked, faster_than_seconds=than_seconds)
+    return plan_stages(asked, stages, faster_than_seconds=than_seconds)
+
+
+def described(preset: Preset, planning: Planning) -> dict[str, Any]:
+    """A shape and its best plan."""
     return {
         "tensor": preset.size("tensor"), "pipeline": preset.stages, "data": preset.size("batch"),
         "chunks": preset.chunks, "zero": preset.zero, "sequence_parallel": preset.sequence_parallel,
-        "microbatches": priced.microbatches, "remat": priced.remat, "step_seconds": priced.step_seconds,
-        "counted_bytes": max(priced.counted_bytes), "written_out_bytes": held_bytes,
+        **plan_described(planning.plan),
     }  # fmt: skip
 
 
 def plan_described(plan: Plan) -> dict[str, Any]:
-    """Our plan in a few words."""
+    """A plan in a few words."""
     assert plan.predicted is not None
+    stages = Counter(
+        f"{len(stage.devices)} devices ({'x'.join(str(size) for _, size in stage.mesh)})"
+        f"{' R' if stage.rematerialised else ''}"
+        for stage in plan.stages
+    )
     return {
-        "step_seconds": plan.predicted.step_seconds,
-        "microbatches": plan.microbatches,
-        "schedule": plan.schedule,
-        "schedule_options": dict(plan.schedule_options),
-        "stages": [
-            f"{len(stage.devices)} devices ({'x'.join(str(size) for _, size in stage.mesh)})"
-            f"{' R' if stage.rematerialised else ''}"
-            for stage in plan.stages
-        ],
-        "bytes": max(held_bytes(plan)),
-    }
+        "step_seconds": plan.predicted.step_seconds, "microbatches": plan.microbatches, "schedule": plan.schedule,
+        "schedule_options": dict(plan.schedule_options), "stages": dict(stages), "bytes": max(held_bytes(plan)),
+    }  # fmt: skip
 
 
 def run(case: Case, *, plan_seconds: float, time_limit: float) -> dict[str, Any]:
     """One case."""
     begun = time.perf_counter()
     target, cluster = load_target(case.target, global_batch=case.batch), load_cluster(case.cluster)
-    traces = traces_of(target.step)
-    planning = plan_for(
-        traces, target.example_args, cluster=cluster, stages=None, time_limit_seconds=plan_seconds
-    )  # fmt: skip
+    traces, args = traces_of(target.step), target.example_args
+    options = PlanOptions(cluster=cluster, stages=None, time_limit_seconds=plan_seconds)
+    ours = plan_without_advice(traces, args, options)
     planned = time.perf_counter()
-    print(f"{case.target} on {case.cluster}: ours {planning.step_seconds:.6g} s", file=sys.stderr)
-    prices = PresetPrices(traces, target.example_args, cluster)
-    (batch,) = batch_extents(target.example_args, 0)
-    every = list(groups(cluster.num_devices, layers_of(traces, target.example_args), batch))
-    outcome = Search(prices, planning.step_seconds, planned + time_limit).run(every)
-    searched = time.perf_counter()
-    rows, best, known = [], None, {}
+    print(f"{case.target} on {case.cluster}: ours {ours.step_seconds:.6g} s", file=sys.stderr)
+
+    def plan(preset: Preset, than_seconds: float, left_seconds: float) -> Planning:
+        changed = replace(options, stages=1, preset=preset, time_limit_seconds=min(left_seconds, plan_seconds))
+        return faster(traces, args, changed, than_seconds=than_seconds)
+
+    program = traces.program(args)
+    scan = main_scan(program)
+    layers = scan[1] if scan is not None else len(traces.staged(program).layers)
+    (batch,) = batch_extents(args, 0)
+    every = list(shapes(cluster.num_devices, layers, batch, scanned=scan is not None))
     usable = cluster.device.usable_memory_bytes
-    for number, priced in enumerate(outcome.best):
-        held = None
-        # Whether a slower one fits is of no interest once one does.
-        if best is None:
-            plan = priced.plan(prices.submeshes)
-            held = max(held_bytes(written_out(plan, priced.program, cluster.device.platform, known=known)))
-            best = priced.step_seconds if MARGIN * held <= usable else None
-        if number < SHOWN or best is None or priced.step_seconds == best:
-            rows.append(described(priced, held_bytes=held))
+    may_fit = [preset for preset in every if MARGIN * least_bytes(program, preset) <= usable]
+    found = fates(may_fit, plan, most_seconds=MOST_RATIO * ours.step_seconds, deadline=planned + time_limit)
+    plans = [described(preset, fate) for preset, fate in found.items() if isinstance(fate, Planning)]
+    plans.sort(key=lambda one: one["step_seconds"])
+    best = plans[0]["step_seconds"] if plans else None
+    refused = [fate for fate in found.values() if isinstance(fate, PlanError)]
+    not_fitting = sum(isinstance(fate, MemoryExceeded) for fate in refused)
+    not_looked_at = len(may_fit) - len(found)
     return {
         **asdict(case),
         "devices": cluster.num_devices,
-        "settings": outcome.settings,
-        "do_not_apply": outcome.not_applicable,
-        "do_not_fit": outcome.not_fitting,
-        "cannot_be_best": outcome.not_winning,
-        "not_looked_at": outcome.unknown,
-        "beat_ours_before_they_are_written_out": sum(
-            one.step_seconds < planning.step_seconds * (1 - 1e-9) for one in outcome.best
-        ),
-        "best": rows,
-        "ours": plan_described(planning.plan),
+        "shapes": len(every),
+        "cannot_hold_their_parameters": len(every) - len(may_fit),
+        "no_plan_found_that_fits": not_fitting,
+        "do_not_apply": len(refused) - not_fitting,
+        "slower_than_others": len(found) - len(refused) - len(plans),
+        "not_looked_at": not_looked_at,
+        "best": plans[:SHOWN],
+        "ours": plan_described(ours.plan),
         "best_seconds": best,
-        "ratio": None if best is None else planning.step_seconds / best,
-        "never_worse": outcome.unknown == 0 and (best is None or planning.step_seconds <= best * (1 + 1e-9)),
-        "refusals": dict(outcome.reasons.most_common(5)),
-        "seconds": {"plan": planned - begun, "settings": searched - planned, "all": time.perf_counter() - begun},
+        "ratio": None if best is None else ours.step_seconds / best,
+        "never_worse": not_looked_at == 0 and (best is None or ours.step_seconds <= best * (1 + ROUNDING)),
+        "refusals": dict(Counter(str(e) for e in refused if not isinstance(e, MemoryExceeded)).most_common(5)),
+        "seconds": {"plan": planned - begun, "all": time.perf_counter() - begun},
     }
-
-
-def layers_of(traces: Traces, args: Sequence[Any]) -> int:
-    """The layers of the model: trips of its scan, or else as many as it is cut into."""
-    program = traces.program(args)
-    scan = main_scan(program)
-    return scan[1] if scan is not None else len(traces.staged(program).layers)
 
 
 def main() -> int:
@@ -329,8 +273,8 @@ def main() -> int:
     parser.add_argument("--target", help="another case: its target, with --cluster")
     parser.add_argument("--cluster", help="of --target")
     parser.add_argument("--batch", type=int, help="of --target; else its own")
-    parser.add_argument("--plan-seconds", type=float, default=60.0, help="time limit of our own search")
-    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for the settings of a case")
+    parser.add_argument("--plan-seconds", type=float, default=60.0, help="time limit of our own search, and of a shape")
+    parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds for all shapes of a case")
     given = parser.parse_args()
     only = {name for name in given.only.split(",") if name}
     cases: Sequence[Case] = [case for case in CASES if not only or case.target in only]
@@ -339,9 +283,10 @@ def main() -> int:
     found = []
     for case in cases:
         found.append(run(case, plan_seconds=given.plan_seconds, time_limit=given.time_limit))
-        print(f"{case.target} on {case.cluster}: ratio {found[-1]['ratio']}", file=sys.stderr)
+        words = f"ratio {found[-1]['ratio']}, {found[-1]['not_looked_at']} shapes not looked at"
+        print(f"{case.target} on {case.cluster}: {words}", file=sys.stderr)
     document = {
-        "what": "our plan beside every Megatron-LM and DeepSpeed setting, under the same costs",
+        "what": "our plan beside every shape of Megatron-LM and DeepSpeed, under the same costs",
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "cases": found,

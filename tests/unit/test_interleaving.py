@@ -37,12 +37,12 @@ RANKS, CHUNKS, MICROBATCHES = 2, 2, 4
 
 
 @cache
-def costs() -> StageCosts:
+def costs(remat: str | None = None) -> StageCosts:
     target = registry.build("gpt-tiny", global_batch=8)
     program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=MICROBATCHES)
     return StageCosts(
         staged_program(program, layers=8), parameters=parameter_infos(program),
-        submeshes=Submeshes(load_cluster("dgx-a100-80")), pins=Pins(), remat=None,
+        submeshes=Submeshes(load_cluster("dgx-a100-80")), pins=Pins(), remat=remat,
     )  # fmt: skip
 
 
@@ -85,6 +85,21 @@ def test_what_ranks_hold_fits_and_is_shared_by_need() -> None:
     assert any(one < alike < inf for one, alike, _ in found), found
 
 
+def test_a_stage_computes_again_what_its_share_does_not_hold() -> None:
+    """All of the device would hold it without that."""
+    costs().reserve(MemoryReserve())
+
+    def solved(remat: str | None, limit_bytes: float) -> Option | None:
+        return costs(remat).solve_within(0, 2, Submesh(0, 2), 64, limit_bytes)
+
+    limits = [costs().submeshes.cluster.device.usable_memory_bytes * 0.9**number for number in range(200)]
+    too_little = next(limit for limit in limits if solved("none", limit) is None)
+    again, found = solved("layer", too_little), solved(None, too_little)
+    assert again is not None
+    assert found is not None
+    assert found.seconds <= again.seconds
+
+
 def test_the_slowest_stage_of_a_rank_gets_what_the_others_leave() -> None:
     asked: list[tuple[int, int, float]] = []
 
@@ -118,7 +133,7 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
     whole = costs()
     request: Any = SimpleNamespace(
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
+        stages=None, mesh=(), by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
     )  # fmt: skip
     tries = Interleaving(request, lambda program: whole)._tries([MICROBATCHES], inf, lambda count: whole)
     assert tries
@@ -129,7 +144,7 @@ def test_all_ranks_are_tried_whatever_plans_have_been_found() -> None:
     whole = costs()
     request: Any = SimpleNamespace(
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
-        stages=None, by_microbatches={MICROBATCHES: None},
+        stages=None, mesh=(), by_microbatches={MICROBATCHES: None},
     )  # fmt: skip
     interleaving = Interleaving(request, lambda program: whole)
     devices = whole.submeshes.cluster.num_devices

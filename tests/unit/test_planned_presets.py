@@ -85,6 +85,12 @@ def test_stages_of_a_rank_are_held_together(target: Any, traces: Traces) -> None
     assert held_bytes(plan) == pytest.approx((totals[0] + totals[2], totals[1] + totals[3]))
 
 
+def test_there_may_be_more_stages_than_devices(target: Any, traces: Traces) -> None:
+    args = (target.example_state, target.example_batch)
+    plan = plan_for(traces, args, cluster="rtx4090-4", preset="megatron(pp=4, chunks=2)", microbatches=8).plan
+    assert [stage.devices for stage in plan.stages] == 2 * [(0,), (1,), (2,), (3,)]
+
+
 def test_what_the_program_has_not_is_refused(target: Any, traces: Traces) -> None:
     with pytest.raises(PlanError, match="without a stack of experts"):
         planned(traces, target, "expert_parallel(ep=8)")

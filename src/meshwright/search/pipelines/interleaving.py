@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf, isfinite, prod
 
 from ...errors import PlanError
 from ...program.equal_stages import equal_stages, main_scan
@@ -104,6 +104,8 @@ class Interleaving:
         found = []
         for count in looked_at if asked else list(request.by_microbatches):
             for ranks in range(2, devices + 1):
+                if request.mesh and all(prod(sizes) * ranks != devices for _, sizes in request.mesh):
+                    continue  # none of the logical meshes is of so many devices
                 chunks = chunks_of(costs_in(looked_at[0]).program, count, ranks, devices)
                 fewer = [one for one in looked_at if one <= count]
                 ways = {

@@ -164,11 +164,13 @@ def check_layers(request: StageRequest, program: StagedProgram) -> None:
     """
     where, count, devices = "the request for stages", len(program.layers), request.cluster.num_devices
     stages = request.stage_count
-    if stages is not None and stages > min(count, devices):
+    shared = set(request.schedules) == {INTERLEAVED}  # several stages have the same devices
+    most = count if shared else min(count, devices)
+    if stages is not None and stages > most:
         raise PlanError(
             refused=f"{stages} stages", got=f"{count} layers and {devices} devices",
-            needed="a layer and a device for each stage", where=where,
-            try_=f"stages={min(count, devices)}, or more layers",
+            needed=f"a layer {'' if shared else 'and a device '}for each stage", where=where,
+            try_=f"stages={most}, or more layers",
         )  # fmt: skip
     if request.layers is not None and (sum(request.layers) != count or min(request.layers, default=0) < 1):
         raise PlanError(

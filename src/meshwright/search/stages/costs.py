@@ -273,7 +273,7 @@ class StageCosts:
         return known[in_flight]
 
     def _solved_ways(
-        self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[str], float]
+        self, first: int, last: int, kind: int, in_flight: int, limit: Callable[[str], float], *, shared: bool = False
     ) -> list[Option]:
         """The fastest way to run a range on each logical mesh that may have the fastest of all, in so many bytes of a
         device by rematerialisation. It is solved to the end on those alone that are not bound to be slower; the
@@ -281,7 +281,7 @@ class StageCosts:
         tried: list[tuple[float, Place, str]] = []
         found: list[Option] = []
         best = inf
-        for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight):
+        for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight, all_ways=shared):
             if weight >= best:
                 break
             place = Place(first, last, kind, number)
@@ -326,7 +326,7 @@ class StageCosts:
         kind = self.solver.kind_of[submesh]
         key = self.solver.number(first, last), kind, in_flight, limit_bytes
         if key not in self._within:
-            found = self._solved_ways(first, last, kind, in_flight, lambda remat: limit_bytes)
+            found = self._solved_ways(first, last, kind, in_flight, lambda remat: limit_bytes, shared=True)
             best = min(found, key=self.estimates.weight, default=None)
             self._within[key] = best
         return self._within[key]

@@ -203,9 +203,20 @@ class StageEstimates:
             ]
         )
 
-    def ranked(self, first: int, last: int, kind: int, in_flight: int) -> list[tuple[float, int, str]]:
+    def ranked(
+        self, first: int, last: int, kind: int, in_flight: int, *, all_ways: bool = False
+    ) -> list[tuple[float, int, str]]:
         """Logical meshes, each with and without rematerialisation as far as that can matter, with the least seconds
-        that such a stage can be expected to take in a step; the least first."""
+        that such a stage can be expected to take in a step; the least first.
+
+        Args:
+          first: of its layers.
+          last: one past the last of them.
+          kind: of submesh.
+          in_flight: microbatches.
+          all_ways: whether it may have less than all of a device's memory, so that rematerialisation can matter where
+            all would do without.
+        """
         table, at = self._place(kind, in_flight, 1.0)
         found = [
             (self.weight(_option(way, number)), number, remat)
@@ -213,6 +224,12 @@ class StageEstimates:
             if np.isfinite(way[_FORWARD])
         ]
         left = [(float(low[first, last]), number) for number, low in table.left if np.isfinite(low[first, last])]
+        if all_ways:  # nothing is faster for being computed twice
+            told = {(number, remat) for _, number, remat in found}
+            found += [
+                (weight, number, remat)
+                for weight, number, _ in found for remat in self._wishes if (number, remat) not in told
+            ]  # fmt: skip
         return sorted([*found, *((weight, number, remat) for weight, number in left for remat in self._wishes)])
 
     def weight(self, option: Option, share: float = 1.0) -> float:
