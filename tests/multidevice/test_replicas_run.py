@@ -159,3 +159,14 @@ def test_a_plan_for_another_step_is_refused() -> None:
     other = plan_for(lambda *a: step(*a, True), args, **options)
     with pytest.raises(PlanError, match="results of the loss function that grow with the batch"):
         PipelinedStep(other.program, replace(good.plan, program=other.plan.program), jax.devices())
+
+
+def test_devices_that_a_plan_leaves_idle_have_no_part_in_the_step() -> None:
+    step, state, batch = step_with_results("mean", rows=False), perceptron(), data()
+    hosts = mixed(4, 1, 1, 1, 1).hosts
+    cluster = Cluster(name="mixed", hosts=(hosts[0], hosts[-1]))  # of which one device is 81 times as slow
+    parallel = mw.parallelize(step, cluster=cluster, stages=None)
+    expected, wanted = jax.jit(step)(state, *batch)
+    found, metrics = parallel(copy(state), *batch)
+    assert {device for stage in parallel.plan(state, *batch).stages for device in stage.devices} == {0, 1, 2, 3}
+    assert_equal_trees(whole((found, metrics)), whole((expected, wanted)))

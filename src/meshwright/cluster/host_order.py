@@ -70,6 +70,18 @@ def one_kind_alone(cluster: Cluster) -> tuple[Cluster, ...]:
     return tuple(found)
 
 
+def devices_by_kind(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The devices of the clusters of `one_kind_alone`, by their numbers in the whole one.
+
+    >>> from meshwright.cluster import load_cluster
+    >>> devices_by_kind(load_cluster("rtx4090-4:1+dgx-h100:1"))
+    ((0, 1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11))
+    """
+    firsts = list(accumulate((host.devices for host in cluster.hosts), initial=0))
+    groups = _by_device(cluster).values() if one_kind_alone(cluster) else ()
+    return tuple(tuple(device for n in group for device in range(firsts[n], firsts[n + 1])) for group in groups)
+
+
 def _by_device(cluster: Cluster) -> dict[Device, list[int]]:
     """Positions of the hosts with each kind of device, in the order in which kinds are first met."""
     groups: dict[Device, list[int]] = {}

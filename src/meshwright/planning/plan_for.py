@@ -9,9 +9,11 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from jax import process_count
+
 from .._jax.context import no_mesh
 from .._jax.jitted import bound_to_static
-from ..cluster import Cluster, cluster_of, load_cluster, one_kind_alone
+from ..cluster import Cluster, cluster_of, devices_by_kind, load_cluster, one_kind_alone
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..plan.row_notes import row_notes
 from ..presets import Preset, check_free, parse_preset
@@ -37,6 +39,7 @@ from .request import (
     check_time_limit,
     checked_submeshes,
     mesh_argument,
+    on_devices,
 )
 from .stages import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
@@ -247,6 +250,7 @@ def request_of(
         pins=Pins(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
         reduction=options.reduction, schedule=schedule, submeshes=submeshes, preset=preset, started=started,
         time_limit_seconds=options.time_limit_seconds, tell=tell,
+        may_idle=(options.cluster != "local" and options.devices is None) or process_count() == 1,
     )  # fmt: skip
     return asked, stages
 
@@ -320,14 +324,15 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
 
 
 def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) -> Planning:
-    """A plan for hosts of several kinds, with those for the hosts of each kind alone among its alternatives, and a note
-    where one of them is faster: a few slow devices can cost more than they do."""
-    clusters = _told_apart(asked.cluster)
+    """The fastest of a plan for hosts of several kinds and of those for the hosts of each kind alone, which leave the
+    others idle: a few slow devices can cost more than they do. Where every process has to have a part in the plan, or a
+    schedule is asked for, a note says so instead."""
+    clusters, devices = _told_apart(asked.cluster), devices_by_kind(asked.cluster)
     seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(clusters), 1)
     if found.plan.shares:  # then as many stages were asked for as there are kinds, or none
         stages = None
-    alone: list[tuple[float, str]] = []
-    for cluster in clusters:
+    alone: list[tuple[float, int, Planning]] = []
+    for number, cluster in enumerate(clusters):
         asked.tell(f"planning for {cluster.name} alone")
         request = replace(
             asked, cluster=cluster, schedule=asked.schedule if asked.schedule != REPLICAS else None,
@@ -345,12 +350,22 @@ def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) ->
         words += f", found in {seconds:.2g} s" if late else ""
         found = replace(found, alternatives=merged(found.alternatives, [told]))
         found = found.considering(f"{cluster.name} alone", words)
-        alone.append((other.step_seconds, f"{cluster.name} alone would take{' at most' if late else ''}"))
-    step_seconds, would_take = min(alone, default=(inf, ""))
-    if step_seconds < (1 - TOO_LITTLE) * found.step_seconds:
-        note = f"{would_take} {step_seconds:.4g} s a step: better leave out the other hosts"
-        found = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
-    return found
+        alone.append((other.step_seconds, number, other))
+    step_seconds, number, other = min(alone, default=(inf, 0, found))
+    if step_seconds >= (1 - TOO_LITTLE) * found.step_seconds:
+        return found
+    idle = asked.cluster.num_devices - len(devices[number])
+    if not asked.may_idle or asked.schedule is not None:
+        note = f"{clusters[number].name} alone would take {step_seconds:.4g} s a step: better leave out the other hosts"
+        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
+    name = f"{clusters[number].name} alone"
+    note = f"{idle} devices are idle: {name} are faster than all, {found.step_seconds:.4g} s a step"
+    found = replace(found, alternatives=tuple(one for one in found.alternatives if not one.what.startswith(name)))
+    plan = on_devices(other.plan, devices[number], asked.cluster)
+    best = replace(
+        other, plan=replace(plan, notes=(*plan.notes, note)), cluster=asked.cluster, considered=found.considered
+    )  # fmt: skip
+    return best.preferred_to(found).beside(found.least_seconds)
 
 
 def _told_apart(cluster: Cluster) -> tuple[Cluster, ...]:

@@ -77,6 +77,7 @@ class PlanRequest:
       started: when the work began, by `time.perf_counter`.
       time_limit_seconds: from then on.
       tell: called with a few words at each part of the work.
+      may_idle: whether a plan may leave devices out: a process that runs it has to have some that it does not.
       several: whether plans of one stage are left out, since the best of those is known.
       expectations: of the step's programs.
     """
@@ -96,6 +97,7 @@ class PlanRequest:
     started: float
     time_limit_seconds: float
     tell: Callable[[str], None]
+    may_idle: bool = True
     several: bool = False
     expectations: Expectations = field(default_factory=Expectations)
 
@@ -243,8 +245,19 @@ def in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:
       order: of the hosts.
       cluster: as it was given.
     """
-    stages = [replace(stage, devices=tuple(order.devices[d] for d in stage.devices)) for stage in plan.stages]
-    return replace(plan, stages=tuple(stages), cluster_fingerprint=cluster.fingerprint())
+    return on_devices(plan, order.devices, cluster)
+
+
+def on_devices(plan: Plan, devices: Sequence[int], cluster: Cluster) -> Plan:
+    """A plan for some devices of a cluster, numbered among themselves, as one for the cluster.
+
+    Args:
+      plan: for these devices.
+      devices: for each number there the one in the cluster.
+      cluster: the whole one.
+    """
+    stages = [replace(stage, devices=tuple(devices[d] for d in stage.devices)) for stage in plan.stages]
+    return replace(plan, stages=tuple(stages), cluster=cluster.name, cluster_fingerprint=cluster.fingerprint())
 
 
 def check_refine(refine: Any) -> None:
