@@ -7,8 +7,8 @@ same, it is a better answer to the search's question and is given as such, with 
 Which presets: for each family every shape that makes sense for the devices (sizes in powers of two, tensor axes inside
 a host; `presets.candidates`); of what is feasible the fastest few of each family are kept. What does not apply is kept
 with the reason. All share one time limit, and once it is over only families of which nothing was tried
-are, for half as long; a step is traced once for each number of microbatches. Presets of several stages are priced
-without a search for stages (`presets.prices`), which takes tenths of a second for each number of microbatches.
+are, for half as long; a step is traced once for each number of microbatches. A preset takes one to four CPU seconds
+(gpt3-1.3b on 16 V100).
 """
 
 from __future__ import annotations

@@ -153,3 +153,11 @@ def test_a_program_that_is_no_scan_is_cut_between_its_layers() -> None:
     plan = plan_for(traces, args, cluster="rtx4090-4", preset="megatron(pp=4)", microbatches=4).plan
     forward = [stage.forward_seconds for stage in plan.stages]
     assert max(forward) < 1.5 * min(forward)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_stages_of_a_program_that_is_no_scan_are_interleaved_as_asked(chunks: int) -> None:
+    target = zoo.mlp(width=64, layers=8, batch=16)
+    args, preset = (target.example_state, target.example_batch), f"megatron(pp=2, dp=2, chunks={chunks})"
+    plan = plan_for(target.step, args, cluster="rtx4090-4", preset=preset, microbatches=4).plan
+    assert [stage.devices for stage in plan.stages] == chunks * [(0, 1), (2, 3)]

@@ -106,11 +106,15 @@ class Interleaving:
             for ranks in range(2, devices + 1):
                 if request.mesh and all(prod(sizes) * ranks != devices for _, sizes in request.mesh):
                     continue  # none of the logical meshes is of so many devices
-                chunks = chunks_of(costs_in(looked_at[0]).program, count, ranks, devices)
+                if request.stages is None:
+                    chunks = chunks_of(costs_in(looked_at[0]).program, count, ranks, devices)
+                else:
+                    shared = request.stages > ranks and not any(n % ranks for n in (request.stages, count, devices))
+                    chunks = (request.stages // ranks,) if shared else ()
                 fewer = [one for one in looked_at if one <= count]
                 ways = {
                     n: 0.0 if asked else self._expected(costs_in(fewer[-1]), count, ranks, n, below_seconds)
-                    for n in chunks if fewer and request.stages in (None, ranks * n)
+                    for n in chunks if fewer
                 }  # fmt: skip
                 if min(ways.values(), default=inf) < below_seconds:
                     found.append((count, ranks, ways))
