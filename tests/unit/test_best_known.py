@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from math import isinf
+
 import pytest
 
-from meshwright.search.best_known import BestKnown, handicap
+from meshwright.search.best_known import BestKnown, bounds, handicap
+from meshwright.search.inter.problem import ORDERS, Order
 
 
-@pytest.mark.parametrize(("microbatches", "most"), [(1, 105.0), (31, 105.0), (32, 101.0), (1024, 101.0)])
-def test_of_many_microbatches_less_is_worth_a_look(microbatches: int, most: float) -> None:
-    """The ends of a pipeline, which the objective counts twice, are a smaller share of a longer step."""
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("microbatches", "slack"), [(1, 1.05), (31, 1.05), (32, 1.01), (1024, 1.01)])
+def test_what_is_estimated_may_be_less_and_what_is_bounded_not(order: Order, microbatches: int, slack: float) -> None:
+    """The ends of a pipeline, which an estimate counts twice, are a smaller share of a longer step."""
     best = BestKnown(100.0)
-    assert best.worth_a_look(microbatches) == pytest.approx(most)
-    several, alone = best.worth("one_f_one_b", microbatches)
-    assert several == pytest.approx(most)
-    assert alone == pytest.approx(100.0)
-    assert best.worth("zero_bubble", microbatches)[0] == pytest.approx(most / handicap("zero_bubble"))
+    several, alone = best.worth(order, microbatches)
+    assert several == pytest.approx((1.0 if bounds(order) else slack) * 100.0 / handicap(order))
+    assert alone == pytest.approx(min(several, 100.0))
 
 
-def test_a_simulation_bounds_plans_of_one_stage_too() -> None:
-    best = BestKnown(100.0)
+def test_until_a_plan_is_simulated_the_best_that_is_solved_stands_for_it() -> None:
+    best = BestKnown(float("inf"))
+    assert isinf(best.worth("adaptive", 4)[0])
+    best.estimate(80.0)
+    assert best.worth("adaptive", 4)[0] == pytest.approx(1.05 * 80.0)
     best.simulate(90.0)
-    several, alone = best.worth("one_f_one_b", 4)
-    assert several == pytest.approx(1.05 * 90.0)
-    assert alone == pytest.approx(90.0)
+    assert best.seconds == 90.0
+    assert best.worth("adaptive", 4) == (pytest.approx(90.0), pytest.approx(90.0))
+    best.simulate(95.0)
+    assert best.seconds == 90.0

@@ -231,7 +231,7 @@ def test_of_two_kinds_that_are_faster_alone_one_has_the_plan(monkeypatch: pytest
         "1 x slow alone would take 0.001 s a step: better leave out the other hosts"
     ]
     assert "1 x small alone: refused it: got 1; needed 2; where: here; try more" in map(str, plan.considered)
-    seconds["mixed"] = 1.03e-3  # too little to be trusted
+    seconds["mixed"] = 1.003e-3  # too little to leave devices idle for
     assert not any("alone" in note for note in plan_for(chain, ARGS, cluster=cluster, stages=None).plan.notes)
 
 

@@ -20,7 +20,7 @@ from ..presets import Preset, check_free, parse_preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
 from ..runtime.devices import named_devices
-from ..search.alternative import TOO_LITTLE, Alternative, merged
+from ..search.alternative import Alternative, merged
 from ..search.pipelines.driver import NothingFaster
 from ..search.pipelines.request import check_remat
 from ..search.restrictions.pins import Pins
@@ -44,9 +44,9 @@ from .request import (
 from .stages import check_stages, is_large, plan_stages
 from .storage_notes import storage_notes
 
-# What is simpler to run is taken where it is slower by no more than this share, less than predictions are off by: one
-# stage beside several, and a plan of one stage that the search for several has found beside the best of one. Gaps
-# cover it.
+# What is simpler is taken where it is slower by no more than this share, less than predictions are off by: one stage
+# beside several, a plan of one stage that the search for several has found beside the best of one, and all devices
+# beside those of one kind. Gaps cover it.
 _WORTH = 5e-3
 
 # The search for one stage may take this share of the time where several stages are searched afterwards.
@@ -324,9 +324,8 @@ def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
 
 
 def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) -> Planning:
-    """The fastest of a plan for hosts of several kinds and of those for the hosts of each kind alone, which leave the
-    others idle: a few slow devices can cost more than they do. Where every process has to have a part in the plan, or a
-    schedule is asked for, a note says so instead."""
+    """The faster of a plan for hosts of several kinds and of one for hosts of one kind, which leaves the others idle;
+    where every process has to have a part in it, or a schedule is asked for, a note says so instead."""
     clusters, devices = _told_apart(asked.cluster), devices_by_kind(asked.cluster)
     seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(clusters), 1)
     if found.plan.shares:  # then as many stages were asked for as there are kinds, or none
@@ -352,7 +351,7 @@ def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) ->
         found = found.considering(f"{cluster.name} alone", words)
         alone.append((other.step_seconds, number, other))
     step_seconds, number, other = min(alone, default=(inf, 0, found))
-    if step_seconds >= (1 - TOO_LITTLE) * found.step_seconds:
+    if step_seconds >= (1 - _WORTH) * found.step_seconds:
         return found
     idle = asked.cluster.num_devices - len(devices[number])
     if not asked.may_idle or asked.schedule is not None:

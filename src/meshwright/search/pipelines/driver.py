@@ -97,7 +97,7 @@ class StageSearch:
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
         self._interleaving = Interleaving(request, self.costs.of_program)
         self._seconds, self._known = request.time_limit_seconds, request.faster_than_seconds
-        self.taken = request.begin_with  # then microbatches of the last run's plan
+        self.taken: int | None = None  # microbatches of the last run's plan
         self._taken_interleaved = self._may_stop = False
         self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
         self._slack = _ESTIMATE_SLACK[0]

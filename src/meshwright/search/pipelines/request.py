@@ -47,7 +47,6 @@ class StageRequest:
       stage_meshes: the logical mesh of each stage, in order, as (names, sizes); None to choose. Needs `submeshes`.
       time_limit_seconds: after it, the best plan found by then is taken.
       faster_than_seconds: of the step of a plan that is known; others are not wanted.
-      begin_with: the number of microbatches to look at first; None for one that is expected to be fast.
     """
 
     programs: Sequence[StagedProgram] | Mapping[int, StagedProgram]
@@ -64,7 +63,6 @@ class StageRequest:
     stage_meshes: Sequence[WantedMesh] | None = None
     time_limit_seconds: float = 60.0
     faster_than_seconds: float = float("inf")
-    begin_with: int | None = None
 
     @property
     def by_microbatches(self) -> Mapping[int, StagedProgram]:
