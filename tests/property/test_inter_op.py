@@ -150,7 +150,8 @@ def price(problem: InterOpProblem, plan: Plan) -> float:
             busy = way(i, n) + (b - 1) * periods
         elif problem.order == "zero_bubble":
             busy = max(
-                b * (f[i] + g[i]), b * widest[i], w[i] + max(way(i, j) + b * (f + g - w)[j] for j in range(i, n)),
+                b * (f[i] + g[i]), b * widest[i],
+                w[i] + max(way(i, j) + b * (f + g)[j] - min(b, n) * w[j] for j in range(i, n)),
                 way(i, n) + b * (f[i] + g[i]) - min(b, n) * f[i] - (g[i] - w[i]),
             )  # fmt: skip
         else:

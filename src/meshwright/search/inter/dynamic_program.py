@@ -14,9 +14,9 @@ busy for M_i from its first forward to its last backward:
 * 1F1B: about R_i + (B - 1) P, Alpa's objective (OSDI '22), where P, the period, is the largest f + b + c + c' or h from
   stage i on: it waits for its transfers; and eager 1F1B, which hides them, the same with the largest f + b or h;
 * zero bubble (ZB-H1), which puts weight gradients off: at least the largest of B (f_i + b_i), of B h, of w_i + Z_i,
-  where Z_i is the largest of B (f_i + b_i - w_i) and f_i + b_i - w_i + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) -
-  k f_i - b_i + w_i with R_i without weight gradients. As many microbatches are in flight on every stage as there are
-  stages, whose number must be given.
+  where Z_i, up to its last gradient for the stage before it, is the larger of B (f_i + b_i) - k w_i and f_i + b_i - w_i
+  + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) - k f_i - b_i + w_i with R_i without weight gradients. As many
+  microbatches are in flight on every stage as there are stages, whose number must be given.
 
 A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. The
 objectives of adaptive, GPipe and zero bubble are never more than the simulated step, and half of the time less by no
@@ -278,7 +278,8 @@ class _Search:
             case "zero_bubble":
                 trip -= weights
                 round_trip = label.round_trip + trip
-                chain = max(count * (option.seconds - weights), trip + label.chain_seconds[0]), 0.0
+                most = min(count, self.problem.num_stages or self.most)
+                chain = max(work - most * weights, trip + label.chain_seconds[0]), 0.0
                 filled = round_trip + work - most * forward - (backward - weights)
                 busy = max(work, count * widest, chain[0] + weights, filled)
             case "adaptive":
