@@ -7,9 +7,9 @@ bytes. With c and c' the seconds of the transfers between stages i and i+1 and b
 stage i one way, k microbatches in flight of B in all, and R_i the sum of f + b + c + c' from stage i on, stage i is
 busy for M_i from its first forward to its last backward:
 
-* *adaptive*, any order with a whole backward: at least the largest of B (f_i + b_i), of B h, and of f_i + b_i + c + c'
-  + M_(i+1), since the stages after it wait for its first forward, and it for their last backward; where no more may be
-  in flight than in 1F1B also of ceil(B / k) R_i and R_i + B (f_i + b_i) - k f_i - b_i;
+* *adaptive*, any order with a whole backward: at least the largest of B (f_i + b_i), of B h, of f_i + b_i + c + c' +
+  M_(i+1), since the stages after it wait for its first forward, and it for their last backward, and, with k as many as
+  the stage's memory has room for, of ceil(B / k) R_i and R_i + B (f_i + b_i) - k f_i - b_i;
 * GPipe: R_i, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
 * 1F1B: about R_i + (B - 1) P, Alpa's objective (OSDI '22), where P, the period, is the largest f + b + c + c' or h from
   stage i on: it waits for its transfers; and eager 1F1B, which hides them, the same with the largest f + b or h;
@@ -283,10 +283,12 @@ class _Search:
                 filled = round_trip + work - most * forward - (backward - weights)
                 busy = max(work, count * widest, chain[0] + weights, filled)
             case "adaptive":
-                busy = max(work, count * widest, trip + label.busy)
-                if self.problem.holds_back:
-                    round_trip = label.round_trip + trip
-                    busy = max(busy, -(-count // most) * round_trip, round_trip + work - most * forward - backward)
+                most = self.problem.most_in_flight(option, stage.submesh, place)
+                round_trip = label.round_trip + trip
+                busy = max(
+                    work, count * widest, trip + label.busy, -(-count // most) * round_trip,
+                    round_trip + work - most * forward - backward,
+                )  # fmt: skip
             case _:
                 one, two = label.chain_seconds
                 round_trip = label.round_trip + trip
