@@ -30,8 +30,8 @@ def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf
     ends = [(positions[one.first], positions[one.stop], number[problem.kind(one)]) for one in problem.submeshes]
     starts, stops, kinds = np.array(ends).T
     shape = (problem.layers + 1, len(positions))
-    # What the layers before a layer on all devices before a position add at least to the sum, in any number of stages,
-    # and their least period; and the same of those after them.
+    # What a microbatch takes at least in the layers before a layer on all devices before a position, in any number of
+    # stages, and in the longest of these; and the same of those after them.
     total, period, total_after, period_after = (np.full(shape, inf) for _ in range(4))
     total[0, 0] = period[0, 0] = total_after[-1, -1] = period_after[-1, -1] = 0.0
     for stop in range(1, len(positions)):
@@ -65,14 +65,14 @@ def positions_of(problem: InterOpProblem) -> dict[int, int]:
 
 
 class LeastBefore:
-    """For all layers before a layer on all devices before a position, what they add at least to the sum, and the least
-    period: with the last of their stages at a known place, from those before it. Submeshes that cost the same are
-    looked at together.
+    """For all layers before a layer on all devices before a position, what a microbatch takes in them at least, and in
+    the longest of their stages: with the last stage at a known place, from those before it. Submeshes that cost the
+    same are looked at together.
 
     Args:
       positions: of devices.
-      tables: seconds of every range on a submesh at each place, and what it adds to the sum: each `[place, first,
-        last]`, the same arrays for submeshes that cost the same.
+      tables: seconds of every range on a submesh at each place, and what of them stages after it wait for: each
+        `[place, first, last]`, the same arrays for submeshes that cost the same.
     """
 
     def __init__(self, positions: Mapping[int, int], tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]]) -> None:
@@ -91,8 +91,8 @@ class LeastBefore:
 
         Args:
           place: of the stage, from 0.
-          total: what the stages before it add at least to the sum.
-          period: their least period.
+          total: what a microbatch takes at least in the stages before it.
+          period: in the longest of them.
         """
         sums, periods = np.full_like(total, inf), np.full_like(period, inf)
         for seconds, passage, (starts, stops), possible in self._groups:

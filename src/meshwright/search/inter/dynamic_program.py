@@ -153,8 +153,8 @@ class _Search:
         self._steps: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def _by_place(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
-        """What each range on a submesh takes at least at each place from the end, and what it adds to the sum: each
-        `[place - 1, first, last]`."""
+        """What each range on a submesh takes at least at each place from the end, and what of it stages after it wait
+        for, of a split backward the forward pass alone: each `[place - 1, first, last]`."""
         problem, layers = self.problem, self.problem.layers
         in_flight = [problem.in_flight(place) for place in range(1, self.most + 1)]
         if problem.fastest is not None:

@@ -4,9 +4,9 @@ Cutting a microbatch makes no work less: others take and keep at least their sha
 that is known. Not even their programs have to be traced for that. What is bound to be slower than the best plan is left
 out; what is thought to be fast is looked at first.
 
-A bound has to hold for every order. They are 1F1B at best with free transfers, but for a split backward, which fills
-the ends of the pipeline: it is bounded by itself, of any number of stages, where 1F1B would be too slow. (Interleaving
-fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
+A bound has to hold for every order. They are adaptive at best, with free transfers, but for a split backward, which
+fills the ends of the pipeline: it is bounded by itself, of any number of stages, where others would be too slow.
+(Interleaving fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MicrobatchBounds:
 
     def reset(self) -> None:
         """Forget all bounds: they are of the memory that there was."""
-        # What 1F1B takes at least.
+        # What orders with a whole backward take at least.
         self._whole: dict[int, float] = {}
 
     @property
