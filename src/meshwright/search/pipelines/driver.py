@@ -4,7 +4,8 @@ For each number of microbatches and each order of a pipeline, `inter.dynamic_pro
 costs of `stages.costs`, which are estimates at first. The ranges that the best of all plans uses are solved, and it is
 searched again, until the best plan consists of solved ranges: it is then the best under costs that are exact for it
 and, but for conversions between layers, too low for all others. The best plans found on the way are simulated under
-every schedule they fit in memory with, the adaptive one included, and the one with the shortest simulated step is taken.
+every schedule they fit in memory with, the adaptive one included, and the one with the shortest simulated step is
+taken.
 
 Nothing here needs a device: the cluster is a description, and programs are shapes.
 """
