@@ -157,16 +157,12 @@ def price(problem: InterOpProblem, plan: Plan) -> float:
         else:
             # Some stage after it, or edge, is busy with all microbatches; or no more are in flight.
             least = [b * max(f[j] + g[j], widest[j]) for j in range(n)]
-            most = [min(b, n - j) for j in range(n)]
-            if not problem.holds_back:
-                for j, (_, last, submesh, option) in enumerate(plan):
-                    room = problem.limit_bytes(submesh, last == problem.layers) - option.constant_bytes
-                    fits = [k for k in range(1, b + 1) if k * option.in_flight_bytes <= room * (1 + 1e-12)]
-                    most[j] = max(most[j], *fits, 1)
-            least = [
-                max(one, ceil(b / k) * way(j, n), way(j, n) + b * (f[j] + g[j]) - k * f[j] - g[j])
-                for j, (one, k) in enumerate(zip(least, most, strict=True))
-            ]
+            if problem.holds_back:
+                most = [min(b, n - j) for j in range(n)]
+                least = [
+                    max(one, ceil(b / k) * way(j, n), way(j, n) + b * (f[j] + g[j]) - k * f[j] - g[j])
+                    for j, (one, k) in enumerate(zip(least, most, strict=True))
+                ]
             busy = max(way(i, j) + least[j] for j in range(i, n))
         ends.append(float((f + there)[:i].sum()) + busy + plan[i][3].once_seconds + exchange[i])
     return float(max(ends))

@@ -8,8 +8,8 @@ stage i one way, k microbatches in flight of B in all, and R_i the sum of f + b 
 busy for M_i from its first forward to its last backward:
 
 * *adaptive*, any order with a whole backward: at least the largest of B (f_i + b_i), of B h, of f_i + b_i + c + c' +
-  M_(i+1), since the stages after it wait for its first forward, and it for their last backward, and, with k as many as
-  the stage's memory has room for, of ceil(B / k) R_i and R_i + B (f_i + b_i) - k f_i - b_i;
+  M_(i+1), since the stages after it wait for its first forward, and it for their last backward; where no more may be in
+  flight than in 1F1B also of ceil(B / k) R_i and R_i + B (f_i + b_i) - k f_i - b_i;
 * GPipe: R_i, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
 * 1F1B: about R_i + (B - 1) P, Alpa's objective (OSDI '22), where P, the period, is the largest f + b + c + c' or h from
   stage i on: it waits for its transfers; and eager 1F1B, which hides them, the same with the largest f + b or h;
@@ -283,12 +283,10 @@ class _Search:
                 filled = round_trip + work - most * forward - (backward - weights)
                 busy = max(work, count * widest, chain[0] + weights, filled)
             case "adaptive":
-                most = self.problem.most_in_flight(option, stage.submesh, place)
-                round_trip = label.round_trip + trip
-                busy = max(
-                    work, count * widest, trip + label.busy, -(-count // most) * round_trip,
-                    round_trip + work - most * forward - backward,
-                )  # fmt: skip
+                busy = max(work, count * widest, trip + label.busy)
+                if self.problem.holds_back:
+                    round_trip = label.round_trip + trip
+                    busy = max(busy, -(-count // most) * round_trip, round_trip + work - most * forward - backward)
             case _:
                 one, two = label.chain_seconds
                 round_trip = label.round_trip + trip
@@ -357,7 +355,8 @@ class _Search:
     def _offer(self, state: dict[Any, list[_Label]], new: _Label, first: int) -> None:
         signature = self._signature(new, first)
         group = state.setdefault(signature, [])
-        counted = self.problem.num_stages is not None
+        # Where no more may be in flight than there are stages left, more of these may be better.
+        counted = self.problem.num_stages is not None or self.problem.holds_back
         if any(old.no_worse(new, counted=counted) for old in group):
             return
         group[:] = [old for old in group if not new.no_worse(old, counted=counted)]

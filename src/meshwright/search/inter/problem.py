@@ -164,15 +164,6 @@ class InterOpProblem:
             return min(self.microbatches, self.num_stages)
         return min(self.microbatches, 2 * from_end - 1 if self.order == "eager_one_f_one_b" else from_end)
 
-    def most_in_flight(self, option: Option, submesh: Submesh, from_end: int) -> int:
-        """Microbatches that an option which fits at this place from the end has room for in any order."""
-        least = self.in_flight(from_end)
-        if self.holds_back:
-            return least
-        room = self.limit_bytes(submesh, from_end == 1) * (1 + 1e-12) - option.constant_bytes
-        held = option.in_flight_bytes
-        return max(int(min(room / held, self.microbatches)), least) if held > 0 else self.microbatches
-
     def fits(self, option: Option, submesh: Submesh, from_end: int) -> bool:
         """Whether an option at this place from the end fits a device of a submesh."""
         held = option.constant_bytes + self.in_flight(from_end) * option.in_flight_bytes

@@ -311,7 +311,7 @@ class StageSearch:
             found = solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 return []
-            if min(problem.layers, problem.devices) > max(SPLIT_STAGES):
+            if {*range(2, min(problem.layers, problem.devices) + 1)} - {*SPLIT_STAGES}:
                 self.unsearched = min(self.unsearched, found.lower_bound * handicap(order))
         return in_stages(problem, SPLIT_STAGES)
 
@@ -339,6 +339,8 @@ class StageSearch:
             found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 self.considered.append(considered(_NOTHING))
+                if bounds(problem.order):
+                    self.unsearched = min(self.unsearched, min(most, alone) * handicap(problem.order))
                 return
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):

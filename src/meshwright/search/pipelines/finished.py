@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from math import inf
 
-from ..best_known import BestKnown
+from ..best_known import BestKnown, handicap
 from ..inter.problem import Found, Order, PlacedStage
 from ..stages.costs import StageCosts
 from .candidate import Candidate
@@ -24,7 +24,7 @@ class FinishedPlans:
       over: whether the time is over and there is a plan: then one that has been simulated is enough.
 
     Attributes:
-      seconds: by the objective of the search.
+      seconds: what each counts for by the objective of the search.
       order: in which each was found.
       simulated: the least seconds of all that was simulated, by what is said of it.
     """
@@ -43,9 +43,9 @@ class FinishedPlans:
 
     def add(self, number: int, found: Found, order: Order) -> None:
         """Remember a plan. Another order may have found the same stages, and thought them faster or slower."""
-        key = number, found.stages
-        if found.seconds < self.seconds.get(key, inf):
-            self.seconds[key], self.order[key] = found.seconds, order
+        key, seconds = (number, found.stages), found.seconds * handicap(order)
+        if seconds < self.seconds.get(key, inf):
+            self.seconds[key], self.order[key] = seconds, order
 
     def ascending(self) -> list[PlanKey]:
         """All of them, the fastest first."""
@@ -62,7 +62,7 @@ class FinishedPlans:
             if number is not None and count != number:
                 continue
             if key not in self._candidates:
-                if self.seconds[key] > best.worth(self.order[key], count)[0]:
+                if self.seconds[key] > best.worth(self.order[key], count)[0] * handicap(self.order[key]):
                     continue
                 if any(self._candidates.values()) and self._over():
                     continue
