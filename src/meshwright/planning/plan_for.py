@@ -46,7 +46,7 @@ from .storage_notes import storage_notes
 
 # What is simpler is taken where it is slower by no more than this share, less than predictions are off by: one stage
 # beside several, a plan of one stage that the search for several has found beside the best of one, and all devices
-# beside those of one kind. Gaps cover it.
+# beside those of one kind. Gaps cover it, but for plans of one kind alone, which are searched in little time.
 _WORTH = 5e-3
 
 # The search for one stage may take this share of the time where several stages are searched afterwards.

@@ -20,8 +20,8 @@ busy for M_i from its first forward to its last backward:
 
 A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. The
 objectives of adaptive, GPipe and zero bubble are never more than the simulated step, and half of the time less by no
-more than 0.5 % (tested): they bound what plans take. Those of 1F1B and eager 1F1B may be a fifth too high where stages
-are unlike; they find plans whose transfers are hidden or few, and bound nothing.
+more than 0.5 % (tested): they bound what plans take. Those of 1F1B and eager 1F1B may be a quarter too high where
+stages are unlike; they find plans whose transfers are hidden or few, and bound nothing.
 
 Each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
@@ -110,7 +110,7 @@ def solve_inter_op(
       problem: the numbers.
       beam: the most labels a state may have; the best by objective are kept.
       upper_bound: seconds; plans that take longer are of no interest.
-      alone_bound: the same of plans of one stage; what is proven is of the others.
+      alone_bound: the same of plans of one stage.
       check: called now and then; it may raise something, where there is no time left.
     """
     search = _Search(problem, upper_bound, alone_bound, check)

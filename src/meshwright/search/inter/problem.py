@@ -1,4 +1,4 @@
-"""The numbers of the inter-operator problem (`inter_op`), and what a solution says."""
+"""The numbers of the inter-operator problem (`dynamic_program`), and what a solution says."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ class StageSearch:
             self.costs.searched.add(count)
             if not bounded:
                 costs.forget_estimates()
-            for problem in self.problems_of(count, costs):
+            for problem in self.problems_of(count, costs, bounded=bounded):
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
@@ -290,29 +290,32 @@ class StageSearch:
             return min(finished, key=finished.__getitem__)[0]
         return self.taken
 
-    def problems_of(self, count: int, costs: StageCosts) -> Iterator[InterOpProblem]:
-        """What to solve for a number of microbatches; for a split backward by what the others have found."""
+    def problems_of(self, count: int, costs: StageCosts, *, bounded: bool = True) -> Iterator[InterOpProblem]:
+        """What to solve for a number of microbatches; for a split backward by what the others have found, unless all
+        that is thought possible was not, and nothing is left out."""
         crossings = costs.crossings()
         for order in ORDERS:
             if is_asked(order, self._schedules):
-                yield from self._problems(count, costs, order, crossings)
+                yield from self._problems(count, costs, order, crossings, bounded=bounded)
 
     def _problems(
-        self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing]
+        self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing], *, bounded: bool
     ) -> list[InterOpProblem]:
         """What to solve for one order: of zero bubble, one problem for each number of stages that may be worth it."""
         problem = self._problem(costs, order, crossings)
         if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
-        if not self._only_splits:
+        least = 0.0  # of the numbers of stages that are not tried: nothing is known
+        if bounded and not self._only_splits:
             # Of any number of stages it is a bound, which seldom leaves anything.
             self._bound(costs, problem)
             most, alone = self.best.worth(order, microbatches)
             found = solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 return []
-            if {*range(2, min(problem.layers, problem.devices) + 1)} - {*SPLIT_STAGES}:
-                self.unsearched = min(self.unsearched, found.lower_bound * handicap(order))
+            least = found.lower_bound * handicap(order)
+        if {*range(2, min(problem.layers, problem.devices) + 1)} - {*SPLIT_STAGES}:
+            self.unsearched = min(self.unsearched, least)
         return in_stages(problem, SPLIT_STAGES)
 
     @property

@@ -3,7 +3,7 @@
 What is chosen: for each group of like devices a plan of the whole program (the problem of one stage, run for its own
 microbatches), and the shares. With seconds s_i of a microbatch and o_i once a step, handing the microbatches out one by
 one, each to the group that is done first with it, gives the least max(a_i s_i + o_i): the time of each group grows with
-its share. The first shares are those of the estimates of the program's parts (`stage_estimates`); plans are solved for
+its share. The first shares are those of the estimates of the program's parts (`stages.estimates`); plans are solved for
 their shares, and where these plans want others, once more.
 
 After its last microbatch each group sends its gradients to all others, and each updates its own copy.

@@ -1,8 +1,8 @@
 """The layouts of one stage as numbers: what searches over layouts look at and change.
 
 A node is an operator with those that follow it, an input, a parameter or a shared value; it has a few choices, each
-with seconds and bytes, and pairs of choices on edges have seconds (`intra_op`). Here are the two ways to choose that
-the literature builds on: node by node in program order, and exactly for all nodes that nobody has decided.
+with seconds and bytes, and pairs of choices on edges have seconds (`intra.problem`). Here are the two ways to choose
+that the literature builds on: node by node in program order, and exactly for all nodes that nobody has decided.
 """
 
 from __future__ import annotations

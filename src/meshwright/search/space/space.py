@@ -2,8 +2,8 @@
 
 A *choice* (`choice`) is priced in three steps. Each stage's layouts are those that the choice names, or those that the
 integer program finds within the memory that the stage may count at its place (`StageProblem`). Their seconds, forward
-and backward, and what crosses between stages make the timing of a pipeline (`staged_timing`). Of the schedules that fit
-the memory of all devices the one with the shortest simulated step is taken (`candidate.scheduled`). A stage that is
+and backward, and what crosses between stages make the timing of a pipeline (`pipelines.timing`). Of the schedules that
+fit the memory of all devices the one with the shortest simulated step is taken (`candidate.scheduled`). A stage that is
 alone in its plan is priced as a plan of one stage: it keeps what it has gathered for the backward pass.
 
 So a search needs to know nothing of operators, collectives or schedules; and what two searches find can be compared.

@@ -1,7 +1,7 @@
 """What a range of layers costs on a submesh: estimated from its parts, solved where it matters.
 
 The stage search asks for every range of layers on every kind of submesh; hundreds of integer programs, of which a
-dozen will matter. So a range is first *estimated* (`stage_estimates`), nearly always too low and by little, and the
+dozen will matter. So a range is first *estimated* (`estimates`), nearly always too low and by little, and the
 search may trust that to rule a range out. Ranges that a best plan uses are then *solved* whole, within the limit of
 memory and for the microbatches in flight at their place, and the search is repeated, until the best plan is made of
 solved ranges only (`pipeline`). What is the same program, whatever its place, is solved once.
@@ -144,7 +144,7 @@ class StageCosts:
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see
-        `inter_op_bounds.most_seconds`."""
+        `inter.bounds.most_seconds`."""
         kinds: dict[int, np.ndarray] = {}
         for submesh, most in most_seconds.items():
             kind = self.solver.kind_of[submesh]

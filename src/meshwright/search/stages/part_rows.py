@@ -9,7 +9,7 @@ from ..intra.workspace import AS_BAD
 from .problem import StageSeconds
 from .solver import Place, StageSolver
 
-# A row of a column of `stage_estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared
+# A row of a column of `estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared
 # once; bytes throughout and in flight; 1 for a part that has no layout. And its workspace, bytes.
 PartRow = tuple[tuple[float, ...], float]
 
