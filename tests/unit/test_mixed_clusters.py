@@ -189,7 +189,7 @@ def test_devices_that_are_better_left_out_are_told() -> None:
     found = plan_for(chain, ARGS, cluster=cluster_of(host(FAST, 2), host(slow)), **options)
     assert found.step_seconds == pytest.approx(without.step_seconds)
     assert {device for stage in found.plan.stages for device in stage.devices} == {0, 1}
-    assert any(note.startswith("1 devices are idle: 2 x fast alone are faster than all") for note in found.plan.notes)
+    assert any(note.startswith("1 device is idle: 2 x fast alone are faster than all") for note in found.plan.notes)
     all_of_them = min(one.step_seconds for one in found.alternatives)
     assert all_of_them > found.step_seconds
     text = explain_plan(found.plan, alternatives=found.alternatives)

@@ -357,8 +357,8 @@ def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) ->
     if not asked.may_idle or asked.schedule is not None:
         note = f"{clusters[number].name} alone would take {step_seconds:.4g} s a step: better leave out the other hosts"
         return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
-    name = f"{clusters[number].name} alone"
-    note = f"{idle} devices are idle: {name} are faster than all, {found.step_seconds:.4g} s a step"
+    name, left = f"{clusters[number].name} alone", "1 device is" if idle == 1 else f"{idle} devices are"
+    note = f"{left} idle: {name} are faster than all, {found.step_seconds:.4g} s a step"
     found = replace(found, alternatives=tuple(one for one in found.alternatives if not one.what.startswith(name)))
     plan = on_devices(other.plan, devices[number], asked.cluster)
     best = replace(
