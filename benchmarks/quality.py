@@ -39,11 +39,10 @@ import jax
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
-from meshwright.planning.one_stage import plan_one_stage
+from meshwright.planning.any_stages import plan_in_stages
 from meshwright.planning.plan_for import plan_without_advice, request_of
 from meshwright.planning.refine import MARGIN, held_bytes
 from meshwright.planning.request import Planning, PlanOptions
-from meshwright.planning.stages import plan_stages
 from meshwright.presets import Preset
 from meshwright.presets.families import three_dimensional
 from meshwright.program.batch import batch_extents
@@ -191,9 +190,7 @@ def faster(traces: Traces, args: Sequence[Any], options: PlanOptions, *, than_se
       PlanError: if the preset does not apply, or nothing fits.
     """
     asked, stages = request_of(traces, args, options, started=time.perf_counter())
-    if stages == 1:
-        return plan_one_stage(asked, faster_than_seconds=than_seconds)
-    return plan_stages(asked, stages, faster_than_seconds=than_seconds)
+    return Planning.of(plan_in_stages(asked, stages, faster_than_seconds=than_seconds), asked.cluster)
 
 
 def described(preset: Preset, planning: Planning) -> dict[str, Any]:
@@ -230,7 +227,7 @@ def run(case: Case, *, plan_seconds: float, time_limit: float) -> dict[str, Any]
     print(f"{case.target} on {case.cluster}: ours {ours.step_seconds:.6g} s", file=sys.stderr)
 
     def plan(preset: Preset, than_seconds: float, left_seconds: float) -> Planning:
-        changed = replace(options, stages=1, preset=preset, time_limit_seconds=min(left_seconds, plan_seconds))
+        changed = replace(options, preset=preset, time_limit_seconds=min(left_seconds, plan_seconds))
         return faster(traces, args, changed, than_seconds=than_seconds)
 
     program = traces.program(args)

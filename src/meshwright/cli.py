@@ -307,7 +307,7 @@ def verify(
     zero: _Zero = None,
     remat: _Remat = None,
     reduction: _Reduction = None,
-    stages: Annotated[str | None, typer.Option(help="Pipeline stages: a number, or auto for the best; else 1.")] = None,
+    stages: Annotated[str | None, typer.Option(help="Pipeline stages: a number, or auto for the best.")] = None,
     schedule: _Schedule = None,
     preset: _Preset = None,
     plan: Annotated[

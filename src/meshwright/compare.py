@@ -126,8 +126,8 @@ def compare(
     # PipeDream answers another question: its gradients are of older weights.
     same = [one for one in kept if one.plan is not None and one.plan.schedule != "pipedream"]
     best = min(same, key=lambda one: one.step_seconds, default=auto)
-    if best.planning is not None and best.step_seconds < auto.step_seconds:
-        auto = Compared(name=AUTO, planning=_adopted(best.planning, best.name))
+    if auto.planning is not None and best.step_seconds < auto.step_seconds:
+        auto = Compared(name=AUTO, planning=_slower(auto.planning, best))
     return (auto, *sorted(kept, key=lambda one: one.step_seconds))
 
 
@@ -155,9 +155,10 @@ def _fastest_of_each(found: Mapping[Preset, Compared]) -> list[Compared]:
     return kept
 
 
-def _adopted(planning: Planning, name: str) -> Planning:
-    note = f"found under the preset {name}: the search alone stopped at a slower plan"
-    notes = (*planning.plan.notes, note)
+def _slower(planning: Planning, best: Compared) -> Planning:
+    """The plan of the search, which any other command finds too, with a note of the preset that is faster."""
+    less = 1 - best.step_seconds / planning.step_seconds
+    notes = (*planning.plan.notes, f"the preset {best.name} takes {less:.2%} less: the search stopped too early")
     return replace(planning, plan=replace(planning.plan, notes=notes))
 
 

@@ -23,6 +23,8 @@ from meshwright.runtime.step import PlannedStep
 
 
 def planned(target: Any, **options: Any) -> Planning:
+    if "preset" not in options:
+        options["stages"] = 1
     return plan_for(target.step, (target.example_state, target.example_batch), cluster="local", **options)
 
 

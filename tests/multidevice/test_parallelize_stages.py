@@ -116,7 +116,7 @@ def test_a_donated_state_is_refused() -> None:
         ({"stages": 2, "microbatches": 0}, "microbatches"),
         ({"stages": 2, "microbatches": 3}, "microbatches"),
         ({"stages": 2, "schedule": "gpip"}, "try gpipe"),
-        ({"schedule": "gpipe"}, "several stages to be scheduled"),
+        ({"stages": 1, "schedule": "gpipe"}, "several stages to be scheduled"),
         ({"stages": 2, "preset": "megatron(tp=2)"}, "the preset megatron"),
         ({"preset": "megatron(tp=3)"}, "multiple of 3"),
         ({"preset": "megatrn"}, "megatron"),
@@ -188,7 +188,7 @@ def test_one_stage_that_the_stage_search_finds_runs(monkeypatch: pytest.MonkeyPa
     """Large programs that do not fit in few microbatches are searched for stages first: where one is the best, it is
     counted and run like any other."""
     monkeypatch.setattr("meshwright.planning.stages.SMALL_PROGRAM", 0)
-    monkeypatch.setattr("meshwright.planning.plan_for.fits_in_few", lambda asked: False)
+    monkeypatch.setattr("meshwright.planning.any_stages.fits_in_few", lambda asked: False)
     target = zoo.build("mlp-tiny")
     planning = mw.plan_for(target.step, (target.example_state, target.example_batch), stages=None)
     assert len(planning.plan.stages) == 1

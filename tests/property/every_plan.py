@@ -202,7 +202,7 @@ class EveryPlan:
         if stages not in self._planned:
             options = replace(self._options, stages=stages)
             # Of all devices: plans that leave the slower ones idle are not among those that are known here.
-            with patch("meshwright.planning.plan_for._beside_one_kind", lambda asked, stages, found: found):
+            with patch("meshwright.planning.kinds.told_apart", lambda cluster: ()):
                 self._planned[stages] = plan_without_advice(self._traces, self._args, options)
         return self._planned[stages]
 

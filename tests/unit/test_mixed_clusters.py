@@ -15,7 +15,8 @@ from meshwright import value_and_grad
 from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster, one_kind_alone
 from meshwright.errors import MemoryExceeded
 from meshwright.plan.io import plan_from_dict, plan_to_dict
-from meshwright.planning import plan_for as planning_module
+from meshwright.planning import kinds, plan_for as planning_module
+from meshwright.planning.kinds import told_apart
 from meshwright.planning.plan_for import plan_for
 from meshwright.presets import gpipe
 from meshwright.program.staged import StagedProgram, staged_program
@@ -23,6 +24,7 @@ from meshwright.program.trace import trace_program
 from meshwright.report.explain import explain_plan
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.pipelines.driver import StageRequest, search_stages
+from meshwright.search.result import NothingFaster, SearchResult
 
 SLOW = Device(
     kind="slow", peak_flops={"float32": 10e12}, memory_bytes=64e9, memory_bandwidth_bytes_per_second=1e12,
@@ -200,7 +202,7 @@ def test_devices_that_help_are_not_told_to_be_left_out() -> None:
     found = plan_for(chain, ARGS, cluster=cluster_of(host(FAST), host(SLOW)), stages=None, time_limit_seconds=20.0)
     alone = [line for line in map(str, found.considered) if " x fast alone: " in line or " x slow alone: " in line]
     assert len(alone) == 2
-    assert all(float(line.split()[-2]) > found.step_seconds for line in alone)
+    assert all(line.endswith("none that fits and is faster") for line in alone)
     assert not any("left out" in note or "leave out" in note for note in found.plan.notes)
 
 
@@ -210,17 +212,20 @@ def test_of_two_kinds_that_are_faster_alone_one_has_the_plan(monkeypatch: pytest
     known = plan_for(chain, ARGS, cluster=cluster_of(host(FAST)))
     seconds = {"1 x fast": 2e-3, "1 x slow": 1e-3, "mixed": 3e-3}
 
-    def found(asked: Any, stages: int | None) -> Any:
+    def found(asked: Any, stages: int | None, *, faster_than_seconds: float) -> Any:
         if asked.cluster.name == "1 x small":
             raise MemoryExceeded(refused="it", got="1", needed="2", where="here", try_="more")
+        if seconds[asked.cluster.name] >= faster_than_seconds:
+            raise NothingFaster(faster_than_seconds, ())
         predicted = replace(known.plan.predicted, step_seconds=seconds[asked.cluster.name])
-        return replace(known, plan=replace(known.plan, predicted=predicted, notes=()))
+        plan = replace(known.plan, predicted=predicted, notes=())
+        return SearchResult(plan=plan, considered=(), program=known.program)
 
-    monkeypatch.setattr(planning_module, "_in_stages", found)
-    monkeypatch.setattr(planning_module, "may_have_replicas", lambda asked, stages: False)
+    monkeypatch.setattr(kinds, "plan_in_stages", found)
+    monkeypatch.setattr(kinds, "may_have_replicas", lambda asked, stages: False)
     plan = plan_for(chain, ARGS, cluster=cluster, stages=None)
     assert [note for note in plan.plan.notes if "alone" in note] == [
-        "2 devices are idle: 1 x slow alone are faster than all, 0.003 s a step"
+        "2 devices are idle: 1 x slow alone are faster than all"
     ]
     assert plan.plan.stages[0].devices == (1,)
     with monkeypatch.context() as patched:  # every process that runs a step has to have a part in its plan
@@ -240,18 +245,19 @@ def test_kinds_of_one_name_are_told_apart() -> None:
     slower = replace(FAST, kernel_launch_seconds=3e-6)
 
     def names(*devices: Device) -> list[str]:
-        return [alone.name for alone in planning_module._told_apart(cluster_of(*map(host, devices)))]
+        return [alone.name for alone in told_apart(cluster_of(*map(host, devices)))]
 
     assert names(FAST, SLOW) == ["1 x fast", "1 x slow"]
     assert names(FAST, half) == ["1 x fast of 59.6 GiB", "1 x fast of 29.8 GiB"]
     assert names(FAST, slower, FAST) == ["2 x fast (host 0, 2)", "1 x fast (host 1)"]
 
 
-def test_what_one_kind_takes_in_little_time_is_a_bound() -> None:
+def test_kinds_that_there_is_no_time_for_are_in_the_gap() -> None:
     mixed = cluster_of(host(FAST), host(SLOW))
     found = plan_for(chain, ARGS, cluster=mixed, stages=None, time_limit_seconds=0)
-    alone = [line for line in map(str, found.considered) if " alone: at most " in line]
-    assert len([line for line in alone if line.endswith(" s, found in 0 s")]) == 2
+    alone = [one for one in found.considered if str(one.what).endswith(" alone")]
+    assert [one.searched for one in alone] == [False, False]
+    assert all(found.least_seconds <= one.least_seconds * (1 + 1e-9) for one in alone)
 
 
 def test_kinds_under_one_leaf_switch_have_no_cluster_of_their_own() -> None:

@@ -84,7 +84,7 @@ def alternatives(options: PlanOptions, cluster: Cluster, asked: Plan) -> Sequenc
     if free and options.stages in (1, None):
         mine = tuple(size for _, size in asked.stages[0].mesh) if len(asked.stages) == 1 else ()
         ways += [{"mesh": shape} for shape in cluster.logical_shapes(max_axes=2) if shape != mine]
-        if options.zero is None and options.pins is None and options.schedule is None and options.stages == 1:
+        if options.zero is None and options.pins is None and options.schedule is None:
             ways += [{"preset": name} for name in ("data_parallel()", "zero(stage=3)")]
             ways += [{"preset": f"megatron(tp={n})"} for n in _powers(min(host.devices for host in cluster.hosts))]
     if options.microbatches is None:

@@ -22,7 +22,7 @@ from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
 from .programs import StepPrograms
 from .refine import Refinement
-from .request import DEFAULT_METHOD, Planning, PlanOptions, PlanRequest
+from .request import DEFAULT_METHOD, PlanOptions, PlanRequest
 from .stages import stage_request
 
 # What a search may take of the time that is left, so that some is left for another one in less memory; and what each is
@@ -94,7 +94,7 @@ def choice_words(space: Space, choice: Choice) -> str:
     return one_stage_words(choice.microbatches, axes, rematerialised=stage.remat == "layer")
 
 
-def plan_by_method(asked: PlanRequest, stages: int | None, method: str) -> Planning:
+def plan_by_method(asked: PlanRequest, stages: int | None, method: str) -> SearchResult:
     """The best plan that a method finds in time.
 
     Args:
@@ -116,7 +116,7 @@ def plan_by_method(asked: PlanRequest, stages: int | None, method: str) -> Plann
     return found
 
 
-def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Planning:
+def _searched(asked: PlanRequest, stages: int | None, search: Search) -> SearchResult:
     refinement = Refinement(asked.cluster.device, asked.tell)
     space = space_of(asked, stages, refinement.missed)
     considered: list[Considered] = []
@@ -143,8 +143,7 @@ def _searched(asked: PlanRequest, stages: int | None, search: Search) -> Plannin
         notes = (*plan.notes, f"found by the search method {search.name}")
         return SearchResult(plan=replace(plan, notes=notes), considered=tuple(considered), program=program)
 
-    found = refinement.run(
+    return refinement.run(
         find, what=f"a plan for {asked.cluster.num_devices} x {asked.cluster.device.kind}", where="method=",
         try_=f"more devices, a smaller batch, or method={DEFAULT_METHOD!r}", late=lambda: asked.left_seconds < 0,
     )  # fmt: skip
-    return Planning.of(found, asked.cluster)

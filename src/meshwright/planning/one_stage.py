@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 
 from ..search.intra.parameters import parameter_infos
 from ..search.one_stage.driver import GAP, OneStageSearch
@@ -14,14 +14,14 @@ from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
 from .refine import MARGIN, Refinement
-from .request import Planning, PlanRequest
+from .request import PlanRequest
 
 # Microbatches. One stage first, Gemma 3 27B on 64 v5p takes 1.499 s a step after 41 CPU seconds of planning; several
 # first, it takes 116. Of gpt3-15b on 32 V100, which needs 64, one stage takes 75, and several first take 26.
 _FEW = 4
 
 
-def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf, gap: float = GAP) -> Planning:
+def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf, gap: float = GAP) -> SearchResult:
     """The fastest plan of one stage, in as many microbatches as are best.
 
     Args:
@@ -44,11 +44,11 @@ def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf, gap:
         )
         return replace(found, program=asked.program(found.plan.microbatches))
 
-    found = Refinement(device, asked.tell).run(
+    return Refinement(device, asked.tell).run(
         find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
+        late=lambda: isfinite(faster_than_seconds) and asked.left_seconds < 0,
     )  # fmt: skip
-    return Planning.of(found, asked.cluster)
 
 
 def fits_in_few(asked: PlanRequest) -> bool:

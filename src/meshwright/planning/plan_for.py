@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from jax import process_count
 
 from .._jax.context import no_mesh
 from .._jax.jitted import bound_to_static
-from ..cluster import Cluster, cluster_of, devices_by_kind, load_cluster, one_kind_alone
-from ..errors import MemoryExceeded, PlanError, size_words
+from ..cluster import Cluster, cluster_of, load_cluster
+from ..errors import MemoryExceeded, PlanError
 from ..plan.row_notes import row_notes
 from ..presets import Preset, check_free, parse_preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
 from ..runtime.devices import named_devices
-from ..search.alternative import Alternative, merged
-from ..search.pipelines.driver import NothingFaster
 from ..search.pipelines.request import check_remat
 from ..search.restrictions.pins import Pins
 from .advice import with_advice
+from .kinds import plan_for_kinds
 from .microbatch_counts import microbatch_counts
-from .one_stage import fits_in_few, plan_one_stage
-from .replicas import REPLICAS, may_have_replicas, plan_replicas
 from .replicated_work import replicated_work
 from .request import (
     DEFAULT_METHOD,
@@ -39,22 +34,9 @@ from .request import (
     check_time_limit,
     checked_submeshes,
     mesh_argument,
-    on_devices,
 )
-from .stages import check_stages, is_large, plan_stages
+from .stages import check_stages
 from .storage_notes import storage_notes
-
-# What is simpler is taken where it is slower by no more than this share, less than predictions are off by: one stage
-# beside several, a plan of one stage that the search for several has found beside the best of one, and all devices
-# beside those of one kind. Gaps cover it, but for plans of one kind alone, which are searched in little time.
-_WORTH = 5e-3
-
-# The search for one stage may take this share of the time where several stages are searched afterwards.
-_ONE_STAGE_SHARE = 0.5
-
-# Of the time on a cluster of several kinds of device: what stages may take, so that some is left for replicas, and what
-# plans for the hosts of one kind alone are given at least, together.
-_STAGES_SHARE, _ALONE_SHARE = 0.75, 0.1
 
 
 @no_mesh()
@@ -71,7 +53,7 @@ def plan_for(
     memory_per_device: float | None = None,
     batch_axis: int = 0,
     reduction: str | None = None,
-    stages: int | None = 1,
+    stages: int | None = None,
     schedule: str | None = None,
     submeshes: Sequence[int] | None = None,
     preset: Preset | str | None = None,
@@ -179,11 +161,9 @@ def plan_without_advice(
     if options.method not in (None, DEFAULT_METHOD):
         from .method import plan_by_method
 
-        found = plan_by_method(asked, stages, options.method)
+        found = Planning.of(plan_by_method(asked, stages, options.method), asked.cluster)
     else:
-        found = plan_one_stage(asked) if stages == 1 else _stages_or_replicas(asked, stages)
-        if preset is None and asked.submeshes is None and not asked.mesh:
-            found = _beside_one_kind(asked, stages, found)
+        found = Planning.of(plan_for_kinds(asked, stages), asked.cluster)
     notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     notes += storage_notes(found.plan, asked.pins.zero, preset)
     notes += replicated_work(asked, found, asked.pins_in(found.program).roles)
@@ -228,8 +208,7 @@ def request_of(
     if preset is not None:
         preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
         check_free(
-            preset, mesh=options.mesh, zero=zero, remat=remat, stages=None if stages == 1 else stages,
-            schedule=schedule,
+            preset, mesh=options.mesh, zero=zero, remat=remat, stages=stages, schedule=schedule,
         )  # fmt: skip
         if options.submeshes is not None:
             raise PlanError(
@@ -241,7 +220,7 @@ def request_of(
     layouts = {path: _layout(path, dims) for path, dims in (options.pins or {}).items()}
     submeshes = None
     if options.submeshes is not None:
-        submeshes = checked_submeshes(options.submeshes, where, None if stages == 1 else stages)
+        submeshes = checked_submeshes(options.submeshes, where, stages)
         stages = len(submeshes)
     if preset is None:  # which has sensible ones
         check_stages(stages, schedule)
@@ -284,171 +263,6 @@ def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
 def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:
     """What was found, with all that it took: what is no tracing is for the search."""
     return replace(planning, seconds=seconds, trace_seconds=trace_seconds, solve_seconds=seconds - trace_seconds)
-
-
-def _stages_or_replicas(asked: PlanRequest, stages: int | None) -> Planning:
-    """The fastest plan of so many stages or of any number; or on a cluster of several kinds of device, of replicas."""
-    if asked.schedule == REPLICAS:
-        return plan_replicas(asked, stages)
-    refused: PlanError | None = None
-    found: Planning | None = None
-    wanted = asked.schedule is None and may_have_replicas(asked, stages)
-    first = replace(asked, time_limit_seconds=_STAGES_SHARE * asked.time_limit_seconds) if wanted else asked
-    try:
-        found = _in_stages(first, stages)
-    except PlanError as error:
-        refused = error
-    if wanted and found is not None and asked.left_seconds < 0:
-        return found.unfinished(REPLICAS, asked.least_work_seconds)
-    if wanted:
-        most = found.step_seconds if found is not None else inf
-        if found is not None and len(found.plan.stages) == 1:
-            most *= 1 - _WORTH  # one stage is simpler to run than copies of it
-        try:
-            copies = plan_replicas(asked, stages, faster_than_seconds=most)
-            if found is None:
-                return copies
-            best = copies.preferred_to(found).beside(found.least_seconds)
-            return replace(best, considered=(*copies.considered, *found.considered))
-        except NothingFaster as nothing:
-            assert found is not None  # or everything would be faster
-            found = found.beside(nothing.least_seconds)
-            return replace(found, considered=(*found.considered, *nothing.considered))
-        except PlanError as error:
-            if found is not None:
-                return found.considering(REPLICAS, error)
-    if found is not None:
-        return found
-    assert refused is not None  # there is a plan or a reason
-    raise refused
-
-
-def _beside_one_kind(asked: PlanRequest, stages: int | None, found: Planning) -> Planning:
-    """The faster of a plan for hosts of several kinds and of one for hosts of one kind, which leaves the others idle;
-    where every process has to have a part in it, or a schedule is asked for, a note says so instead."""
-    clusters, devices = _told_apart(asked.cluster), devices_by_kind(asked.cluster)
-    seconds = max(asked.left_seconds, _ALONE_SHARE * asked.time_limit_seconds) / max(len(clusters), 1)
-    if found.plan.shares:  # then as many stages were asked for as there are kinds, or none
-        stages = None
-    alone: list[tuple[float, int, Planning]] = []
-    for number, cluster in enumerate(clusters):
-        asked.tell(f"planning for {cluster.name} alone")
-        request = replace(
-            asked, cluster=cluster, schedule=asked.schedule if asked.schedule != REPLICAS else None,
-            started=time.perf_counter(), time_limit_seconds=seconds,
-        )  # fmt: skip
-        try:
-            other = _in_stages(request, stages)
-        except PlanError as error:
-            found = found.considering(f"{cluster.name} alone", error)
-            continue
-        told = Alternative(what=f"{cluster.name} alone, {other.as_alternative.what}", step_seconds=other.step_seconds)
-        # A share of the time is little: planned for by itself such a cluster may turn out to be much faster.
-        late = request.left_seconds < 0
-        words = f"{'at most ' if late else ''}{other.step_seconds:.6g} s"
-        words += f", found in {seconds:.2g} s" if late else ""
-        found = replace(found, alternatives=merged(found.alternatives, [told]))
-        found = found.considering(f"{cluster.name} alone", words)
-        alone.append((other.step_seconds, number, other))
-    step_seconds, number, other = min(alone, default=(inf, 0, found))
-    if step_seconds >= (1 - _WORTH) * found.step_seconds:
-        return found
-    idle = asked.cluster.num_devices - len(devices[number])
-    if not asked.may_idle or asked.schedule is not None:
-        note = f"{clusters[number].name} alone would take {step_seconds:.4g} s a step: better leave out the other hosts"
-        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
-    name, left = f"{clusters[number].name} alone", "1 device is" if idle == 1 else f"{idle} devices are"
-    note = f"{left} idle: {name} are faster than all, {found.step_seconds:.4g} s a step"
-    found = replace(found, alternatives=tuple(one for one in found.alternatives if not one.what.startswith(name)))
-    plan = on_devices(other.plan, devices[number], asked.cluster)
-    best = replace(
-        other, plan=replace(plan, notes=(*plan.notes, note)), cluster=asked.cluster, considered=found.considered
-    )  # fmt: skip
-    return best.preferred_to(found).beside(found.least_seconds)
-
-
-def _told_apart(cluster: Cluster) -> tuple[Cluster, ...]:
-    """The hosts of each kind of device as a cluster of their own; where devices have one name, with what tells them
-    apart: their memory, or else which hosts they are in."""
-    alone = one_kind_alone(cluster)
-    kinds = [one.hosts[0].device for one in alone]
-    named = Counter(device.kind for device in kinds)
-    sized = Counter((device.kind, size_words(device.memory_bytes)) for device in kinds)
-    found = []
-    for one, device in zip(alone, kinds, strict=True):
-        size, more = size_words(device.memory_bytes), ""
-        if named[device.kind] > 1:
-            mine = [str(number) for number, host in enumerate(cluster.hosts) if host.device == device]
-            more = f" of {size}" if sized[device.kind, size] == 1 else f" (host {', '.join(mine)})"
-        found.append(replace(one, name=f"{one.name}{more}"))
-    return tuple(found)
-
-
-def _in_stages(asked: PlanRequest, stages: int | None) -> Planning:
-    """The fastest plan of so many stages, or of any number."""
-    if stages == 1:
-        return plan_one_stage(asked)
-    return plan_stages(asked, stages) if stages else _any_stages(asked)
-
-
-def _any_stages(asked: PlanRequest) -> Planning:
-    """The fastest plan of any number of stages: the best of one stage and what is faster of several, or where one stage
-    is not soon planned, what the search for stages finds, which looks at one stage too, on meshes of two axes."""
-    if asked.schedule == "inference":  # of a step that computes no gradients, which has no stages otherwise
-        try:
-            return plan_stages(asked, None)
-        except NothingFaster:
-            one = plan_one_stage(replace(asked, microbatches=None))
-            if asked.microbatches in (None, 1):
-                return one
-            note = f"the {asked.microbatches} microbatches are not used: one stage takes the batch at once"
-            return replace(one, plan=replace(one.plan, notes=(*one.plan.notes, note)))
-    count = asked.microbatches if asked.microbatches is not None else 1
-    program = asked.program(count)
-    if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
-        return plan_one_stage(asked)
-    if is_large(program) and not fits_in_few(asked):
-        return _or_one_stage(asked, plan_stages(asked, None))
-    try:
-        one = plan_one_stage(replace(asked, time_limit_seconds=_ONE_STAGE_SHARE * asked.time_limit_seconds))
-    except PlanError as refused:
-        try:
-            return plan_stages(asked, None)
-        except PlanError:
-            raise refused from None
-    if asked.left_seconds < 0:
-        return one.unfinished("several stages", asked.least_work_seconds)
-    try:
-        beside = replace(asked, several=True)
-        several = plan_stages(beside, None, faster_than_seconds=one.step_seconds * (1 - _WORTH))
-    except (NothingFaster, MemoryExceeded) as nothing:
-        if asked.left_seconds < 0:
-            least = nothing.least_seconds if isinstance(nothing, NothingFaster) else asked.least_work_seconds
-            return one.unfinished("several stages", least, "broken off, out of time")
-        if isinstance(nothing, NothingFaster):
-            one = one.beside(nothing.least_seconds)
-        elif not nothing.proven:
-            return one.unfinished("several stages", asked.least_work_seconds, "all that were tried are too large")
-        return one.considering("several stages", "none that fits and is faster")
-    except PlanError as error:
-        return one.considering("several stages", error)
-    return several.preferred_to(one).beside(one.least_seconds)
-
-
-def _or_one_stage(asked: PlanRequest, found: Planning) -> Planning:
-    """A plan that was searched for in stages, or the best of one stage if that is faster: it is priced as it runs, and
-    keeps what it gathers for the forward pass, where stages gather it again for the backward pass. (Beside a plan of
-    several stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
-    `benchmarks/golden_plans.py` and `never_worse.py`.)"""
-    if asked.left_seconds < 0:
-        return found.considering("one stage", "only as the search for stages counts it, out of time")
-    try:
-        one = plan_one_stage(asked, faster_than_seconds=(1 - _WORTH) * found.step_seconds, gap=_WORTH)
-    except NothingFaster as nothing:
-        return found.beside(nothing.least_seconds)
-    except PlanError as error:
-        return found.considering("one stage", error)
-    return one.preferred_to(found).beside(found.least_seconds)
 
 
 def _check_types(cluster: Any, pins: Any, preset: Any) -> None:

@@ -19,7 +19,7 @@ from ..search.result import NothingFaster, SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
 from .refine import Refinement
-from .request import Planning, PlanRequest, in_cluster
+from .request import PlanRequest, in_cluster
 
 REPLICAS = "replicas"
 
@@ -37,7 +37,7 @@ def may_have_replicas(asked: PlanRequest, stages: int | None) -> bool:
     return kinds > 1 and free and stages in (None, kinds)
 
 
-def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> Planning:
+def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> SearchResult:
     """The fastest plan of replicas.
 
     Numbers of microbatches are looked at in the order of what they promise: as the estimates of the fewest say, then as
@@ -76,7 +76,7 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
         raise NothingFaster(tries.least_seconds, tries.considered)
     found = tries.found[count]
     found = replace(found, plan=in_cluster(found.plan, order, asked.cluster), considered=tries.considered)
-    return Planning.of(found, asked.cluster).beside(tries.least_seconds)
+    return found.beside(tries.least_seconds)
 
 
 class _Tries:

@@ -20,15 +20,12 @@ from ..program.expected import Expectations
 from ..program.staged import StagedProgram
 from ..program.trace import Program, abstract
 from ..program.traces import Traces
-from ..schedule import WORTH_SPLITTING
-from ..search.alternative import Alternative, merged, one_stage_words, stages_words
-from ..search.best_known import gap_of
+from ..search.alternative import Alternative
 from ..search.considered import Considered
 from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.prices.least_work import least_work_seconds
 from ..search.restrictions.pins import Pins
-from ..search.result import SearchResult
-from ..simulate.of_plan import plan_schedule
+from ..search.result import Priced, SearchResult
 
 # The search method that is taken where none is named, by its name.
 DEFAULT_METHOD = "hierarchical"
@@ -47,7 +44,7 @@ class PlanOptions:
     memory_per_device: float | None = None
     batch_axis: int = 0
     reduction: str | None = None
-    stages: int | None = 1
+    stages: int | None = None
     schedule: str | None = None
     submeshes: Sequence[int] | None = None
     preset: Preset | str | None = None
@@ -106,6 +103,10 @@ class PlanRequest:
         """Of the time limit; negative once it is over."""
         return self.time_limit_seconds - (time.perf_counter() - self.started)
 
+    def within(self, seconds: float) -> PlanRequest:
+        """The same request, with so many seconds from now on."""
+        return replace(self, started=time.perf_counter(), time_limit_seconds=max(seconds, 0.0))
+
     @property
     def least_work_seconds(self) -> float:
         """What no plan takes less than."""
@@ -140,12 +141,11 @@ class PlanRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """A plan and what finding it took.
+class Planning(Priced):
+    """A plan, which is `plan`, and what finding it took.
 
     Args:
       program: the traced step.
-      plan: the plan.
       cluster: it is for.
       considered: the candidates.
       alternatives: plans that were not taken, the fastest first.
@@ -155,7 +155,6 @@ class Planning:
     """
 
     program: Program
-    plan: Plan
     cluster: Cluster
     considered: tuple[Considered, ...]
     alternatives: tuple[Alternative, ...] = ()
@@ -172,69 +171,6 @@ class Planning:
             program=program.source if isinstance(program, StagedProgram) else program, plan=result.plan,
             cluster=cluster, considered=result.considered, alternatives=result.alternatives,
         )  # fmt: skip
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted, of one step."""
-        assert self.plan.predicted is not None  # planning prices what it finds
-        return self.plan.predicted.step_seconds
-
-    @property
-    def counted_seconds(self) -> float:
-        """What the step counts for where stages are compared: a split backward has to be worth it."""
-        return counted_seconds(self.plan)
-
-    @property
-    def least_seconds(self) -> float:
-        """What other plans count for at least, by its gap; 0 where nothing is known of them."""
-        assert self.plan.predicted is not None
-        return max(1 - self.plan.predicted.optimality_gap, 0.0) * self.counted_seconds
-
-    @property
-    def as_alternative(self) -> Alternative:
-        """It as one that another plan was preferred to."""
-        plan = self.plan
-        if plan.shares:
-            kinds = " and ".join(f"{n} on {s.device_kind}" for n, s in zip(plan.shares, plan.stages, strict=True))
-            what = f"{plan.microbatches} microbatches, replicas, {kinds}"
-        elif len(plan.stages) == 1:
-            again = bool(plan.stages[0].rematerialised)
-            what = one_stage_words(plan.microbatches, plan.stages[0].mesh, rematerialised=again)
-        else:
-            sizes = [(stage.layers[1] - stage.layers[0], len(stage.devices)) for stage in plan.stages]
-            what = stages_words(plan.microbatches, plan.schedule, sizes)
-        return Alternative(what=what, step_seconds=self.step_seconds)
-
-    def bounded(self, least_seconds: float) -> Planning:
-        """The same plan with its gap, where all others are known to count for so much at least; 0 for nothing known."""
-        predicted = self.plan.predicted
-        assert predicted is not None  # plans that are found are priced
-        predicted = replace(predicted, optimality_gap=gap_of(self.counted_seconds, least_seconds))
-        return replace(self, plan=replace(self.plan, predicted=predicted))
-
-    def beside(self, least_seconds: float) -> Planning:
-        """The same where there are others that its gap does not know of, which take so much at least."""
-        return self if least_seconds >= self.least_seconds else self.bounded(least_seconds)
-
-    def unfinished(self, what: str, least_seconds: float, why: str = "") -> Planning:
-        """The same where others, which take so much at least, were not looked at to the end, or not at all."""
-        others = Considered(what, why or "out of time", searched=bool(why), least_seconds=least_seconds)
-        return replace(self.beside(least_seconds), considered=(*self.considered, others))
-
-    def considering(self, what: str, outcome: object) -> Planning:
-        """The same with another candidate told."""
-        return replace(self, considered=(*self.considered, Considered(what, str(outcome))))
-
-    def preferred_to(self, *others: Planning) -> Planning:
-        """This plan, with others and what they were preferred to among its alternatives."""
-        found = merged(self.alternatives, *(one.alternatives for one in others), (o.as_alternative for o in others))
-        return replace(self, alternatives=found)
-
-
-def counted_seconds(plan: Plan) -> float:
-    """As `Planning.counted_seconds`, of a plan in stages that has been priced."""
-    assert plan.predicted is not None
-    return plan.predicted.step_seconds * (1 + WORTH_SPLITTING * plan_schedule(plan).splits_backward)
 
 
 def in_cluster(plan: Plan, order: HostOrder, cluster: Cluster) -> Plan:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from math import inf, isfinite, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..cluster import HostOrder, host_orders
 from ..errors import MemoryExceeded, PlanError
@@ -16,6 +17,7 @@ from ..program.expected import Unexpected
 from ..program.graph import Graph, Value
 from ..program.staged import StagedProgram
 from ..program.trace import Program
+from ..search.driver import Part, best_of_parts
 from ..search.inter.submeshes import Submeshes
 from ..search.intra.parameters import parameter_infos
 from ..search.pipelines.driver import SIMULATED, NothingFaster, SearchResult, StageRequest, StageSearch
@@ -27,7 +29,7 @@ from .microbatch_counts import finer_counts, microbatch_counts
 from .programs import StepPrograms
 from .refine import Refinement
 from .replicas import REPLICAS
-from .request import Planning, PlanRequest, in_cluster
+from .request import PlanRequest, in_cluster
 
 # What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
 # there is, are a beginning and seldom the best.
@@ -42,7 +44,7 @@ def is_large(program: Program) -> bool:
     return program.graph.runs > SMALL_PROGRAM
 
 
-def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = float("inf")) -> Planning:
+def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> SearchResult:
     """The fastest plan with so many stages, or with any number of them. Where hosts are of several kinds, their groups
     are put in every order: which kind has the first stages, and which the last. Where the step is in some number of
     microbatches another program than was expected, all begins again.
@@ -50,7 +52,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     Args:
       asked: the request.
       stages: how many; None to choose.
-      faster_than_seconds: a plan whose step takes longer is not wanted.
+      faster_than_seconds: a plan whose step counts for more is not wanted.
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
@@ -58,9 +60,19 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     """
     given = asked.submeshes is not None or asked.preset is not None
     orders = host_orders(asked.cluster)[: 1 if given else None]
+    parts = [
+        Part(
+            words=f"hosts in the order {', '.join(map(str, order.devices))}",
+            search=partial(_in_order, asked, stages, order),
+        )
+        for order in orders
+    ]
     try:
         try:
-            found = _in_orders(asked, stages, orders, faster_than_seconds=faster_than_seconds)
+            found = best_of_parts(
+                parts, left_seconds=lambda: asked.left_seconds, floor=lambda: asked.least_work_seconds,
+                faster_than_seconds=faster_than_seconds, worth=0.0,
+            )  # fmt: skip
         except (NothingFaster, MemoryExceeded):
             asked.expectations.check()
             raise
@@ -75,75 +87,6 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
         refused = f"the preset {asked.preset} on {devices} x {asked.cluster.device.kind}"
         raise error.named(refused, leaner_words(asked.preset, devices)) from error
     return found
-
-
-class _InOrder(NamedTuple):
-    """A request with the hosts in one order, and what repeated searches of it share.
-
-    Args:
-      order: of the hosts.
-      asked: the request, on the cluster in that order.
-      programs: the step in each number of microbatches.
-      refinement: of its plans.
-    """
-
-    order: HostOrder
-    asked: PlanRequest
-    programs: StepPrograms
-    refinement: Refinement
-
-    @classmethod
-    def of(cls, asked: PlanRequest, stages: int | None, order: HostOrder) -> _InOrder:
-        """Before anything is searched."""
-        asked = replace(asked, cluster=order.cluster)
-        programs = StepPrograms(asked, stages, microbatch_counts(asked))
-        return cls(order, asked, programs, Refinement(asked.cluster.device, asked.tell))
-
-
-def _in_orders(
-    asked: PlanRequest, stages: int | None, orders: Sequence[HostOrder], *, faster_than_seconds: float
-) -> Planning:
-    """The best that is found in any of these orders of the hosts.
-
-    Raises:
-      NothingFaster: if nothing is as fast in any; with what plans take at least in all.
-      MemoryExceeded: if nothing fits in any.
-    """
-    searches = [_InOrder.of(asked, stages, order) for order in orders]
-    best: Planning | None = None
-    refused: list[NothingFaster | MemoryExceeded] = []
-    least_seconds = inf  # that plans in any order take
-    for number, search in enumerate(searches):
-        least = min(faster_than_seconds, best.counted_seconds if best is not None else inf)
-        if number and isfinite(least) and asked.left_seconds < 0:
-            least_seconds = min(least_seconds, asked.least_work_seconds)
-            break
-        try:
-            found = _plan_in_order(search, stages, faster_than_seconds=least)
-        except (NothingFaster, MemoryExceeded) as error:
-            refused.append(error)
-            least_seconds = min(least_seconds, _least_told(asked, error))
-            continue
-        found = replace(found, cluster=asked.cluster, plan=in_cluster(found.plan, search.order, asked.cluster))
-        least_seconds = min(least_seconds, found.least_seconds)
-        if best is None:
-            best = found
-        else:
-            faster = found.counted_seconds < best.counted_seconds
-            best = found.preferred_to(best) if faster else best.preferred_to(found)
-    if best is not None:
-        return best.bounded(least_seconds) if len(searches) > 1 else best
-    slower = [error for error in refused if isinstance(error, NothingFaster)]
-    if not slower:
-        raise refused[0]
-    raise NothingFaster(least_seconds, min(slower, key=lambda error: error.least_seconds).considered)
-
-
-def _least_told(asked: PlanRequest, error: NothingFaster | MemoryExceeded) -> float:
-    """What plans in an order of the hosts take at least in which there is none."""
-    if isinstance(error, NothingFaster):
-        return error.least_seconds
-    return inf if error.proven and asked.left_seconds > 0 else asked.least_work_seconds
 
 
 def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms) -> StageRequest:
@@ -174,9 +117,13 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
     )  # fmt: skip
 
 
-def _plan_in_order(hosts: _InOrder, stages: int | None, *, faster_than_seconds: float) -> Planning:
-    """The fastest plan whose stages follow the hosts in their order."""
-    _, asked, programs, refinement = hosts
+def _in_order(
+    asked: PlanRequest, stages: int | None, order: HostOrder, faster_than_seconds: float, seconds: float
+) -> SearchResult:
+    """The fastest plan whose stages follow the hosts in an order, on the cluster as it was given."""
+    del seconds  # of the request's time limit
+    whole, asked = asked.cluster, replace(asked, cluster=order.cluster)
+    programs = StepPrograms(asked, stages, microbatch_counts(asked))
     request = replace(stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds)
     search, known = StageSearch(request), isfinite(faster_than_seconds)
     least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
@@ -198,11 +145,11 @@ def _plan_in_order(hosts: _InOrder, stages: int | None, *, faster_than_seconds: 
                 raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline
             return replace(found, plan=_under_schedule(asked.schedule, found))
 
-    found = refinement.run(
+    found = Refinement(asked.cluster.device, asked.tell).run(
         find, what=f"a plan of several stages for {asked.cluster.num_devices} x {asked.cluster.device.kind}",
         where="the stage search", try_="more devices, a smaller batch", late=lambda: known and asked.left_seconds < 0,
     )  # fmt: skip
-    return Planning.of(found, asked.cluster)
+    return replace(found, plan=in_cluster(found.plan, order, whole))
 
 
 def _under_schedule(schedule: str | None, found: SearchResult) -> Plan:

@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import Plan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
-from .alternative import Alternative
+from ..schedule import WORTH_SPLITTING
+from ..simulate.of_plan import plan_schedule
+from .alternative import Alternative, merged, one_stage_words, stages_words
+from .best_known import gap_of
 from .considered import Considered
 from .inter.problem import PlacedStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """A plan and what finding it took.
+class Priced:
+    """A plan with its price.
 
     Args:
-      plan: the plan.
+      plan: that a search has found.
+    """
+
+    plan: Plan
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted, of one step."""
+        assert self.plan.predicted is not None  # a search prices what it finds
+        return self.plan.predicted.step_seconds
+
+    @property
+    def counted_seconds(self) -> float:
+        """What the step counts for where plans are compared: a split backward has to be worth it."""
+        return self.step_seconds * (1 + WORTH_SPLITTING * plan_schedule(self.plan).splits_backward)
+
+    @property
+    def least_seconds(self) -> float:
+        """Lower bound of what other plans count for, by the gap of this one; 0 where nothing is known of them."""
+        assert self.plan.predicted is not None
+        return max(1 - self.plan.predicted.optimality_gap, 0.0) * self.counted_seconds
+
+    @property
+    def as_alternative(self) -> Alternative:
+        """It as one that another plan was preferred to."""
+        return Alternative(what=plan_words(self.plan), step_seconds=self.step_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult(Priced):
+    """A plan, which is `plan`, and what finding it took.
+
+    Args:
       considered: the candidates.
       program: what it is of: the whole step, or the core cut into stages, with scans split as the plan says; None where
         the search was given no more than its graph.
@@ -25,11 +60,53 @@ class SearchResult:
       stages: of a plan that was searched in stages, by layers of the request's program in as many microbatches.
     """
 
-    plan: Plan
     considered: tuple[Considered, ...]
     program: Program | StagedProgram | None = None
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[PlacedStage, ...] = ()
+
+    def bounded(self, least_seconds: float) -> SearchResult:
+        """The same plan with its gap, where `least_seconds` is a lower bound of all others; 0 for nothing known."""
+        predicted = self.plan.predicted
+        assert predicted is not None
+        predicted = replace(predicted, optimality_gap=gap_of(self.counted_seconds, least_seconds))
+        return replace(self, plan=replace(self.plan, predicted=predicted))
+
+    def beside(self, least_seconds: float) -> SearchResult:
+        """The same plan, its gap extended to further plans of which `least_seconds` is a lower bound."""
+        return self if least_seconds >= self.least_seconds else self.bounded(least_seconds)
+
+    def unfinished(self, what: str, least_seconds: float, why: str = "") -> SearchResult:
+        """The same plan, its gap extended to candidates that were not searched, or not to the end.
+
+        Args:
+          what: the candidates, in words.
+          least_seconds: their lower bound.
+          why: the search of them was broken off; "" where it was not begun, since the time was over.
+        """
+        others = Considered(what, why or "out of time", searched=bool(why), least_seconds=least_seconds)
+        return replace(self.beside(least_seconds), considered=(*self.considered, others))
+
+    def considering(self, what: str, outcome: object) -> SearchResult:
+        """The same plan, and what came of another candidate."""
+        return replace(self, considered=(*self.considered, Considered(what, str(outcome))))
+
+    def preferred_to(self, *others: SearchResult) -> SearchResult:
+        """This plan, with the others, and what they were preferred to, among its alternatives."""
+        found = merged(self.alternatives, *(one.alternatives for one in others), (o.as_alternative for o in others))
+        return replace(self, alternatives=found)
+
+
+def plan_words(plan: Plan) -> str:
+    """A plan in a few words: its microbatches, schedule and stages."""
+    if plan.shares:
+        kinds = " and ".join(f"{n} on {s.device_kind}" for n, s in zip(plan.shares, plan.stages, strict=True))
+        return f"{plan.microbatches} microbatches, replicas, {kinds}"
+    if len(plan.stages) == 1:
+        (stage,) = plan.stages
+        return one_stage_words(plan.microbatches, stage.mesh, rematerialised=bool(stage.rematerialised))
+    sizes = [(stage.layers[1] - stage.layers[0], len(stage.devices)) for stage in plan.stages]
+    return stages_words(plan.microbatches, plan.schedule, sizes)
 
 
 class NothingFaster(Exception):

@@ -1,9 +1,9 @@
 """The default search, priced in the same space as the others.
 
 Paper: Zheng et al., "Alpa: automating inter- and intra-operator parallelism for distributed deep learning", OSDI
-2022. Method: a dynamic program over stages with the integer program of each stage inside (`pipeline`, `inter_op`),
-and the queue of one-stage plans (`one_stage`). The one that is worth more is asked first, and the other only for
-something faster.
+2022. Method: a dynamic program over stages with the integer program of each stage inside (`search.pipelines`), and the
+queue of one-stage plans (`search.one_stage`), compared by `search.driver`: the second only has to find something faster
+than the first.
 
 Cost: as planning. Limits: neither search can be asked what it knows on the way, so there are few points in time. What
 the dynamic program proves holds under its own objective, and a split backward has to gain two percent to be taken: it
@@ -13,16 +13,18 @@ lower bound is given for plans of one stage alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ...errors import MemoryExceeded
+from ..driver import Part, search_parts
 from ..inter.submeshes import Submesh
 from ..one_stage.driver import OneStageSearch
 from ..one_stage.plan import SearchRequest
 from ..pipelines.driver import StageSearch
 from ..pipelines.request import SMALL_PROGRAM
-from ..result import NothingFaster
+from ..result import SearchResult
 from ..space.choice import Choice, Partial, StageChoice
 from ..space.space import Space
 from ..stages.solved import SolvedStage
@@ -30,8 +32,6 @@ from .search import Budget, Found, Incumbent
 
 # The first of the two searches may take this share of the time.
 _FIRST_SHARE = 0.5
-
-_Found = tuple[list[Choice], float]
 
 
 class Hierarchical:
@@ -45,27 +45,22 @@ class Hierarchical:
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
         best, counts = Incumbent(space.bound(Partial())), space.structures.stage_counts
-        searches: list[Callable[[Space, float, float], _Found]] = []
+        parts = []
         if counts is None or 1 in counts:
-            searches.append(_one_stage)
+            parts.append(Part(words="one stage", search=partial(_one_stage, space), share=_FIRST_SHARE))
         if space.cluster.num_devices > 1 and (counts is None or counts != {1}):
-            searches.append(_several_stages)
+            parts.append(Part(words="several stages", search=partial(_several_stages, space), share=_FIRST_SHARE))
         if space.program(space.structures.counts[0]).graph.runs > SMALL_PROGRAM:
-            searches.reverse()
-        for number, search in enumerate(searches):
-            left = budget.left_seconds * (_FIRST_SHARE if number + 1 < len(searches) else 1.0)
-            if left <= 0 or budget.over:
-                return
-            try:
-                choices, least = search(space, left, best.seconds)
-            except NothingFaster as nothing:
-                choices, least = [], nothing.least_seconds
-            except MemoryExceeded:
-                choices, least = [], 0.0
-            for choice in choices:
+            parts.reverse()
+        parts[-1] = replace(parts[-1], share=1.0)
+        try:
+            for found in search_parts(parts, left_seconds=lambda: budget.left_seconds, floor=lambda: 0.0, worth=0.0):
+                choice = _choice(space, found)
                 yield from best.offer(choice, budget.price(space, choice))
-            if searches == [_one_stage]:
-                yield from best.prove(least)
+                if len(parts) == 1 and not found.stages:
+                    yield from best.prove(found.least_seconds)
+        except MemoryExceeded:
+            return
 
 
 class _Requests(Mapping[int, SearchRequest]):
@@ -89,27 +84,31 @@ class _Requests(Mapping[int, SearchRequest]):
         )  # fmt: skip
 
 
-def _one_stage(space: Space, seconds: float, faster_than_seconds: float) -> _Found:
+def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
     search = OneStageSearch(_Requests(space), time_limit_seconds=seconds, gap=space.gap)
     usable = space.cluster.device.usable_memory_bytes
-    plan = search.run(
+    return search.run(
         lambda count: space.reserve(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
-    ).plan
-    assert plan.predicted is not None  # the search prices what it finds
-    (stage,), count = plan.stages, plan.microbatches
-    layers, whole = space.structures.layers(count), space.whole
-    mesh = _number(space, count, 0, layers, stage.mesh)
-    remat = "layer" if stage.rematerialised else "none"
-    choice = Choice(count, (StageChoice(0, layers, whole, mesh, remat),))
-    return [choice], (1 - plan.predicted.optimality_gap) * plan.predicted.step_seconds
+    )
 
 
-def _several_stages(space: Space, seconds: float, faster_than_seconds: float) -> _Found:
+def _several_stages(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
     request = replace(
         space.request, schedules=space.schedules, time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds
     )
-    found = StageSearch(request).run(space.reserve)
-    count, stages = found.plan.microbatches, []
+    return StageSearch(request).run(space.reserve)
+
+
+def _choice(space: Space, found: SearchResult) -> Choice:
+    """The choice that a plan is of."""
+    count = found.plan.microbatches
+    if not found.stages:
+        (stage,) = found.plan.stages
+        layers = space.structures.layers(count)
+        mesh = _number(space, count, 0, layers, stage.mesh)
+        remat = "layer" if stage.rematerialised else "none"
+        return Choice(count, (StageChoice(0, layers, space.whole, mesh, remat),))
+    stages = []
     for placed in found.stages:
         solved: SolvedStage = placed.option.tag
         axes = tuple((axis.name, axis.size) for axis in solved.mesh.axes)
@@ -119,8 +118,7 @@ def _several_stages(space: Space, seconds: float, faster_than_seconds: float) ->
         stages.append(StageChoice(placed.first, placed.last, placed.submesh, mesh, remat, layouts))
     choice = Choice(count, tuple(stages))
     # One stage alone has other costs than as a pipeline's: its layouts are solved again.
-    choices = [choice] if len(stages) > 1 else [choice.structure]
-    return choices, 0.0
+    return choice if len(stages) > 1 else choice.structure
 
 
 def _number(

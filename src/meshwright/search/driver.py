@@ -1,0 +1,117 @@
+"""Parts of the space of plans, each with a search of its own, in turn under one incumbent, one bound and one deadline.
+
+A plan of one stage runs as one program, and the stages of a pipeline as several, so the two are searched apart; so are
+the orders of a cluster's hosts, replicas, and the hosts of one kind alone. Whatever the parts are, they are compared
+here: a later part is asked only for something faster than the best of the earlier ones, and its lower bound goes into
+the gap of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from ..errors import MemoryExceeded, PlanError
+from .result import NothingFaster, SearchResult
+
+# A later part of the space has to be faster by this share, less than predictions are off by: the first is the simpler
+# one. The gap covers it.
+WORTH = 5e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the space of plans.
+
+    Args:
+      words: what it is.
+      search: given the seconds that a step of a wanted plan counts for at most, and the seconds that the search may
+        take, the best plan of the part. Raises `NothingFaster`, `MemoryExceeded` or another `PlanError`.
+      share: of the time that is left, what the search may take.
+      least_seconds: what it is given even when the time is over.
+    """
+
+    words: str
+    search: Callable[[float, float], SearchResult]
+    share: float = 1.0
+    least_seconds: float = 0.0
+
+
+def search_parts(
+    parts: Iterable[Part], *, left_seconds: Callable[[], float], floor: Callable[[], float],
+    faster_than_seconds: float = inf, worth: float = WORTH,
+) -> Iterator[SearchResult]:  # fmt: skip
+    """Better and better plans, each with a gap that covers all parts up to its own; the last one is the best of all
+    parts, with the gap of all.
+
+    Args:
+      parts: the simplest first.
+      left_seconds: of the time limit; negative once it is over.
+      floor: a lower bound of the seconds of every plan there is.
+      faster_than_seconds: a plan whose step counts for more is not wanted.
+      worth: by which share a later part has to be faster.
+
+    Raises:
+      NothingFaster: if no part has a plan that is wanted, with their lower bound.
+      PlanError: if no part has a plan, as the first of them says it.
+    """
+    best: SearchResult | None = None
+    known = ""  # the part of the best plan
+    least = inf  # of all parts that have no plan
+    refused: PlanError | None = None
+    slower: NothingFaster | None = None
+    for part in parts:
+        most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
+        left = left_seconds()
+        if left < 0 and part.least_seconds == 0 and isfinite(most):
+            bound = floor()
+            least = min(least, bound)
+            best = best.unfinished(part.words, bound) if best is not None else None
+            continue
+        try:
+            found = part.search(most, max(part.share * left, part.least_seconds))
+        except NothingFaster as nothing:
+            slower, bound, late = slower or nothing, nothing.least_seconds, left_seconds() < 0
+            least = min(least, bound)
+            if best is not None and late:
+                best = best.unfinished(part.words, bound, "broken off, out of time")
+            elif best is not None:
+                best = best.beside(bound).considering(part.words, "none that fits and is faster")
+        except PlanError as error:
+            refused = refused or error
+            if isinstance(error, MemoryExceeded) and not (error.proven and left_seconds() > 0):
+                bound = floor()
+                least = min(least, bound)
+                best = (
+                    best.unfinished(part.words, bound, "all that were tried are too large")
+                    if best is not None
+                    else None
+                )
+            elif best is not None:
+                best = best.considering(part.words, error)
+        else:
+            if best is not None:
+                found = found.preferred_to(best).beside(best.least_seconds)
+                found = found.considering(known, f"{best.step_seconds:.6g} s")
+            best, known = found.beside(least), part.words
+            yield best
+    if best is not None:
+        yield best
+    elif slower is not None:
+        raise NothingFaster(least, slower.considered)
+    elif refused is not None:
+        raise refused
+    else:
+        raise NothingFaster(least, ())
+
+
+def best_of_parts(
+    parts: Iterable[Part], *, left_seconds: Callable[[], float], floor: Callable[[], float],
+    faster_than_seconds: float = inf, worth: float = WORTH,
+) -> SearchResult:  # fmt: skip
+    """The best plan of all parts; everything as of `search_parts`."""
+    *_, best = search_parts(
+        parts, left_seconds=left_seconds, floor=floor, faster_than_seconds=faster_than_seconds, worth=worth
+    )
+    return best
