@@ -39,19 +39,18 @@ class MemoryExceeded(PlanError):
     """Nothing that was asked for fits a device's memory.
 
     Attributes:
-      proven: whether no plan fits; else all that were tried were too large, and the search was given up.
+      least_seconds: lower bound of a step of the plans that may fit all the same, where some were ruled out because
+        others had turned out to be too large; infinite where no plan fits.
     """
 
-    proven = True
+    least_seconds = float("inf")
 
     def named(self, refused: str, try_: str) -> MemoryExceeded:
         """The same refusal of what it is to the user, with what to try instead."""
         error = MemoryExceeded(refused=refused, got=self.got, needed=self.needed, where=self.where, try_=try_)
-        error.proven = self.proven
+        error.least_seconds = self.least_seconds
         return error
 
     def but(self, reason: str) -> MemoryExceeded:
         """The same refusal with what stands against the next thing to try."""
-        return MemoryExceeded(
-            refused=self.refused, got=self.got, needed=self.needed, where=self.where, try_=f"{self.try_} ({reason})"
-        )
+        return self.named(self.refused, f"{self.try_} ({reason})")

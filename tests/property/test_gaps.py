@@ -100,14 +100,11 @@ REQUESTS: dict[str, Callable[[], EveryPlan]] = {
 # Why gaps do not hold.
 ESTIMATED = "a range of layers may take less than is estimated of its parts"
 ROWS = "products of one row take less than a row's share of a product of two: more microbatches may take less"
-RESERVED = "what is reserved after plans that were too large is more than others need, of which the gap knows nothing"
 
 # Of these requests and numbers of stages the gap is refuted; -3 % is a plan that takes 3 % less than is said of all.
 REFUTED: dict[tuple[str, int | None], str] = {
     ("products of one row", None): ROWS,  # -36 %
     ("products of one row", 1): ROWS,  # -11 %
-    ("little memory, two hosts", 1): RESERVED,  # -11 %
-    ("little memory, a wide end", 2): RESERVED,  # -46 %
 }
 
 # And of these, planned in any number of stages, some number of stages is faster by more than one stage is worth.
@@ -118,7 +115,6 @@ SLOWER: dict[str, str] = {
 # Generated requests of which the gap is refuted in some number of stages.
 GENERATED: dict[int, str] = {
     1: ESTIMATED,  # -0.7 %
-    78: RESERVED,  # -46 %
 }
 
 

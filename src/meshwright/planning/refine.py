@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from ..cluster import Device
@@ -20,7 +21,7 @@ from ..program.trace import Program
 from ..runtime.local_step import LocalStep
 from ..runtime.pipeline.local_stages import LocalStages
 from ..runtime.pipeline.stage_memory import StageMemory
-from ..search.result import SearchResult
+from ..search.result import NothingFaster, SearchResult
 from ..search.stages.reserve import MissedMemory
 
 # A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
@@ -82,26 +83,29 @@ class Refinement:
 
         Raises:
           MemoryExceeded: if no plan fits.
+          NothingFaster: if the search says so.
         """
-        attempts = _ATTEMPTS
+        attempts, least_seconds = _ATTEMPTS, inf
         exceeded = partial(self._exceeded, what, where, try_)
         while attempts > 0:
             attempts = min(attempts, _LATE_ATTEMPTS) if late() else attempts
             attempts -= 1
             try:
                 found = search(self.missed)
+            except NothingFaster as nothing:
+                raise NothingFaster(min(least_seconds, nothing.least_seconds), nothing.considered) from None
             except MemoryExceeded as error:
                 if self.leanest is None:
                     raise
-                raise exceeded() from error
+                raise exceeded(least_seconds) from error
             assert found.program is not None  # what is written out
+            # What is reserved may rule out plans that fit: bounds of earlier runs, in more memory, hold for these too.
+            least_seconds = min(least_seconds, found.least_seconds)
             self._tell("predicting memory")
             plan = written_out(found.plan, found.program, self._device.platform, counted=self._counted)
             if self._fits(plan, held_bytes(found.plan)):
-                return replace(found, plan=plan)
-        given_up = exceeded()
-        given_up.proven = False
-        raise given_up
+                return replace(found, plan=plan).beside(least_seconds)
+        raise exceeded(least_seconds)
 
     def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
         """Whether a plan fits that was written out; else what the search missed is learned.
@@ -121,15 +125,17 @@ class Refinement:
         self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         return False
 
-    def _exceeded(self, what: str, where: str, try_: str) -> MemoryExceeded:
+    def _exceeded(self, what: str, where: str, try_: str, least_seconds: float) -> MemoryExceeded:
         assert self.leanest is not None  # a plan was too large
         lean = self.leanest
-        return MemoryExceeded(
+        error = MemoryExceeded(
             refused=what, got=f"{size_words(lean.usable_bytes)} usable on a device",
             needed=f"about {size_words(lean.needed_bytes)} on a device, the predicted peak of the leanest plan found "
             f"with {lean.microbatches} microbatches",
             where=where, try_=try_,
         )  # fmt: skip
+        error.least_seconds = least_seconds
+        return error
 
 
 def written_out(

@@ -80,16 +80,11 @@ def search_parts(
                 best = best.beside(bound).considering(part.words, "none that fits and is faster")
         except PlanError as error:
             refused = refused or error
-            if isinstance(error, MemoryExceeded) and not (error.proven and left_seconds() > 0):
-                bound = floor()
+            if isinstance(error, MemoryExceeded):
+                bound = floor() if left_seconds() < 0 else error.least_seconds
                 least = min(least, bound)
-                best = (
-                    best.unfinished(part.words, bound, "all that were tried are too large")
-                    if best is not None
-                    else None
-                )
-            elif best is not None:
-                best = best.considering(part.words, error)
+                best = best.beside(bound) if best is not None else None
+            best = best.considering(part.words, error) if best is not None else None
         else:
             if best is not None:
                 found = found.preferred_to(best).beside(best.least_seconds)
