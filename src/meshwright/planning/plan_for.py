@@ -12,6 +12,7 @@ from typing import Any
 from jax import process_count
 
 from .._jax.context import no_mesh
+from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
 from ..cluster import Cluster, cluster_of, devices_by_kind, load_cluster, one_kind_alone
 from ..errors import MemoryExceeded, PlanError, size_words
@@ -19,7 +20,6 @@ from ..plan.row_notes import row_notes
 from ..presets import Preset, check_free, parse_preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
-from ..runtime.devices import named_devices
 from ..search.alternative import Alternative, merged
 from ..search.pipelines.driver import NothingFaster
 from ..search.pipelines.request import check_remat
