@@ -25,7 +25,7 @@ from .._jax.random import is_key
 from ..errors import PlanError
 from ..memory.liveness import PredictedMemory, predict
 from ..plan import Plan, Stage
-from ..program.places import MicrobatchRows, rows_of_microbatch
+from ..program.microbatch_rows import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
 from ..sharding import Spec
 from .collectives import run_centrally, run_together

@@ -19,7 +19,7 @@ from ..program.trace import Program
 from ..sharding import Spec
 from .arguments import Arguments
 from .effects import Replay
-from .pipeline.placing import put
+from .placing import put
 from .watch import watch
 
 

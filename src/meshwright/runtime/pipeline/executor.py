@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...lowering.pipeline.slots import PASSING, Role, Slot
 from ...lowering.pipeline.surroundings import Surroundings
+from ..placing import put
 from ..watch import watch
 from .operations import Move, Operation, Run, Update, Work
-from .placing import put
 from .stage_runtime import Compiled, StageRuntime
 from .transport import Transport
 

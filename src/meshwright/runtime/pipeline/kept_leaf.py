@@ -31,9 +31,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...lowering.pipeline.rows import Rows
+from ..placing import ghost
 from ..spread import spread_sharding
 from .executor import Executor
-from .placing import ghost
 
 
 class KeptLeaf(Protocol):

@@ -19,7 +19,7 @@ from ...lowering.pipeline.slots import PACKED, Access, Role, Slot
 from ...lowering.pipeline.stage_program import Piece, StageProgram
 from ...lowering.pipeline.update_program import UpdateProgram
 from ...sharding import Spec
-from .placing import ghost, is_mine
+from ..placing import ghost, is_mine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,11 +24,11 @@ from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from ..arguments import Arguments
 from ..effects import Replay
+from ..placing import ghost, put
 from ..watch import watch
 from .executor import Executor, Memory
 from .kept_leaf import Joint, KeptLeaf, joint_sharding, kept_leaf
 from .operations import Work, operations
-from .placing import ghost, put
 from .stage_runtime import StageRuntime
 from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 

@@ -17,12 +17,12 @@ from ..._jax.random import is_key
 from ...memory.transfers import CHUNK_BYTES, KEPT_BYTES
 from ...resharding import Move, Network, ReshardError, plan_reshard
 from ..agree import exchange_texts
+from ..placing import ghost
 from ..resharding.layouts import block_boxes, layout_of, network_of
 from ..resharding.mover import Mover, most_bytes
 from ..resharding.one_program import OneProgram
 from ..resharding.words import as_bits, from_bits, item_bytes
 from ..watch import watch
-from .placing import ghost
 
 # Of relayed data. More would save less than an eighth of the time, and where every chunk goes between other devices
 # each is a part of the program.

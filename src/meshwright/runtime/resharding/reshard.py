@@ -26,7 +26,7 @@ from ...memory.transfers import CHUNK_BYTES
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
 from ..aliases import copied
-from ..pipeline.placing import put
+from ..placing import put
 from .layouts import layout_of, network_of
 from .mover import Mover, most_bytes
 from .words import item_bytes
