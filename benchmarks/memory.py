@@ -28,7 +28,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from meshwright._jax.hlo import read_compiled
 from meshwright._jax.liveness_adapter import dataflow_of
-from meshwright.cost.liveness import predict
+from meshwright.memory.liveness import predict
 
 Tree = Any
 Struct = jax.ShapeDtypeStruct

@@ -275,8 +275,8 @@ def _transfer_seconds(planned: Any) -> dict[str, float]:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from meshwright.runtime.pipeline.placing import ghost, put
     from meshwright.runtime.pipeline.transport import PlannedTransport, ProcessTransport
+    from meshwright.runtime.placing import ghost, put
 
     source, target = (NamedSharding(stage.mesh, PartitionSpec()) for stage in planned.stages)
     small = np.ones((32, 32), np.float32)

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from ._jax.context import no_mesh
+from ._jax.devices import named_devices
 from ._jax.grad import value_and_grad as value_and_grad
 from ._jax.jaxpr import is_traced
 from ._jax.jitted import as_one_call, bound_to_static
@@ -34,7 +35,7 @@ from .planning.request import check_batch_axis, check_refine, check_time_limit
 from .program.trace import Program, abstract
 from .program.traces import traces_of
 from .runtime.agree import agree, exchange_texts
-from .runtime.devices import Placed, devices_for, lies_as_planned, named_devices
+from .runtime.devices import Placed, devices_for, lies_as_planned
 from .runtime.executable import Executable, check_devices, executable, needed_devices
 from .runtime.watch import watch
 

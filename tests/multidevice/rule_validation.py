@@ -25,12 +25,12 @@ from met_equations import collect
 
 from meshwright._jax.jaxpr import Equation, bind, inline, is_dropped
 from meshwright._jax.random import is_key
+from meshwright.lowering.follow import Follower
 from meshwright.program.derivative import is_cut
 from meshwright.program.factors import Factor, Rule
 from meshwright.program.local import COMBINE, evaluate_local
 from meshwright.program.rules import Rules, is_call
 from meshwright.program.split import Split
-from meshwright.runtime.follow import Follower
 from meshwright.sharding import Algorithm, Spec, algorithm_of
 
 Problem = Literal["result", "gradient", "failure", "missing"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from meshwright.runtime.collectives import run_conversion
+from meshwright.lowering.collectives import run_conversion
 from meshwright.sharding import Spec, convert
 
 AXES = {"x": 2, "y": 2}

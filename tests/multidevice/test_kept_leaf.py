@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import meshwright as mw
+from meshwright.lowering.pipeline.rows import Rows
 from meshwright.runtime.pipeline.kept_leaf import Joint, joint_sharding
-from meshwright.runtime.pipeline.rows import Rows
 
 
 def on(devices: Sequence[int], sizes: tuple[int, ...], *dims: Any) -> NamedSharding:

@@ -13,8 +13,8 @@ from one_device import assert_equal_trees
 
 import meshwright as mw
 from meshwright._jax.liveness_adapter import dataflow_of
-from meshwright.cost.liveness import predict
 from meshwright.errors import PlanError
+from meshwright.memory.liveness import predict
 from meshwright.planning.plan_for import plan_for
 
 Space = jax.memory.Space

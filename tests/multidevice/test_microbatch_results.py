@@ -17,10 +17,10 @@ from meshwright import zoo
 from meshwright._jax.jaxpr import open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
+from meshwright.lowering.local_step import LocalStep
 from meshwright.planning.plan_for import plan_for
 from meshwright.program.reduction import ReductionWarning
 from meshwright.program.trace import trace_program
-from meshwright.runtime.local_step import LocalStep
 
 _RANDOM = np.random.default_rng(0)
 X, Y = (jnp.asarray(_RANDOM.normal(size=(32, 16)), jnp.float32) for _ in range(2))

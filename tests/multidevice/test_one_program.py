@@ -57,7 +57,7 @@ def test_memory_beside_source_and_destination(seed: int) -> None:
 
 def test_blocks_that_nobody_reads_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers have none of the source: what stands for it stays within an eighth of a chunk, however many shapes."""
-    monkeypatch.setattr(transport, "_KEPT_BYTES", 1 << 16)
+    monkeypatch.setattr(transport, "KEPT_BYTES", 1 << 16)
     devices = np.array(jax.devices(), dtype=object)
     source, target = (
         NamedSharding(Mesh(devices[part], ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x"))

@@ -15,8 +15,8 @@ from pipelines import whole
 import meshwright as mw
 from meshwright import zoo
 from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.lowering.local_step import LocalStep
 from meshwright.runtime.executable import executable
-from meshwright.runtime.local_step import LocalStep
 from meshwright.runtime.pipeline.step import PipelinedStep
 
 

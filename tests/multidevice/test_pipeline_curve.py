@@ -10,9 +10,9 @@ from pipelines import Pipeline, pipelined, staged_plan
 
 import meshwright as mw
 from meshwright import zoo
+from meshwright.lowering.pipeline.local_stages import LocalStages
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.runtime.pipeline.local_stages import LocalStages
 
 pytestmark = pytest.mark.compiled
 

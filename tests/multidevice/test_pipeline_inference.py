@@ -13,7 +13,7 @@ from test_pipeline import data, perceptron, predict, scanned
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.runtime.pipeline.slots import Role
+from meshwright.lowering.pipeline.slots import Role
 
 
 def answer(params: Any, x: Any) -> Any:

@@ -17,10 +17,10 @@ import meshwright as mw
 from meshwright import zoo
 from meshwright._jax.hlo import read_compiled
 from meshwright.errors import PlanError
+from meshwright.lowering.pipeline.slots import Role
+from meshwright.lowering.pipeline.stage_memory import stage_memory
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.runtime.pipeline.slots import Role
-from meshwright.runtime.pipeline.stage_memory import stage_memory
 from meshwright.runtime.pipeline.step import PipelinedStep
 
 pytestmark = pytest.mark.compiled

@@ -14,7 +14,7 @@ from updates import UPDATES, state_of, step_of
 
 import meshwright as mw
 from meshwright.errors import PlanError
-from meshwright.runtime.pipeline import placement
+from meshwright.lowering.pipeline import placement
 
 _THREE = Pipeline(submeshes=(2, 2, 4), microbatches=2)
 _TWO = Pipeline(microbatches=2)

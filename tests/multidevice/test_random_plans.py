@@ -20,10 +20,10 @@ from jax.sharding import Mesh, PartitionSpec
 from rule_cases import dense, integers, normal
 
 from meshwright._jax.jaxpr import ClosedJaxpr, eliminate_dead_code, inline, open_jaxpr
+from meshwright.lowering.evaluate import ShardedProgram
 from meshwright.program.build import build_graph
 from meshwright.program.graph import Graph
 from meshwright.program.rules import Rules
-from meshwright.runtime.evaluate import ShardedProgram
 from meshwright.sharding import Algorithm, Spec, algorithms, convert
 
 TOLERANCE = 1e-4

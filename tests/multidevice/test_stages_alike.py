@@ -13,10 +13,10 @@ from pipelines import Pipeline, staged_plan
 
 import meshwright as mw
 from meshwright import zoo
+from meshwright.lowering.pipeline.local_stages import LocalStages
+from meshwright.lowering.pipeline.stage_memory import StageMemory, stage_memory
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.runtime.pipeline.local_stages import LocalStages
-from meshwright.runtime.pipeline.stage_memory import StageMemory, stage_memory
 
 
 def assert_counted_alike(step: Any, args: Any, pipeline: Pipeline, programs: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 from jax import lax
 
 import meshwright as mw
-from meshwright.runtime import collectives, local_step
-from meshwright.runtime.pipeline import stage_program, stage_runtime
+from meshwright.lowering import collectives, local_step
+from meshwright.lowering.pipeline import stage_program
+from meshwright.runtime.pipeline import stage_runtime
 from meshwright.runtime.step import PlannedStep
 from meshwright.targets import LoadedTarget, step_target
 from meshwright.verify import Check, run, verify

@@ -59,7 +59,7 @@ check(step, state, batch, Pipeline(submeshes=(1, 2, 1, 4), microbatches=4))
 
 
 _UPDATES = """
-from meshwright.runtime.pipeline import placement
+from meshwright.lowering.pipeline import placement
 from test_pipeline_updates import stack, tied
 from updates import UPDATES, state_of, step_of
 placement.SMALL_BYTES = 1024

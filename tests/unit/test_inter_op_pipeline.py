@@ -15,11 +15,11 @@ from meshwright import zoo
 from meshwright._jax.grad import value_and_grad
 from meshwright.cluster import Link, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.lowering.local_step import LocalStep
 from meshwright.plan.io import load_plan, plan_from_dict, plan_to_dict
 from meshwright.planning.plan_for import plan_for
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
-from meshwright.runtime.local_step import LocalStep
 from meshwright.schedule import Edge, check_schedule, make_schedule
 from meshwright.search import best_known
 from meshwright.search.intra.parameters import parameter_infos

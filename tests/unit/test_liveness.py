@@ -17,13 +17,13 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-import meshwright.cost.liveness
+import meshwright.memory.liveness
 from meshwright._jax.dataflow import Kind, Operation, Program, Value
 from meshwright._jax.hlo import read_compiled
 from meshwright._jax.liveness_adapter import dataflow_of
-from meshwright.cost.fusion import Fusion
-from meshwright.cost.kernel_order import copied_arguments, depth_first, greedy, heaviest_first, without_dead_code
-from meshwright.cost.liveness import PredictedMemory, predict
+from meshwright.memory.fusion import Fusion
+from meshwright.memory.kernel_order import copied_arguments, depth_first, greedy, heaviest_first, without_dead_code
+from meshwright.memory.liveness import PredictedMemory, predict
 
 pytestmark = pytest.mark.compiled
 
@@ -134,7 +134,7 @@ def test_a_body_is_looked_at_once_for_all_orders(monkeypatch: pytest.MonkeyPatch
         fused.append(one)
         return Fusion(one)
 
-    monkeypatch.setattr(meshwright.cost.liveness, "Fusion", fusing)
+    monkeypatch.setattr(meshwright.memory.liveness, "Fusion", fusing)
     body = program([operation(K, (0,), 1), operation(K, (1,), 2)], (2,), kept=((0, 0),), ordered_for_memory=True)
     loop = operation(Kind.LOOP, (0,), 1, kept=((0, 0),), bodies=(body,))
     predict(program([loop], (1,), ordered_for_memory=True))
@@ -203,7 +203,7 @@ def test_dead_operations_and_unread_arguments_take_nothing() -> None:
 
 
 def test_the_example_in_the_docstring_runs() -> None:
-    assert doctest.testmod(meshwright.cost.liveness).failed == 0
+    assert doctest.testmod(meshwright.memory.liveness).failed == 0
 
 
 # Whole training steps, compiled: the truth is the compiler's own analysis.

@@ -12,13 +12,13 @@ import pytest
 
 from meshwright._jax.jaxpr import open_jaxpr, source_line
 from meshwright.cluster import load_cluster
+from meshwright.lowering import evaluate
+from meshwright.lowering.local_step import LocalStep
+from meshwright.lowering.repeats import Repeats
 from meshwright.plan import Plan
 from meshwright.planning.plan_for import plan_for
 from meshwright.program.local import evaluate_local
 from meshwright.program.trace import Program
-from meshwright.runtime import evaluate
-from meshwright.runtime.local_step import LocalStep
-from meshwright.runtime.repeats import Repeats
 from meshwright.zoo import gpt
 
 LAYERS = 6

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.runtime.matmul import matmul, turns
+from meshwright.lowering.matmul import matmul, turns
 
 TURNED = {
     "bsm,mf->bsf": ((2, 3, 4), (4, 5)),

@@ -13,14 +13,14 @@ import pytest
 from meshwright import value_and_grad, zoo
 from meshwright._jax.liveness_adapter import program_of
 from meshwright.cluster import load_cluster
-from meshwright.cost.liveness import predict
+from meshwright.lowering.pipeline.local_stages import LocalStages
+from meshwright.lowering.pipeline.slots import Role
+from meshwright.memory.liveness import predict
 from meshwright.planning.refine import written_out
 from meshwright.program.segments import rematerialise
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.program.traces import traces_of
-from meshwright.runtime.pipeline.local_stages import LocalStages
-from meshwright.runtime.pipeline.slots import Role
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.workspace import workspace_of, worst_moments
 from meshwright.search.pipelines.driver import StageRequest, search_stages

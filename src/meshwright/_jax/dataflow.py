@@ -1,7 +1,7 @@
 """A local program as the memory model sees it: values with sizes, and operations with what fusing them would mean.
 
-Pure data, no JAX: it lies here so that the package that reads jaxprs and the one that prices them can share it.
-`liveness_adapter` builds it from a traced step; `meshwright.cost` fuses it into kernels (`fusion`), orders these
+Pure data, no JAX: it lies here so that the package that reads jaxprs and the one that counts their memory can share it.
+`liveness_adapter` builds it from a traced step; `meshwright.memory` fuses it into kernels (`fusion`), orders these
 (`kernel_order`) and counts the bytes alive (`liveness`).
 """
 

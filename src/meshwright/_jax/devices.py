@@ -1,4 +1,4 @@
-"""The devices JAX sees, as plain data for packages that do not import JAX.
+"""The devices JAX sees: as plain data for packages that do not import JAX, and those that a user names.
 
 Uses only what is public and the same in JAX 0.10 to 0.12: `jax.devices()` and each device's kind and process.
 """
@@ -6,10 +6,14 @@ Uses only what is public and the same in JAX 0.10 to 0.12: `jax.devices()` and e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
+from ..errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +38,23 @@ def visible_devices(devices: Sequence[jax.Device] | None = None) -> VisibleDevic
         )
     count = Counter(device.process_index for device in devices)
     return VisibleDevices(kind=kinds[0], devices_of_process=tuple(count[process] for process in sorted(count)))
+
+
+def named_devices(devices: Any) -> tuple[jax.Device, ...]:
+    """The devices that `devices=` names, in order, those of a process together.
+
+    Args:
+      devices: a sequence of them or a mesh.
+
+    Raises:
+      PlanError: if it names none, or one twice.
+    """
+    given = devices.devices.flat if isinstance(devices, Mesh) else devices
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
+    if not found or not all(isinstance(d, jax.Device) for d in found) or len(set(found)) < len(found):
+        raise PlanError(
+            refused="the devices", got=f"{devices!r:.80}", needed="different devices of JAX, or a mesh of them",
+            where="devices=", try_="devices=jax.devices()[:4]",
+        )  # fmt: skip
+    # In the order of processes, as hosts are counted.
+    return tuple(sorted(found, key=lambda device: device.process_index))

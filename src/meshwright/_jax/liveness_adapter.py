@@ -48,7 +48,7 @@ def dataflow_of(
 ) -> Program:  # fmt: skip
     """The memory model's program of ``jax.jit(function, donate_argnums=...)`` on these (abstract) arguments.
 
-    `meshwright.cost.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all
+    `meshwright.memory.liveness.predict` says what memory it needs. If the whole function is one `jax.shard_map`, all
     bytes are those of one device. `platform`, `host_inputs`, `host_outputs`: as of `program_of`, leaves counted.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Seconds and bytes: what compute, collectives and memory cost. Imports no JAX."""
+"""Seconds and bytes: what compute and collectives cost. Imports no JAX."""

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jax.devices import named_devices
 from ..calibrate.sample import Sample, sample_of
 from ..cluster import Cluster
 from ..errors import PlanError
@@ -30,7 +31,6 @@ from ..program.trace import abstract
 from ..program.traces import Traces
 from ..report.table import format_seconds
 from ..runtime.agree import agree
-from ..runtime.devices import named_devices
 from ..runtime.executable import Executable, executable
 from ..search.considered import Considered
 from .candidates import Candidate, candidates

@@ -10,6 +10,7 @@ from typing import Any
 from jax import process_count
 
 from .._jax.context import no_mesh
+from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
 from ..cluster import Cluster, cluster_of, load_cluster
 from ..errors import MemoryExceeded, PlanError
@@ -17,7 +18,6 @@ from ..plan.row_notes import row_notes
 from ..presets import Preset, check_free, parse_preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
-from ..runtime.devices import named_devices
 from ..search.pipelines.request import check_remat
 from ..search.restrictions.pins import Pins
 from .advice import with_advice

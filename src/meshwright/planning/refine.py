@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from ..cluster import Device
 from ..errors import MemoryExceeded, size_words
+from ..lowering.local_step import LocalStep
+from ..lowering.pipeline.local_stages import LocalStages
+from ..lowering.pipeline.stage_memory import StageMemory
 from ..plan import Memory, Plan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
-from ..runtime.local_step import LocalStep
-from ..runtime.pipeline.local_stages import LocalStages
-from ..runtime.pipeline.stage_memory import StageMemory
 from ..search.result import NothingFaster, SearchResult
 from ..search.stages.reserve import MissedMemory
 

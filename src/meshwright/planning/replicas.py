@@ -10,8 +10,8 @@ from math import inf, isfinite
 
 from ..cluster import Cluster, HostOrder, host_orders
 from ..errors import MemoryExceeded, PlanError, size_words
+from ..lowering.pipeline.local_stages import check_replicas
 from ..program.staged import staged_program
-from ..runtime.pipeline.local_stages import check_replicas
 from ..search.considered import Considered
 from ..search.intra.parameters import parameter_infos
 from ..search.pipelines.replicas import ReplicaRequest, Replicas, like_groups

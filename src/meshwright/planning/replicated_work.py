@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 from ..cost.efficiency import profile_of
 from ..cost.kernels import kernel_seconds
 from ..errors import PlanError
+from ..lowering.plan_fits import algorithms_of
 from ..program.graph import Graph, Operator
 from ..program.origins import Origin, operator_origins
 from ..program.residuals import is_stored
 from ..program.rules import ReplicationWarning
 from ..report.table import format_seconds
-from ..runtime.plan_fits import algorithms_of
 from ..search.prices.kernels import KernelsOf
 from ..search.restrictions.roles import Roles
 from .padded_dims import TILE, dim_index, dim_names, padded_extents, padded_graph, solved_seconds, stage_graphs

@@ -22,7 +22,7 @@ from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
 from .kernels import evaluate_kernel
-from .places import rows_in_batch
+from .microbatch_rows import rows_in_batch
 from .split import Split
 
 # Reductions whose partial results combine by one collective.

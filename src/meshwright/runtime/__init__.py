@@ -1,1 +1,1 @@
-"""Running a plan: the user's step evaluated on shards with explicit collectives, on stock JAX."""
+"""Running a plan: its local programs compiled and issued on devices, values moved between them, on stock JAX."""

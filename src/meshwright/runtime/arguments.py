@@ -9,7 +9,7 @@ from .._jax.jaxpr import consts_of
 from .._jax.placement import untyped
 from ..program.trace import Program
 from .aliases import Unshared
-from .pipeline.placing import check_not_donated
+from .placing import check_not_donated
 
 
 class Arguments:

@@ -11,29 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 
 from ..errors import PlanError
-
-
-def named_devices(devices: Any) -> tuple[jax.Device, ...]:
-    """The devices that `devices=` names, in order, those of a process together.
-
-    Args:
-      devices: a sequence of them or a mesh.
-
-    Raises:
-      PlanError: if it names none, or one twice.
-    """
-    given = devices.devices.flat if isinstance(devices, Mesh) else devices
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
-    if not found or not all(isinstance(d, jax.Device) for d in found) or len(set(found)) < len(found):
-        raise PlanError(
-            refused="the devices", got=f"{devices!r:.80}", needed="different devices of JAX, or a mesh of them",
-            where="devices=", try_="devices=jax.devices()[:4]",
-        )  # fmt: skip
-    # In the order of processes, as hosts are counted.
-    return tuple(sorted(found, key=lambda device: device.process_index))
 
 
 def lies_as_planned(

@@ -13,13 +13,13 @@ from .._jax.context import no_mesh
 from .._jax.placement import HOST_MEMORY
 from .._jax.trace import trace
 from ..errors import PlanError
+from ..lowering.local_step import LocalStep, partition
 from ..plan import Plan
 from ..program.trace import Program
 from ..sharding import Spec
 from .arguments import Arguments
 from .effects import Replay
-from .local_step import LocalStep, partition
-from .pipeline.placing import put
+from .placing import put
 from .watch import watch
 
 

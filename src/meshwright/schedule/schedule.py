@@ -85,7 +85,7 @@ class Schedule:
         Raises:
           ScheduleError: there is none: the ranks wait for each other.
         """
-        return walk(self)
+        return walk(self.ranks, self.edges, stages=self.stages, name=self.name)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

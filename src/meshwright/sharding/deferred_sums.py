@@ -2,7 +2,7 @@
 
 A loss is a sum over the batch, divided by a constant, and often added to others. Summed over devices where it is
 divided, in every microbatch, all devices meet each time for one number; left as summands such numbers are summed once a
-step, beside the gradients. The runtime leaves them so (`runtime.evaluate`), and searches know (`search.intra.problem`).
+step, beside the gradients. Local programs leave them so (`lowering.evaluate`); searches know (`search.intra.problem`).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...lowering.pipeline.stage_memory import StageMemory, Temporaries, passed_on, round_name, stage_memory
 from ...schedule.schedule import Mode
 from .operations import Move, Run, Update
-from .stage_memory import StageMemory, Temporaries, passed_on, round_name, stage_memory
 from .stage_runtime import Compiled, StageRuntime
 from .step import PipelinedStep
 

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...lowering.pipeline.slots import PASSING, Role, Slot
+from ...lowering.pipeline.surroundings import Surroundings
+from ..placing import put
 from ..watch import watch
 from .operations import Move, Operation, Run, Update, Work
-from .placing import put
-from .slots import PASSING, Role, Slot
 from .stage_runtime import Compiled, StageRuntime
-from .surroundings import Surroundings
 from .transport import Transport
 
 Memory = dict[Slot, Any]

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ...lowering.pipeline.rows import Rows
+from ..placing import ghost
 from ..spread import spread_sharding
 from .executor import Executor
-from .placing import ghost
-from .rows import Rows
 
 
 class KeptLeaf(Protocol):

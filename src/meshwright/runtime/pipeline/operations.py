@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ...lowering.pipeline.slots import PASSING, Access, Role, Slot
 from ...schedule import Schedule, global_order
 from ...schedule.instruction import Direction, Edge, Instruction, Kind, Transfer
 from ...schedule.schedule import Mode
-from .slots import PASSING, Access, Role, Slot
 
 
 class Work(StrEnum):

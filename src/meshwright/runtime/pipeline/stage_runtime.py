@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..._jax.jaxpr import evaluate
+from ...lowering.local_step import partition
+from ...lowering.microbatches import combined, finished
+from ...lowering.pipeline.slots import PACKED, Access, Role, Slot
+from ...lowering.pipeline.stage_program import Piece, StageProgram
+from ...lowering.pipeline.update_program import UpdateProgram
 from ...sharding import Spec
-from ..local_step import partition
-from ..microbatches import combined, finished
-from .placing import ghost, is_mine
-from .slots import PACKED, Access, Role, Slot
-from .stage_program import Piece, StageProgram
-from .update_program import UpdateProgram
+from ..placing import ghost, is_mine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

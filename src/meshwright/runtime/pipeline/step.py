@@ -13,22 +13,22 @@ from ..._jax.context import no_mesh
 from ..._jax.jaxpr import open_jaxpr
 from ..._jax.trace import Traced, trace
 from ...errors import PlanError
+from ...lowering.pipeline.local_stages import LocalStages
+from ...lowering.pipeline.placement import is_small
+from ...lowering.pipeline.rows import Rows
+from ...lowering.pipeline.slots import Access, Role, Slot
+from ...lowering.pipeline.stage_program import StageProgram, stage_mesh
 from ...plan import Plan
 from ...program.trace import Program
 from ...resharding import Network
 from ...schedule.schedule import Mode, Schedule
 from ..arguments import Arguments
 from ..effects import Replay
+from ..placing import ghost, put
 from ..watch import watch
 from .executor import Executor, Memory
 from .kept_leaf import Joint, KeptLeaf, joint_sharding, kept_leaf
-from .local_stages import LocalStages
 from .operations import Work, operations
-from .placement import is_small
-from .placing import ghost, put
-from .rows import Rows
-from .slots import Access, Role, Slot
-from .stage_program import StageProgram, stage_mesh
 from .stage_runtime import StageRuntime
 from .transport import LocalTransport, PlannedTransport, ProcessTransport, Transport
 

@@ -14,14 +14,15 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..._jax.random import is_key
+from ...memory.transfers import CHUNK_BYTES, KEPT_BYTES
 from ...resharding import Move, Network, ReshardError, plan_reshard
 from ..agree import exchange_texts
+from ..placing import ghost
 from ..resharding.layouts import block_boxes, layout_of, network_of
-from ..resharding.mover import CHUNK_BYTES, Mover, most_bytes
+from ..resharding.mover import Mover, most_bytes
 from ..resharding.one_program import OneProgram
 from ..resharding.words import as_bits, from_bits, item_bytes
 from ..watch import watch
-from .placing import ghost
 
 # Of relayed data. More would save less than an eighth of the time, and where every chunk goes between other devices
 # each is a part of the program.
@@ -30,10 +31,6 @@ _MOST_CHUNKS = 8
 # Blocks of a call's values on a device, before and after, that one program moves: what it needs beside them is at most
 # four times as much, which is two chunks. Larger ones go round by round, in chunks.
 _MOST_BYTES = CHUNK_BYTES // 2
-
-# Blocks that are only there because programs ask for them are kept up to this size together, on each device, and others
-# made anew for each move: an eighth of a chunk.
-_KEPT_BYTES = CHUNK_BYTES // 8
 
 # How long a process waits for the others to say what they plan.
 _AGREE_SECONDS = 300.0
@@ -62,39 +59,6 @@ class Transport(Protocol):
         Returns: the arrays there; of a process without a device of it, arrays without shards.
         """
         ...
-
-
-def takes_workspace(source: Mesh, target: Mesh) -> bool:
-    """Whether a transfer between two meshes may be a program of its own: between CPU devices of one process JAX copies.
-
-    Args:
-      source: of one stage.
-      target: of another.
-    """
-    devices = [device for mesh in (source, target) for device in mesh.devices.flat]
-    return len({d.process_index for d in devices}) > 1 or any(d.platform != "cpu" for d in devices)
-
-
-def workspace_bytes(here: float, there: float) -> float:
-    """What a transfer needs at most on a device beside the values themselves, however they are laid out.
-
-    On the sender a block like the receiver's that nobody reads, on the receiver one like the sender's, and the messages
-    (`runtime.resharding.one_program`); beyond two chunks, these.
-
-    Args:
-      here: bytes of the values on the device, before or after.
-      there: the same on a device of the other side.
-    """
-    return min(there + 2.5 * max(here, there), 2 * CHUNK_BYTES)
-
-
-def kept_bytes(blocks: float) -> float:
-    """What stays on a device from one transfer to the next: blocks that take the place of those it has none of.
-
-    Args:
-      blocks: bytes of all that it receives, as the senders hold them.
-    """
-    return min(blocks, _KEPT_BYTES)
 
 
 _Way = Callable[[Sequence[jax.Array]], tuple[list[jax.Array], Any]]
@@ -179,7 +143,7 @@ class PlannedTransport:
         if found is None:
             found = jax.device_put(np.zeros(shape, dtype), device)
             kept = self._kept.get(device, 0) + found.nbytes
-            if kept <= _KEPT_BYTES:
+            if kept <= KEPT_BYTES:
                 self._kept[device], self._zeros[shape, dtype, device] = kept, found
         return found
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from ...memory.transfers import CHUNK_BYTES
 from ...resharding import Message, Piece, ReshardPlan, RoundMessages, local_messages, round_messages
 from .across import with_rounds_across
 from .blocks import empty, finished, give, padded_elements, take, whole
@@ -28,9 +29,6 @@ from .exchange import Exchange
 from .lanes import BUFFERS, Lanes
 from .layouts import boxes_by_id, holds
 from .words import item_bytes, word_of
-
-CHUNK_BYTES = 32 * 2**20
-"""The most that one device sends another in one go, where nobody says; also what a buffer holds."""
 
 
 def most_bytes(devices: Iterable[Any], chunk_bytes: int) -> int:

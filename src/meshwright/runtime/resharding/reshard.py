@@ -22,12 +22,13 @@ from ..._jax.buffers import located
 from ..._jax.context import is_tracing, own_context
 from ..._jax.jaxpr import is_traced
 from ..._jax.random import is_key
+from ...memory.transfers import CHUNK_BYTES
 from ...resharding import Move, Network, ReshardError, ReshardPlan, plan_reshard
 from ..agree import exchange_texts
 from ..aliases import copied
-from ..pipeline.placing import put
+from ..placing import put
 from .layouts import layout_of, network_of
-from .mover import CHUNK_BYTES, Mover, most_bytes
+from .mover import Mover, most_bytes
 from .words import item_bytes
 
 # How long a process waits for the others to say what they plan.

@@ -33,8 +33,9 @@ from ..prices.choices import (
     spec_choices,
     values_of_parameters,
 )
-from ..prices.operators import OperatorPrices, prices_of
-from ..prices.parameters import ParameterPrices, parameter_prices
+from ..prices.of_choices import OperatorPrices, ParameterPrices
+from ..prices.operators import prices_of
+from ..prices.parameters import parameter_prices
 from ..prices.product_orders import sliced_operands
 from ..prices.spec_row import SpecRow
 from ..restrictions.pins import Pins

@@ -6,7 +6,7 @@ several moments that are as bad the mean counts, since layers are laid out alike
 from how values are split, like all else that is held.
 
 What is not rematerialised computes again what is cheap (the argument of a product that an activation function makes),
-where it is read: programs are written so that compilers find that order (`runtime.pipeline.stage_program`). Where both
+where it is read: programs are written so that compilers find that order (`lowering.pipeline.stage_program`). Where both
 passes are one program, what is not kept (`residuals.kept_in_one_program`) is made inside the kernels that read it.
 
 Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the

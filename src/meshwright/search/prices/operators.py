@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from ...sharding import Algorithm, Spec
 from .choices import Choices
 from .conversions import conversion_prices
 from .kernels import KernelsOf, OperatorKernels, chain_flops, is_plain, moves_nothing, parts_of, plain_kernel
-from .parameters import ParameterPrices
+from .of_choices import OperatorPrices, ParameterPrices
 from .spec_row import SpecRow
 
 
@@ -39,41 +38,6 @@ class InnerCollective:
     size_bytes: float
     axes: tuple[str, ...]
     mirrored: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OperatorPrices:
-    """What is known of all operators that are alike.
-
-    Args:
-      choices: how they can be run.
-      operands: of each operand, the spec that each choice reads.
-      results: of each result, the spec that each choice makes.
-      forward_seconds: of one run of each choice.
-      backward_seconds: of one run of each choice; rematerialised or not, both are the same.
-      weight_seconds: of these, what computes gradients of parameters.
-      in_step: what `seconds` has said.
-    """
-
-    choices: tuple[Any, ...]
-    operands: tuple[SpecRow, ...]
-    results: tuple[SpecRow, ...]
-    forward_seconds: np.ndarray
-    backward_seconds: np.ndarray
-    weight_seconds: np.ndarray
-    in_step: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
-
-    def seconds(self, forward_runs: int, times: int) -> np.ndarray:
-        """Of so many times so many runs forward and one backward, of each choice; not to be changed.
-
-        Args:
-          forward_runs: for one backward.
-          times: in a step.
-        """
-        key = forward_runs, times
-        if key not in self.in_step:
-            self.in_step[key] = times * (forward_runs * self.forward_seconds + self.backward_seconds)
-        return self.in_step[key]
 
 
 @lru_cache(maxsize=512)

@@ -4,50 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...cost.compute import elementwise_seconds
 from ...sharding import Spec, Step, convert
 from .choices import ParameterChoice
-from .spec_row import SpecRow
-
-if TYPE_CHECKING:
-    from .operators import Prices
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ParameterPrices:
-    """Of each choice of a parameter; arrays have one number for each.
-
-    Args:
-      choices: its layouts.
-      synchronise_seconds: of its gradient over devices, and of fetching it as it is used.
-      fixed_seconds: its share of what the start of the one sum of all gradients costs.
-      update_seconds: of the optimizer.
-      accumulate_seconds: of adding up gradients, for each of several microbatches.
-      held_bytes: of the parameter, its gradient and optimizer state on one device.
-    """
-
-    choices: tuple[ParameterChoice, ...]
-    synchronise_seconds: np.ndarray
-    fixed_seconds: np.ndarray
-    update_seconds: np.ndarray
-    accumulate_seconds: np.ndarray
-    held_bytes: np.ndarray
-
-    @cached_property
-    def uses(self) -> SpecRow:
-        """Of each choice, the spec that readers see."""
-        return SpecRow(choice.use for choice in self.choices)
-
-    def seconds(self, microbatches: int) -> np.ndarray:
-        """Of a step."""
-        once = self.synchronise_seconds + self.update_seconds
-        return once + microbatches * self.accumulate_seconds if microbatches > 1 else once
+from .of_choices import ParameterPrices
+from .operators import Prices
 
 
 def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from jax.sharding import Mesh
 
 from ...errors import PlanError
+from ...memory.transfers import kept_bytes, workspace_bytes
 from ...plan import Memory, Plan
 from ...program.staged import StagedProgram, staged_program
 from ...program.trace import Program
@@ -21,7 +22,6 @@ from .asynchronous import check_asynchronous
 from .stage_memory import StageMemory, passed_on, stage_memory
 from .stage_program import StageProgram
 from .surroundings import Surroundings
-from .transport import kept_bytes, takes_workspace, workspace_bytes
 from .update_program import UpdateProgram
 
 
@@ -135,7 +135,7 @@ class LocalStages:
         """Whether moving values takes memory of its own; assumed where nobody says which process has which device."""
         if self._meshes is None:
             return self.plan.stages[edge.source].devices != self.plan.stages[edge.target].devices
-        return takes_workspace(self._meshes[edge.source], self._meshes[edge.target])
+        return _takes_workspace(self._meshes[edge.source], self._meshes[edge.target])
 
     def _kept_by_transfers(self, edges: Sequence[EdgeTiming]) -> list[float]:
         """For each stage what stays on a device between transfers."""
@@ -188,6 +188,17 @@ class LocalStages:
         note = self.around.note()
         notes = () if note is None or note in self.plan.notes else (note,)
         return replace(self.plan, stages=tuple(stages), notes=(*self.plan.notes, *notes))
+
+
+def _takes_workspace(source: Mesh, target: Mesh) -> bool:
+    """Whether a transfer between two meshes may be a program of its own: between CPU devices of one process JAX copies.
+
+    Args:
+      source: of one stage.
+      target: of another.
+    """
+    devices = [device for mesh in (source, target) for device in mesh.devices.flat]
+    return len({d.process_index for d in devices}) > 1 or any(d.platform != "cpu" for d in devices)
 
 
 def _traced(planned: StageTiming, found: StageMemory) -> StageTiming:

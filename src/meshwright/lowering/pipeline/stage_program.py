@@ -32,7 +32,7 @@ from ..._jax.reverse import vjp
 from ...errors import PlanError
 from ...plan import Plan, Stage
 from ...program.cut import Cut
-from ...program.places import MicrobatchRows, rows_of_microbatch
+from ...program.microbatch_rows import MicrobatchRows, rows_of_microbatch
 from ...program.reduction import Reduction
 from ...program.staged import StagedProgram
 from ...sharding import Spec

@@ -22,10 +22,10 @@ from .._jax.grad import value_and_grad_p
 from .._jax.jaxpr import open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
 from .._jax.random import is_key
-from ..cost.liveness import PredictedMemory, predict
 from ..errors import PlanError
+from ..memory.liveness import PredictedMemory, predict
 from ..plan import Plan, Stage
-from ..program.places import MicrobatchRows, rows_of_microbatch
+from ..program.microbatch_rows import MicrobatchRows, rows_of_microbatch
 from ..program.trace import Program
 from ..sharding import Spec
 from .collectives import run_centrally, run_together

@@ -2,7 +2,7 @@
 
 The search counts bytes by the specs it chooses and guesses what a backward pass keeps; the cut of the traced stage says
 it (`stage_program`), loops included, which keep what is not cheap (`loop_residuals`). Temporaries of each program come
-from the model of buffer lifetimes (`cost.liveness`). The simulator turns both into a curve (`simulate.memory`).
+from the model of buffer lifetimes (`memory.liveness`). The simulator turns both into a curve (`simulate.memory`).
 
 Cost: tracing each stage, as running it would, and no compiling.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ..._jax.liveness_adapter import program_of
 from ..._jax.passes import size_bytes, trace_local
-from ...cost.liveness import PredictedMemory, predict
+from ...memory.liveness import PredictedMemory, predict
 from .slots import Role, Slot
 from .stage_program import Piece, StageProgram
 from .update_program import Round, UpdateProgram

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from meshwright._jax.dataflow import Kind, Operation, Program, Use
-from meshwright.cost.fusion import Kernel, joined
+from meshwright.memory.fusion import Kernel, joined
 
 
 def without_dead_code(program: Program) -> Program:

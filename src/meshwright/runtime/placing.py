@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from ..._jax.random import is_key
-from ...errors import PlanError
+from .._jax.random import is_key
+from ..errors import PlanError
 
 
 def is_mine(mesh: Mesh) -> bool:

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright._jax.dataflow import Kind, Program
-from meshwright.cost.fusion import Fusion, Kernel
-from meshwright.cost.kernel_order import (
+from meshwright.memory.fusion import Fusion, Kernel
+from meshwright.memory.kernel_order import (
     breadth_first,
     copied_arguments,
     depth_first,
