@@ -55,7 +55,7 @@ PLAN = mw.parallelize(step)
         (lambda: jax.jit(mw.parallelize(step))(state(), X), ["traced by jax.jit"]),
         (lambda: mw.parallelize(step)(jax.eval_shape(state), X), ["shapes without values", "step.plan"]),
         (lambda: mw.parallelize(step).init(state(), batch=X), ["cannot be called"]),
-        (lambda: mw.parallelize(step, remat="layer")(state(), X), ['remat="layer"', "no cut into layers"]),
+        (lambda: mw.parallelize(step, stages=1, remat="layer")(state(), X), ['remat="layer"', "no cut into layers"]),
     ],
 )
 def test_refused(call: Callable[[], Any], said: list[str]) -> None:

@@ -378,7 +378,9 @@ class Node:
     history: Any
 
 
-@pytest.mark.parametrize(("container", "options"), [(Named, {"zero": 1}), (Node, {"zero": 3, "microbatches": 2})])
+@pytest.mark.parametrize(
+    ("container", "options"), [(Named, {"zero": 1, "stages": 1}), (Node, {"zero": 3, "microbatches": 2})]
+)
 def test_containers_integers_and_python_scalars(container: Any, options: dict[str, Any]) -> None:
     def step(state, batch, rate):
         def loss(p):

@@ -48,6 +48,8 @@ def language_model(vocabulary: int, *, width: int = 512, heads: int = 8, batch: 
 
 
 def planned(model: tuple[Any, Any], **options: Any) -> mw.Plan:
+    if not {"preset", "submeshes"}.intersection(options):
+        options.setdefault("stages", 1)
     return mw.plan_for(*model, cluster=CLUSTER, **options).plan
 
 

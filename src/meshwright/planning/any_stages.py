@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, prod
 
 from ..search.driver import WORTH, Part, best_of_parts
 from ..search.result import NothingFaster, SearchResult
@@ -40,12 +40,17 @@ def plan_in_stages(asked: PlanRequest, stages: int | None, *, faster_than_second
         return _inference(asked, faster_than_seconds)
     count = asked.microbatches if asked.microbatches is not None else 1
     program = asked.program(count)
-    if asked.cluster.num_devices == 1 or not program.marked or program.host_inputs or program.host_outputs:
+    devices = asked.cluster.num_devices
+    of_all = [one for one in asked.mesh if prod(one[1]) == devices]
+    if asked.mesh and not of_all:
+        return plan_stages(asked, None, faster_than_seconds=faster_than_seconds)
+    whole = devices == 1 or (asked.mesh and len(of_all) == len(asked.mesh))
+    if whole or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked, faster_than_seconds=faster_than_seconds)
     one_first = not is_large(program) or fits_in_few(asked)
 
     def one(most_seconds: float, seconds: float) -> SearchResult:
-        mine = asked.within(seconds) if one_first else asked
+        mine = replace(asked.within(seconds) if one_first else asked, mesh=of_all)
         return plan_one_stage(mine, faster_than_seconds=most_seconds, **({} if one_first else {"gap": WORTH}))
 
     def several(most_seconds: float, seconds: float) -> SearchResult:
