@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 
 from .bounds import LeastBefore, positions_of
-from .problem import Found, InterOpProblem, PlacedStage
+from .problem import Found, InterOpProblem, Option, PlacedStage
 from .submeshes import Submesh
 
 # How many plans beside the best are handed back.
@@ -144,6 +144,8 @@ class _Search:
             for i in range(problem.layers + 1)
         ]
         self.most = problem.most_places
+        # Of labels with as many stages alone one can replace another: in 1F1B more stages have more in flight.
+        self._counted = problem.num_stages is not None or problem.fewest_stages > 1 or problem.order == "one_f_one_b"
         self._positions = positions_of(problem)
         kinds = {submesh: problem.kind(submesh) for submesh in problem.submeshes}
         alike = {kind: self._by_place(submesh) for kind, submesh in {kinds[one]: one for one in kinds}.items()}
@@ -182,7 +184,7 @@ class _Search:
         for place in range(self.most, -1, -1):
             self._check()
             tables = before.at(place, *found[-1]) if found else (np.full(shape, inf), np.full(shape, inf))
-            if self.problem.num_stages in (None, place):
+            if self.problem.num_stages in (None, place) and place >= self.problem.fewest_stages:
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
             found.append(tables)
         times = self.problem.microbatches
@@ -272,31 +274,57 @@ class _Search:
         order, count, option = self.problem.order, self.problem.microbatches, stage.option
         forward, backward, weights = option.forward_seconds, option.backward_seconds, option.weight_seconds
         work, trip = count * option.seconds, option.seconds + there + back
-        most = self.problem.in_flight(place)
         round_trip, chain = 0.0, (0.0, 0.0)
         match order:
+            case "gpipe":
+                one, two = label.chain_seconds
+                round_trip = label.round_trip + trip
+                chain = max(one, forward, there), max(two, backward, back)
+                busy = round_trip + (count - 1) * sum(chain)
             case "zero_bubble":
                 trip -= weights
                 round_trip = label.round_trip + trip
                 most = min(count, self.problem.num_stages or self.most)
-                chain = max(work - most * weights, trip + label.chain_seconds[0]), 0.0
-                filled = round_trip + work - most * forward - (backward - weights)
-                busy = max(work, count * widest, chain[0] + weights, filled)
+                chain = max(work - most * weights, trip + label.chain_seconds[0]), option.seconds - weights
+                held_back = self._held_back(option, weights, place, round_trip, trip + label.chain_seconds[1])
+                busy = max(work, count * widest, chain[0] + weights, held_back)
             case "adaptive":
                 busy = max(work, count * widest, trip + label.busy)
-                if self.problem.holds_back:
-                    round_trip = label.round_trip + trip
-                    busy = max(busy, -(-count // most) * round_trip, round_trip + work - most * forward - backward)
-            case _:
-                one, two = label.chain_seconds
+            case "one_f_one_b":
                 round_trip = label.round_trip + trip
-                if order == "gpipe":
-                    chain = max(one, forward, there), max(two, backward, back)
-                else:
-                    chain = max(one, trip if order == "one_f_one_b" else option.seconds, widest), 0.0
-                busy = round_trip + (count - 1) * sum(chain)
+                chain = 0.0, option.seconds
+                held_back = self._held_back(option, 0.0, place, round_trip, trip + label.chain_seconds[1])
+                busy = max(work, count * widest, trip + label.busy, held_back)
+            case "eager_one_f_one_b":
+                round_trip = label.round_trip + trip
+                room = self.problem.room(option, stage.submesh, place)
+                busy = max(work, count * widest, trip + label.busy, self._held_back(option, 0.0, room, round_trip, 0.0))
         end = max(busy + option.once_seconds + exchange, forward + there + label.end)
         return _Label(label, stage, place, busy, round_trip, chain, end)
+
+    def _held_back(self, option: Option, weights: float, place: int, round_trip: float, pair: float) -> float:
+        """What a stage is busy for at least where it runs no more forwards ahead of its backwards (or input gradients)
+        than its place from the end.
+
+        Args:
+          option: of the stage.
+          weights: seconds of the weight gradients that are put off.
+          place: from the end.
+          round_trip: of a microbatch to the last stage and back, without weight gradients.
+          pair: of one to the next stage and back, likewise.
+        """
+        count, seconds, way = self.problem.microbatches, option.seconds, option.seconds - weights
+        forward, backward, ahead = option.forward_seconds, option.backward_seconds, min(count, place)
+        # Up to its first backward there are so many forwards to run, and as many backwards after its last forward.
+        least = round_trip + count * seconds - min(ahead * forward + backward, forward + ahead * backward)
+        if count > ahead:
+            # The next forward waits for the first backward, and the last backward a round trip for the last forward.
+            # Between them it waits round trips, or for the next stage, which runs one forward less ahead.
+            pairs, odd = divmod(count - 1 - ahead, 2)
+            rounds, rest = divmod(count - 1, ahead)
+            between = max((count - 1 - ahead) * seconds, pairs * max(pair, 2 * way) + odd * way)
+            least = max(least, 2 * round_trip + between, (rounds + 1) * round_trip + rest * way)
+        return least + weights
 
     def _edges(self, label: _Label, first: int, last: int, submesh: Submesh) -> tuple[float, float, float, float]:
         """Seconds to the next stage and back, of the slowest edge one way, and of the exchange of gradients."""
@@ -355,8 +383,7 @@ class _Search:
     def _offer(self, state: dict[Any, list[_Label]], new: _Label, first: int) -> None:
         signature = self._signature(new, first)
         group = state.setdefault(signature, [])
-        # Where no more may be in flight than there are stages left, more of these may be better.
-        counted = self.problem.num_stages is not None or self.problem.holds_back
+        counted = self._counted
         if any(old.no_worse(new, counted=counted) for old in group):
             return
         group[:] = [old for old in group if not new.no_worse(old, counted=counted)]
