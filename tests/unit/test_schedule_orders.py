@@ -147,7 +147,7 @@ def test_a_filling_warm_up_has_no_more_in_flight_than_there_is_room_for() -> Non
         f, b, c = generator.random(stages), 2 * generator.random(stages), generator.random(len(edges))
         filling = filling_warm_up(
             least, edges=edges, forward_seconds=f.tolist(), backward_seconds=b.tolist(), transfer_seconds=c.tolist(),
-            most_in_flight=most,
+            least_in_flight=held, most_in_flight=most,
         )  # fmt: skip
         assert all(more >= few for more, few in zip(filling, least, strict=True))
         filled = adaptive(stages, 64, edges=edges, warm_up=filling).in_flight

@@ -65,15 +65,16 @@ def filling_warm_up(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     transfer_seconds: Sequence[float],
+    least_in_flight: Sequence[int],
     most_in_flight: Sequence[int],
 ) -> tuple[int, ...]:
     """The warm-up of each edge with which stages are busy until their first cotangent comes back.
 
     >>> chain = [Edge(0, 1), Edge(1, 2)]
-    >>> times = {"forward_seconds": [1.0] * 3, "backward_seconds": [2.0] * 3, "transfer_seconds": [0.0] * 2}
-    >>> filling_warm_up([1, 1], edges=chain, most_in_flight=[9, 9, 9], **times)
+    >>> given = {"forward_seconds": [1.0] * 3, "backward_seconds": [2.0] * 3, "transfer_seconds": [0.0] * 2}
+    >>> filling_warm_up([1, 1], edges=chain, least_in_flight=[5, 3, 1], most_in_flight=[9, 9, 9], **given)
     (3, 3)
-    >>> filling_warm_up([1, 1], edges=chain, most_in_flight=[6, 9, 9], **times)
+    >>> filling_warm_up([1, 1], edges=chain, least_in_flight=[5, 3, 1], most_in_flight=[6, 9, 9], **given)
     (2, 3)
 
     Args:
@@ -82,6 +83,7 @@ def filling_warm_up(
       forward_seconds: of each stage.
       backward_seconds: of each stage.
       transfer_seconds: of each edge, both ways together.
+      least_in_flight: of each stage that has an edge.
       most_in_flight: of each stage, where the least is no more.
     """
     round_trip = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
@@ -98,7 +100,7 @@ def filling_warm_up(
         wanted = most[source]
         if wanted * forward > waits:
             wanted = math.ceil(waits / forward - _ROUNDING)
-        depths[source] = max(least, wanted)
+        depths[source] = max(least, wanted, least_in_flight[source])
         for n in mine:
             found[n] = max(warm_up[n], depths[source] - depths[edges[n].target])
     return tuple(found)

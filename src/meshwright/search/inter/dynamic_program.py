@@ -61,7 +61,7 @@ _OTHERS = 4
 class _Label:
     """A way to run all layers from `first` on. Slots, since there are very many."""
 
-    __slots__ = ("after", "busy", "chain_seconds", "end", "round_trip", "stage", "stages")
+    __slots__ = ("after", "apart", "busy", "chain_seconds", "end", "round_trip", "stage", "stages")
 
     def __init__(
         self,
@@ -72,19 +72,27 @@ class _Label:
         round_trip: float,
         chain_seconds: tuple[float, float],
         end: float,
+        apart: float,
     ) -> None:
         self.after, self.stage, self.stages = after, stage, stages
         self.busy, self.round_trip, self.chain_seconds, self.end = busy, round_trip, chain_seconds, end
+        self.apart = apart  # the end of stages that do not wait for the first, from the start of the step
 
     def no_worse(self, other: _Label, *, counted: bool) -> bool:
         return (
             (self.stages == other.stages or (self.stages < other.stages and not counted))
             and self.end <= other.end
+            and self.apart <= other.apart
             and self.busy <= other.busy
             and self.round_trip <= other.round_trip
             and self.chain_seconds[0] <= other.chain_seconds[0]
             and self.chain_seconds[1] <= other.chain_seconds[1]
         )
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, where it has all layers."""
+        return max(self.end, self.apart)
 
     def chain(self) -> list[PlacedStage]:
         """Its stages, in program order."""
@@ -94,6 +102,9 @@ class _Label:
             assert label.after is not None
             label = label.after
         return found
+
+
+_NOTHING = _Label(None, None, 0, 0.0, 0.0, (0.0, 0.0), 0.0, 0.0)
 
 
 def solve_inter_op(
@@ -179,7 +190,7 @@ class _Search:
         """By places taken, what the layers before a layer on the devices before a position add at least, and what all
         microbatches take on the longest of their stages: each `[layer, position]`."""
         shape = (self.problem.layers + 1, len(self._positions))
-        before = LeastBefore(self._positions, self._tables)
+        before = LeastBefore(self._positions, self._tables, self.problem.loose)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for place in range(self.most, -1, -1):
             self._check()
@@ -194,8 +205,7 @@ class _Search:
         """The best plan with so many labels for each state."""
         problem, self.dropped = self.problem, inf
         states: list[dict[int, dict[Any, list[_Label]]]] = [{} for _ in range(problem.layers + 1)]
-        end = _Label(None, None, 0, 0.0, 0.0, (0.0, 0.0), 0.0)
-        states[problem.layers][problem.devices] = {(): [end]}
+        states[problem.layers][problem.devices] = {(): [_NOTHING]}
         for last in range(problem.layers, 0, -1):
             for device in sorted(states[last]):
                 labels = [label for group in states[last][device].values() for label in group]
@@ -210,16 +220,16 @@ class _Search:
         done = [label for group in states[0].get(0, {}).values() for label in group]
         if not done:
             return None
-        done.sort(key=lambda label: (label.end, label.stages))
+        done.sort(key=lambda label: (label.seconds, label.stages))
         chains = [tuple(label.chain()) for label in done[: _OTHERS + 1]]
-        seconds = done[0].end
+        seconds = done[0].seconds
         bound = min(seconds, self.dropped)
         return Found(seconds=seconds, stages=chains[0], lower_bound=bound, others=tuple(chains[1:]))
 
     def _promise(self, label: _Label, last: int, device: int) -> float:
         """What the best plan with this label takes at least."""
         total, longest = (table[last][self._positions[device]] for table in self._left_lists[label.stages])
-        return max(label.busy + total, longest, label.end)
+        return max(label.busy + total, longest, label.end, label.apart)
 
     def _extend(self, states: list[dict[int, dict[Any, list[_Label]]]], label: _Label, last: int, device: int) -> None:
         problem, place = self.problem, label.stages + 1
@@ -247,7 +257,7 @@ class _Search:
                     new = self._extended(label, stage, place, *edges)
                     # What comes after the last backward is not counted against plans of several stages: estimates of
                     # it may be too high.
-                    if max(new.busy + total_left, longest_left, new.end if alone else 0.0) > bound:
+                    if max(new.busy + total_left, longest_left, new.seconds if alone else 0.0) > bound:
                         continue
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
 
@@ -262,7 +272,8 @@ class _Search:
             for submesh in self.ending[device]:
                 seconds, passage = (table[place - 1, :last, last] for table in self._tables[submesh])
                 start = self._positions[submesh.first]
-                sums.append(passage + total[:last, start])
+                around = passage + total[:last, start]
+                sums.append(np.where(np.isfinite(around), 0.0, inf) if last in self.problem.loose else around)
                 longest.append(np.maximum(times * seconds, longest_left[:last, start]))
             self._steps[key] = np.array(sums), np.array(longest)
         return self._steps[key]
@@ -271,7 +282,9 @@ class _Search:
         self, label: _Label, stage: PlacedStage, place: int, there: float, back: float, widest: float, exchange: float
     ) -> _Label:
         """The label with a stage in front, at this place from the end; edges as of `_edges`."""
-        order, count, option = self.problem.order, self.problem.microbatches, stage.option
+        order, count, option, after = self.problem.order, self.problem.microbatches, stage.option, label
+        if not there and stage.last in self.problem.loose:
+            label = _NOTHING
         forward, backward, weights = option.forward_seconds, option.backward_seconds, option.weight_seconds
         work, trip = count * option.seconds, option.seconds + there + back
         round_trip, chain = 0.0, (0.0, 0.0)
@@ -300,7 +313,8 @@ class _Search:
                 room = self.problem.room(option, stage.submesh, place)
                 busy = max(work, count * widest, trip + label.busy, self._held_back(option, 0.0, room, round_trip, 0.0))
         end = max(busy + option.once_seconds + exchange, forward + there + label.end)
-        return _Label(label, stage, place, busy, round_trip, chain, end)
+        apart = after.apart if label is after else after.seconds
+        return _Label(after, stage, place, busy, round_trip, chain, end, apart)
 
     def _held_back(self, option: Option, weights: float, place: int, round_trip: float, pair: float) -> float:
         """What a stage is busy for at least where it runs no more forwards ahead of its backwards (or input gradients)

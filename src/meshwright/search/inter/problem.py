@@ -76,6 +76,17 @@ class Crossing:
     once_bytes: float = 0.0
 
 
+def loose_ends(crossings: Sequence[Crossing], layers: int) -> frozenset[int]:
+    """Layers that read nothing of the layer before them: a stage that begins there may not wait for the one before it,
+    as where branches of a program are computed one after the other.
+
+    >>> loose_ends([Crossing(layers=(0, 1), forward_bytes=1.0), Crossing(layers=(0, 2), forward_bytes=1.0)], 3)
+    frozenset({2})
+    """
+    read = {one.layers[0] + 1 for one in crossings if one.forward_bytes > 0 and one.layers[0] + 1 in one.layers}
+    return frozenset(range(1, layers)) - read
+
+
 class PlacedStage(NamedTuple):
     """A stage of a found plan: layers `first` to before `last`, on a submesh, run as `option` says."""
 
@@ -126,6 +137,7 @@ class InterOpProblem:
       num_stages: how many stages there are to be; None for any number. Without it zero bubble is a bound: a stage then
         keeps as many microbatches as there are stages from its place on, of which there may be more before it.
       fewest_stages: the fewest there may be.
+      loose: as of `loose_ends`, where transfers take no time or less than they do too.
       least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
         (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
         look at all options.
@@ -146,6 +158,7 @@ class InterOpProblem:
     max_stages: int | None = None
     num_stages: int | None = None
     fewest_stages: int = 1
+    loose: frozenset[int] = frozenset()
     least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
     fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
     kind: Callable[[Submesh], Hashable] = lambda submesh: submesh

@@ -187,20 +187,24 @@ def best_schedule(
 
 
 def _tries(staged: StagedTiming, microbatches: int, orders: Sequence[str]) -> Iterator[tuple[str, ScheduleOptions]]:
-    timing = staged.timing
+    timing, stages = staged.timing, len(staged.timing.stages)
+    edges = [edge.edge for edge in timing.edges]
     for name in orders:
         if name != "adaptive":
             yield name, ()
             continue
         period = max(stage.forward_seconds + stage.backward_seconds for stage in timing.stages)
         both_ways = [edge.forward_seconds + edge.backward_seconds for edge in timing.edges]
-        if period > 0:
+        # The bound of what runs ahead counts on as many in flight as an eager pipeline has (`inter.dynamic_program`).
+        if period > 0 and {edge.source for edge in edges} == {*range(stages - 1)}:
             warm_up = adaptive_warm_up([seconds / 2 for seconds in both_ways], period_seconds=period)
-            filling = filling_warm_up(
-                warm_up, edges=[edge.edge for edge in timing.edges], transfer_seconds=both_ways,
-                forward_seconds=[stage.forward_seconds for stage in timing.stages],
-                backward_seconds=[stage.backward_seconds for stage in timing.stages],
-                most_in_flight=staged.room(microbatches),
+            eager = [2 * place - 1 for place in range(stages, 0, -1)]
+            fillings = (
+                filling_warm_up(
+                    warm_up, edges=edges, transfer_seconds=both_ways, least_in_flight=eager, most_in_flight=most,
+                    forward_seconds=[stage.forward_seconds for stage in timing.stages],
+                    backward_seconds=[stage.backward_seconds for stage in timing.stages],
+                ) for most in (eager, staged.room(microbatches))
             )  # fmt: skip
-            for one in dict.fromkeys((warm_up, filling)):
+            for one in dict.fromkeys(fillings):
                 yield name, (("warm_up", one),)
