@@ -2,26 +2,28 @@
 
 **The problem.** Layers 0..L-1 are cut into stages, ranges of layers in order; stage i gets the submesh that follows the
 one of stage i-1, and all devices are used. A stage on a submesh has *options* (logical mesh, rematerialisation), each
-with seconds forward f and backward b of a microbatch, w of b for the gradients of weights, seconds s once a step, and
-bytes. With c and c' the seconds of the transfers between stages i and i+1 and back, h those of the slowest edge of
-stage i one way, k microbatches in flight of B in all, and R_i the sum of f + b + c + c' from stage i on, stage i is
-busy for M_i from its first forward to its last backward:
+with seconds forward f and backward b of a microbatch, t of both, w of b for the gradients of weights, seconds s once a
+step, and bytes. With c and c' the seconds of the transfers between stages i and i+1 and back, h those of the slowest
+edge of stage i one way, B microbatches, and R the sum of t + c + c' from stage i on, a stage is busy for M_i from its
+first forward to its last backward. With a whole backward that is at least B t, B h and t + c + c' + M_(i+1), since the
+stages after it wait for its first forward, and it for their last backward. Besides,
 
-* *adaptive*, any order with a whole backward: at least the largest of B (f_i + b_i), of B h, of f_i + b_i + c + c' +
-  M_(i+1), since the stages after it wait for its first forward, and it for their last backward; where no more may be in
-  flight than in 1F1B also of ceil(B / k) R_i and R_i + B (f_i + b_i) - k f_i - b_i;
-* GPipe: R_i, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
-* 1F1B: about R_i + (B - 1) P, Alpa's objective (OSDI '22), where P, the period, is the largest f + b + c + c' or h from
-  stage i on: it waits for its transfers; and eager 1F1B, which hides them, the same with the largest f + b or h;
-* zero bubble (ZB-H1), which puts weight gradients off: at least the largest of B (f_i + b_i), of B h, of w_i + Z_i,
-  where Z_i, up to its last gradient for the stage before it, is the larger of B (f_i + b_i) - k w_i and f_i + b_i - w_i
-  + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) - k f_i - b_i + w_i with R_i without weight gradients. As many
-  microbatches are in flight on every stage as there are stages, whose number must be given.
+* *1F1B* runs p forwards ahead at place p from the end. Up to its first backward, after R - b, there are no more to run,
+  and after its last forward, which takes R to come back, as many backwards. So M_i is at least R + B t - min(p f + b,
+  f + p b), and of more than p microbatches 2 R and what is between them: (B - 1 - p) t, or half as many pairs, of t + c
+  + c' and t of the next stage, which runs one forward less ahead; or one R for each p microbatches, rounded up;
+* *adaptive* bounds all that run further ahead, at least 2 p - 1 forwards as eager 1F1B does, and knows no more of them;
+* *eager 1F1B* is bounded by that. Its objective finds plans: that of 1F1B, but for pairs, with as many forwards ahead
+  as the memory of each option has room for;
+* GPipe takes R, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
+* *zero bubble* (ZB-H1), which puts weight gradients off, is bounded as 1F1B without them in R and pairs, plus one w;
+  and by w + Z_i, where Z_i, up to its last gradient for the stage before it, is the larger of B t - k w and t - w + c +
+  c' + Z_(i+1). As many microbatches k are in flight on every stage as there are stages, whose number must be given.
 
-A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. The
-objectives of adaptive, GPipe and zero bubble are never more than the simulated step, and half of the time less by no
-more than 0.5 % (tested): they bound what plans take. Those of 1F1B and eager 1F1B may be a quarter too high where
-stages are unlike; they find plans whose transfers are hidden or few, and bound nothing.
+A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. A
+stage of which the next reads nothing (`InterOpProblem.loose`) waits for none after it, nor they for it. All objectives
+but that of eager 1F1B are never more than the simulated step, and half of the time less by no more than 0.5 % (tested):
+they bound what plans take.
 
 Each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
@@ -30,7 +32,7 @@ reader; a parameter held by several stages adds the exchange of its gradient bet
 **The method.** A dynamic program from the last stage to the first, so that the place from the end, which memory
 depends on, is known. A state is (first layer, first device); its *labels* are the ways to do what follows, and one
 label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
-round trip, M and the end, and if those stages of both that earlier layers will still send something to are on the same
+R, t, M and the end, and if those stages of both that earlier layers will still send something to are on the same
 submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984). A known plan's
 objective prunes what cannot become better: two small dynamic programs over the least seconds of each range at each
 place say for every (layer, device, place) what the stages before it add at least, and the longest of them. The
@@ -316,24 +318,24 @@ class _Search:
         apart = after.apart if label is after else after.seconds
         return _Label(after, stage, place, busy, round_trip, chain, end, apart)
 
-    def _held_back(self, option: Option, weights: float, place: int, round_trip: float, pair: float) -> float:
-        """What a stage is busy for at least where it runs no more forwards ahead of its backwards (or input gradients)
-        than its place from the end.
+    def _held_back(self, option: Option, weights: float, ahead: int, round_trip: float, pair: float) -> float:
+        """What a stage is busy for at least where it runs so many forwards ahead of its backwards, or of its input
+        gradients.
 
         Args:
           option: of the stage.
           weights: seconds of the weight gradients that are put off.
-          place: from the end.
+          ahead: forwards up to the first backward; the next stage runs one less ahead where `pair` is given.
           round_trip: of a microbatch to the last stage and back, without weight gradients.
-          pair: of one to the next stage and back, likewise.
+          pair: of one to the next stage and back, likewise; 0 for no more than the stage's own seconds.
         """
         count, seconds, way = self.problem.microbatches, option.seconds, option.seconds - weights
-        forward, backward, ahead = option.forward_seconds, option.backward_seconds, min(count, place)
+        forward, backward, ahead = option.forward_seconds, option.backward_seconds, min(count, ahead)
         # Up to its first backward there are so many forwards to run, and as many backwards after its last forward.
         least = round_trip + count * seconds - min(ahead * forward + backward, forward + ahead * backward)
         if count > ahead:
             # The next forward waits for the first backward, and the last backward a round trip for the last forward.
-            # Between them it waits round trips, or for the next stage, which runs one forward less ahead.
+            # Between them it waits round trips, or for the next stage.
             pairs, odd = divmod(count - 1 - ahead, 2)
             rounds, rest = divmod(count - 1, ahead)
             between = max((count - 1 - ahead) * seconds, pairs * max(pair, 2 * way) + odd * way)
