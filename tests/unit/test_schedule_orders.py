@@ -18,6 +18,7 @@ from meshwright.schedule import (
     adaptive,
     adaptive_warm_up,
     eager_one_f_one_b,
+    filling_warm_up,
     gpipe,
     inference,
     interleaved_one_f_one_b,
@@ -131,6 +132,28 @@ def test_adaptive_warm_up() -> None:
     assert adaptive_warm_up([0.5, 1.5, 2.0], period_seconds=3.0, weight_gradient_seconds=1.0) == (1, 2, 2)
     # 2 * 0.3 / 0.2 is 2.9999999999999996 or 3.0000000000000004 depending on how it is computed; both mean 3.
     assert adaptive_warm_up([0.1 * 3], period_seconds=0.2) == adaptive_warm_up([0.3], period_seconds=0.2) == (4,)
+
+
+def test_a_filling_warm_up_has_no_more_in_flight_than_there_is_room_for() -> None:
+    generator = np.random.default_rng(0)
+    longer = 0
+    for _ in range(200):
+        stages = int(generator.integers(2, 7))
+        edges = [Edge(i, i + 1) for i in range(stages - 1)]
+        edges += [Edge(i, i + 2) for i in range(stages - 2) if generator.random() < 0.3]
+        least = generator.integers(1, 4, len(edges)).tolist()
+        held = adaptive(stages, 64, edges=edges, warm_up=least).in_flight
+        most = [min(one + int(more), 64) for one, more in zip(held, generator.integers(0, 9, stages), strict=True)]
+        f, b, c = generator.random(stages), 2 * generator.random(stages), generator.random(len(edges))
+        filling = filling_warm_up(
+            least, edges=edges, forward_seconds=f.tolist(), backward_seconds=b.tolist(), transfer_seconds=c.tolist(),
+            least_in_flight=held, most_in_flight=most,
+        )  # fmt: skip
+        assert all(more >= few for more, few in zip(filling, least, strict=True))
+        filled = adaptive(stages, 64, edges=edges, warm_up=filling).in_flight
+        assert all(low <= one <= high for low, one, high in zip(held, filled, most, strict=True))
+        longer += filled != held
+    assert longer > 50
 
 
 def test_a_schedule_is_a_value() -> None:

@@ -4,7 +4,11 @@ A schedule is a function of stages and microbatches that yields a frozen `Schedu
 predicted times, the runtime with real buffers. Read `instruction`, `schedule`, then `one_f_one_b`. Imports no JAX.
 """
 
-from .adaptive import adaptive as adaptive, adaptive_warm_up as adaptive_warm_up
+from .adaptive import (
+    adaptive as adaptive,
+    adaptive_warm_up as adaptive_warm_up,
+    filling_warm_up as filling_warm_up,
+)
 from .by_name import SCHEDULES as SCHEDULES, make_schedule as make_schedule
 from .check import check_schedule as check_schedule
 from .eager import eager_one_f_one_b as eager_one_f_one_b

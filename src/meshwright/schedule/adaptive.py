@@ -9,6 +9,11 @@ T + 2c - w t_b <= d_e T, so
 
 1F1B is d_e = 1, eager 1F1B is d_e = 2. A stage with several edges runs ahead as far as the neediest of them asks.
 
+A stage that is slower than those after it waits only at the start, until the first cotangent is back: R - t_b after its
+first forward, R being a round trip. It is busy until then with (R - t_b) / t_f forwards; `filling_warm_up` gives it as
+many as its memory has room for. (13 stages of gpt3-39b on 64 V100, the first of which takes 4 % longer than most: 464.6
+s instead of 472.0.)
+
 The schedule takes the whole numbers d_e, not the seconds: a plan stores them, and every process gets the same order.
 """
 
@@ -51,6 +56,54 @@ def adaptive_warm_up(
         raise refusal("adaptive", "period_seconds", f"{period_seconds} s", needed, "forward plus backward of a stage")
     slack = ((2 * c - weight_gradient_seconds) / period_seconds for c in transfer_seconds)
     return tuple(max(1, 1 + math.ceil(periods - _ROUNDING)) for periods in slack)
+
+
+def filling_warm_up(
+    warm_up: Sequence[int],
+    *,
+    edges: Sequence[Edge],
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfer_seconds: Sequence[float],
+    least_in_flight: Sequence[int],
+    most_in_flight: Sequence[int],
+) -> tuple[int, ...]:
+    """The warm-up of each edge with which stages are busy until their first cotangent comes back.
+
+    >>> chain = [Edge(0, 1), Edge(1, 2)]
+    >>> given = {"forward_seconds": [1.0] * 3, "backward_seconds": [2.0] * 3, "transfer_seconds": [0.0] * 2}
+    >>> filling_warm_up([1, 1], edges=chain, least_in_flight=[5, 3, 1], most_in_flight=[9, 9, 9], **given)
+    (3, 3)
+    >>> filling_warm_up([1, 1], edges=chain, least_in_flight=[5, 3, 1], most_in_flight=[6, 9, 9], **given)
+    (2, 3)
+
+    Args:
+      warm_up: the least of each edge.
+      edges: of the stage graph.
+      forward_seconds: of each stage.
+      backward_seconds: of each stage.
+      transfer_seconds: of each edge, both ways together.
+      least_in_flight: of each stage that has an edge.
+      most_in_flight: of each stage, where the least is no more.
+    """
+    round_trip = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
+    depths, found, most = [1] * len(round_trip), list(warm_up), list(most_in_flight)
+    for edge, ahead in sorted(zip(edges, warm_up, strict=True), key=lambda one: one[0].source):
+        most[edge.target] = min(most[edge.target], most[edge.source] - ahead)
+    for source in reversed(range(len(depths))):
+        mine = [number for number, edge in enumerate(edges) if edge.source == source]
+        if not mine:
+            continue
+        round_trip[source] += max(transfer_seconds[n] + round_trip[edges[n].target] for n in mine)
+        least = max(warm_up[n] + depths[edges[n].target] for n in mine)
+        waits, forward = round_trip[source] - backward_seconds[source], forward_seconds[source]
+        wanted = most[source]
+        if wanted * forward > waits:
+            wanted = math.ceil(waits / forward - _ROUNDING)
+        depths[source] = max(least, wanted, least_in_flight[source])
+        for n in mine:
+            found[n] = max(warm_up[n], depths[source] - depths[edges[n].target])
+    return tuple(found)
 
 
 def adaptive(

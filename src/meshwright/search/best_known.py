@@ -7,9 +7,8 @@ from math import inf, isfinite
 from ..schedule import WORTH_SPLITTING
 from .inter.problem import Order
 
-# What is estimated of a plan may be more than it takes by so much, of many microbatches by less: an objective of 1F1B
-# counts some seconds of unlike stages twice (`inter.dynamic_program`). Until a plan has been simulated, what takes so
-# much longer than the best at least is of interest too.
+# An objective may be less than a plan takes by so much, of many microbatches by less (`inter.dynamic_program`). Until a
+# plan has been simulated, what takes so much longer than the best at least is of interest too.
 _MAY_BE_LESS, _OF_MANY_MAY_BE_LESS, _MANY = 1.05, 1.01, 32
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
@@ -51,16 +50,16 @@ class BestKnown:
     def worth(self, order: Order, microbatches: int) -> tuple[float, float]:
         """Objectives of plans in an order and so many microbatches up to this may be the best: of several stages, and
         of one."""
-        slack = _MAY_BE_LESS if microbatches < _MANY else _OF_MANY_MAY_BE_LESS
-        if bounds(order) and isfinite(self.simulated):
-            slack = 1.0
+        slack = 1.0
+        if not (bounds(order) and isfinite(self.simulated)):
+            slack = _MAY_BE_LESS if microbatches < _MANY else _OF_MANY_MAY_BE_LESS
         most = slack * self.seconds / handicap(order)
         return most, min(most, self.simulated * (1 + 1e-9))
 
 
 def bounds(order: Order) -> bool:
     """Whether no plan takes less than its objective in an order."""
-    return order not in ("one_f_one_b", "eager_one_f_one_b")
+    return order != "eager_one_f_one_b"
 
 
 def gap_of(seconds: float, least_seconds: float) -> float:

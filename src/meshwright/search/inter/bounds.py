@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import inf
 
 import numpy as np
@@ -29,7 +29,7 @@ def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf
     positions = positions_of(problem)
     ends = [(positions[one.first], positions[one.stop], number[problem.kind(one)]) for one in problem.submeshes]
     starts, stops, kinds = np.array(ends).T
-    shape = (problem.layers + 1, len(positions))
+    shape, loose = (problem.layers + 1, len(positions)), sorted(problem.loose)
     # What a microbatch takes at least in the layers before a layer on all devices before a position, in any number of
     # stages, and in the longest of these; and the same of those after them.
     total, period, total_after, period_after = (np.full(shape, inf) for _ in range(4))
@@ -39,12 +39,14 @@ def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf
         before, of = starts[mine], kinds[mine]
         total[:, stop] = (total.T[before, :, None] + passage[of]).min(axis=(0, 1), initial=inf)
         period[:, stop] = np.maximum(period.T[before, :, None], seconds[of]).min(axis=(0, 1), initial=inf)
+        total[loose, stop] = np.where(np.isfinite(total[loose, stop]), 0.0, inf)
     for start in reversed(range(len(positions) - 1)):
         mine = starts == start
         after, of = stops[mine], kinds[mine]
         total_after[:, start] = (passage[of] + total_after.T[after, None, :]).min(axis=(0, 2), initial=inf)
         longest = np.maximum(seconds[of], period_after.T[after, None, :])
         period_after[:, start] = longest.min(axis=(0, 2), initial=inf)
+        total_after[loose, start] = np.where(np.isfinite(total_after[loose, start]), 0.0, inf)
     around = total.T[starts, :, None] + total_after.T[stops, None, :]
     possible = np.isfinite(around)
     others = np.where(possible, np.maximum(period.T[starts, :, None], period_after.T[stops, None, :]), 0.0)
@@ -73,9 +75,14 @@ class LeastBefore:
       positions: of devices.
       tables: seconds of every range on a submesh at each place, and what of them stages after it wait for: each
         `[place, first, last]`, the same arrays for submeshes that cost the same.
+      loose: layers at which stages begin that may not wait for those before them.
     """
 
-    def __init__(self, positions: Mapping[int, int], tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]]) -> None:
+    def __init__(
+        self, positions: Mapping[int, int], tables: Mapping[Submesh, tuple[np.ndarray, np.ndarray]],
+        loose: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        self._loose = sorted(loose)
         alike: dict[tuple[int, int], list[Submesh]] = {}
         for submesh, (seconds, passage) in tables.items():
             alike.setdefault((id(seconds), id(passage)), []).append(submesh)
@@ -102,4 +109,5 @@ class LeastBefore:
             longest = np.maximum(period[:, None, starts], seconds[place][:, :, None]).min(axis=0)
             np.minimum.at(sums.T, stops, summed.T)
             np.minimum.at(periods.T, stops, longest.T)
+        sums[self._loose] = np.where(np.isfinite(sums[self._loose]), 0.0, inf)
         return sums, periods

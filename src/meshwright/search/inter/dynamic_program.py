@@ -2,26 +2,28 @@
 
 **The problem.** Layers 0..L-1 are cut into stages, ranges of layers in order; stage i gets the submesh that follows the
 one of stage i-1, and all devices are used. A stage on a submesh has *options* (logical mesh, rematerialisation), each
-with seconds forward f and backward b of a microbatch, w of b for the gradients of weights, seconds s once a step, and
-bytes. With c and c' the seconds of the transfers between stages i and i+1 and back, h those of the slowest edge of
-stage i one way, k microbatches in flight of B in all, and R_i the sum of f + b + c + c' from stage i on, stage i is
-busy for M_i from its first forward to its last backward:
+with seconds forward f and backward b of a microbatch, t of both, w of b for the gradients of weights, seconds s once a
+step, and bytes. With c and c' the seconds of the transfers between stages i and i+1 and back, h those of the slowest
+edge of stage i one way, B microbatches, and R the sum of t + c + c' from stage i on, a stage is busy for M_i from its
+first forward to its last backward. With a whole backward that is at least B t, B h and t + c + c' + M_(i+1), since the
+stages after it wait for its first forward, and it for their last backward. Besides,
 
-* *adaptive*, any order with a whole backward: at least the largest of B (f_i + b_i), of B h, of f_i + b_i + c + c' +
-  M_(i+1), since the stages after it wait for its first forward, and it for their last backward; where no more may be in
-  flight than in 1F1B also of ceil(B / k) R_i and R_i + B (f_i + b_i) - k f_i - b_i;
-* GPipe: R_i, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
-* 1F1B: about R_i + (B - 1) P, Alpa's objective (OSDI '22), where P, the period, is the largest f + b + c + c' or h from
-  stage i on: it waits for its transfers; and eager 1F1B, which hides them, the same with the largest f + b or h;
-* zero bubble (ZB-H1), which puts weight gradients off: at least the largest of B (f_i + b_i), of B h, of w_i + Z_i,
-  where Z_i, up to its last gradient for the stage before it, is the larger of B (f_i + b_i) - k w_i and f_i + b_i - w_i
-  + c + c' + Z_(i+1), and of R_i + B (f_i + b_i) - k f_i - b_i + w_i with R_i without weight gradients. As many
-  microbatches are in flight on every stage as there are stages, whose number must be given.
+* *1F1B* runs p forwards ahead at place p from the end. Up to its first backward, after R - b, there are no more to run,
+  and after its last forward, which takes R to come back, as many backwards. So M_i is at least R + B t - min(p f + b,
+  f + p b), and of more than p microbatches 2 R and what is between them: (B - 1 - p) t, or half as many pairs, of t + c
+  + c' and t of the next stage, which runs one forward less ahead; or one R for each p microbatches, rounded up;
+* *adaptive* bounds all that run further ahead, at least 2 p - 1 forwards as eager 1F1B does, and knows no more of them;
+* *eager 1F1B* is bounded by that. Its objective finds plans: that of 1F1B, but for pairs, with as many forwards ahead
+  as the memory of each option has room for;
+* GPipe takes R, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
+* *zero bubble* (ZB-H1), which puts weight gradients off, is bounded as 1F1B without them in R and pairs, plus one w;
+  and by w + Z_i, where Z_i, up to its last gradient for the stage before it, is the larger of B t - k w and t - w + c +
+  c' + Z_(i+1). As many microbatches k are in flight on every stage as there are stages, whose number must be given.
 
-A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. The
-objectives of adaptive, GPipe and zero bubble are never more than the simulated step, and half of the time less by no
-more than 0.5 % (tested): they bound what plans take. Those of 1F1B and eager 1F1B may be a quarter too high where
-stages are unlike; they find plans whose transfers are hidden or few, and bound nothing.
+A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. A
+stage of which the next reads nothing (`InterOpProblem.loose`) waits for none after it, nor they for it. All objectives
+but that of eager 1F1B are never more than the simulated step, and half of the time less by no more than 0.5 % (tested):
+they bound what plans take.
 
 Each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each
@@ -30,7 +32,7 @@ reader; a parameter held by several stages adds the exchange of its gradient bet
 **The method.** A dynamic program from the last stage to the first, so that the place from the end, which memory
 depends on, is known. A state is (first layer, first device); its *labels* are the ways to do what follows, and one
 label replaces another only if it is no worse in all that the objective and memory will ever ask of it: stages so far,
-round trip, M and the end, and if those stages of both that earlier layers will still send something to are on the same
+R, t, M and the end, and if those stages of both that earlier layers will still send something to are on the same
 submeshes. That is exact for any such objective (multi-objective shortest paths: Martins, 1984). A known plan's
 objective prunes what cannot become better: two small dynamic programs over the least seconds of each range at each
 place say for every (layer, device, place) what the stages before it add at least, and the longest of them. The
@@ -51,7 +53,7 @@ from typing import Any
 import numpy as np
 
 from .bounds import LeastBefore, positions_of
-from .problem import Found, InterOpProblem, PlacedStage
+from .problem import Found, InterOpProblem, Option, PlacedStage
 from .submeshes import Submesh
 
 # How many plans beside the best are handed back.
@@ -61,7 +63,7 @@ _OTHERS = 4
 class _Label:
     """A way to run all layers from `first` on. Slots, since there are very many."""
 
-    __slots__ = ("after", "busy", "chain_seconds", "end", "round_trip", "stage", "stages")
+    __slots__ = ("after", "apart", "busy", "chain_seconds", "end", "round_trip", "stage", "stages")
 
     def __init__(
         self,
@@ -72,19 +74,27 @@ class _Label:
         round_trip: float,
         chain_seconds: tuple[float, float],
         end: float,
+        apart: float,
     ) -> None:
         self.after, self.stage, self.stages = after, stage, stages
         self.busy, self.round_trip, self.chain_seconds, self.end = busy, round_trip, chain_seconds, end
+        self.apart = apart  # the end of stages that do not wait for the first, from the start of the step
 
     def no_worse(self, other: _Label, *, counted: bool) -> bool:
         return (
             (self.stages == other.stages or (self.stages < other.stages and not counted))
             and self.end <= other.end
+            and self.apart <= other.apart
             and self.busy <= other.busy
             and self.round_trip <= other.round_trip
             and self.chain_seconds[0] <= other.chain_seconds[0]
             and self.chain_seconds[1] <= other.chain_seconds[1]
         )
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, where it has all layers."""
+        return max(self.end, self.apart)
 
     def chain(self) -> list[PlacedStage]:
         """Its stages, in program order."""
@@ -94,6 +104,9 @@ class _Label:
             assert label.after is not None
             label = label.after
         return found
+
+
+_NOTHING = _Label(None, None, 0, 0.0, 0.0, (0.0, 0.0), 0.0, 0.0)
 
 
 def solve_inter_op(
@@ -144,6 +157,8 @@ class _Search:
             for i in range(problem.layers + 1)
         ]
         self.most = problem.most_places
+        # Of labels with as many stages alone one can replace another: in 1F1B more stages have more in flight.
+        self._counted = problem.num_stages is not None or problem.fewest_stages > 1 or problem.order == "one_f_one_b"
         self._positions = positions_of(problem)
         kinds = {submesh: problem.kind(submesh) for submesh in problem.submeshes}
         alike = {kind: self._by_place(submesh) for kind, submesh in {kinds[one]: one for one in kinds}.items()}
@@ -177,12 +192,12 @@ class _Search:
         """By places taken, what the layers before a layer on the devices before a position add at least, and what all
         microbatches take on the longest of their stages: each `[layer, position]`."""
         shape = (self.problem.layers + 1, len(self._positions))
-        before = LeastBefore(self._positions, self._tables)
+        before = LeastBefore(self._positions, self._tables, self.problem.loose)
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for place in range(self.most, -1, -1):
             self._check()
             tables = before.at(place, *found[-1]) if found else (np.full(shape, inf), np.full(shape, inf))
-            if self.problem.num_stages in (None, place):
+            if self.problem.num_stages in (None, place) and place >= self.problem.fewest_stages:
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
             found.append(tables)
         times = self.problem.microbatches
@@ -192,8 +207,7 @@ class _Search:
         """The best plan with so many labels for each state."""
         problem, self.dropped = self.problem, inf
         states: list[dict[int, dict[Any, list[_Label]]]] = [{} for _ in range(problem.layers + 1)]
-        end = _Label(None, None, 0, 0.0, 0.0, (0.0, 0.0), 0.0)
-        states[problem.layers][problem.devices] = {(): [end]}
+        states[problem.layers][problem.devices] = {(): [_NOTHING]}
         for last in range(problem.layers, 0, -1):
             for device in sorted(states[last]):
                 labels = [label for group in states[last][device].values() for label in group]
@@ -208,16 +222,16 @@ class _Search:
         done = [label for group in states[0].get(0, {}).values() for label in group]
         if not done:
             return None
-        done.sort(key=lambda label: (label.end, label.stages))
+        done.sort(key=lambda label: (label.seconds, label.stages))
         chains = [tuple(label.chain()) for label in done[: _OTHERS + 1]]
-        seconds = done[0].end
+        seconds = done[0].seconds
         bound = min(seconds, self.dropped)
         return Found(seconds=seconds, stages=chains[0], lower_bound=bound, others=tuple(chains[1:]))
 
     def _promise(self, label: _Label, last: int, device: int) -> float:
         """What the best plan with this label takes at least."""
         total, longest = (table[last][self._positions[device]] for table in self._left_lists[label.stages])
-        return max(label.busy + total, longest, label.end)
+        return max(label.busy + total, longest, label.end, label.apart)
 
     def _extend(self, states: list[dict[int, dict[Any, list[_Label]]]], label: _Label, last: int, device: int) -> None:
         problem, place = self.problem, label.stages + 1
@@ -245,7 +259,7 @@ class _Search:
                     new = self._extended(label, stage, place, *edges)
                     # What comes after the last backward is not counted against plans of several stages: estimates of
                     # it may be too high.
-                    if max(new.busy + total_left, longest_left, new.end if alone else 0.0) > bound:
+                    if max(new.busy + total_left, longest_left, new.seconds if alone else 0.0) > bound:
                         continue
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
 
@@ -260,7 +274,8 @@ class _Search:
             for submesh in self.ending[device]:
                 seconds, passage = (table[place - 1, :last, last] for table in self._tables[submesh])
                 start = self._positions[submesh.first]
-                sums.append(passage + total[:last, start])
+                around = passage + total[:last, start]
+                sums.append(np.where(np.isfinite(around), 0.0, inf) if last in self.problem.loose else around)
                 longest.append(np.maximum(times * seconds, longest_left[:last, start]))
             self._steps[key] = np.array(sums), np.array(longest)
         return self._steps[key]
@@ -269,34 +284,63 @@ class _Search:
         self, label: _Label, stage: PlacedStage, place: int, there: float, back: float, widest: float, exchange: float
     ) -> _Label:
         """The label with a stage in front, at this place from the end; edges as of `_edges`."""
-        order, count, option = self.problem.order, self.problem.microbatches, stage.option
+        order, count, option, after = self.problem.order, self.problem.microbatches, stage.option, label
+        if not there and stage.last in self.problem.loose:
+            label = _NOTHING
         forward, backward, weights = option.forward_seconds, option.backward_seconds, option.weight_seconds
         work, trip = count * option.seconds, option.seconds + there + back
-        most = self.problem.in_flight(place)
         round_trip, chain = 0.0, (0.0, 0.0)
         match order:
+            case "gpipe":
+                one, two = label.chain_seconds
+                round_trip = label.round_trip + trip
+                chain = max(one, forward, there), max(two, backward, back)
+                busy = round_trip + (count - 1) * sum(chain)
             case "zero_bubble":
                 trip -= weights
                 round_trip = label.round_trip + trip
                 most = min(count, self.problem.num_stages or self.most)
-                chain = max(work - most * weights, trip + label.chain_seconds[0]), 0.0
-                filled = round_trip + work - most * forward - (backward - weights)
-                busy = max(work, count * widest, chain[0] + weights, filled)
+                chain = max(work - most * weights, trip + label.chain_seconds[0]), option.seconds - weights
+                held_back = self._held_back(option, weights, place, round_trip, trip + label.chain_seconds[1])
+                busy = max(work, count * widest, chain[0] + weights, held_back)
             case "adaptive":
                 busy = max(work, count * widest, trip + label.busy)
-                if self.problem.holds_back:
-                    round_trip = label.round_trip + trip
-                    busy = max(busy, -(-count // most) * round_trip, round_trip + work - most * forward - backward)
-            case _:
-                one, two = label.chain_seconds
+            case "one_f_one_b":
                 round_trip = label.round_trip + trip
-                if order == "gpipe":
-                    chain = max(one, forward, there), max(two, backward, back)
-                else:
-                    chain = max(one, trip if order == "one_f_one_b" else option.seconds, widest), 0.0
-                busy = round_trip + (count - 1) * sum(chain)
+                chain = 0.0, option.seconds
+                held_back = self._held_back(option, 0.0, place, round_trip, trip + label.chain_seconds[1])
+                busy = max(work, count * widest, trip + label.busy, held_back)
+            case "eager_one_f_one_b":
+                round_trip = label.round_trip + trip
+                room = self.problem.room(option, stage.submesh, place)
+                busy = max(work, count * widest, trip + label.busy, self._held_back(option, 0.0, room, round_trip, 0.0))
         end = max(busy + option.once_seconds + exchange, forward + there + label.end)
-        return _Label(label, stage, place, busy, round_trip, chain, end)
+        apart = after.apart if label is after else after.seconds
+        return _Label(after, stage, place, busy, round_trip, chain, end, apart)
+
+    def _held_back(self, option: Option, weights: float, ahead: int, round_trip: float, pair: float) -> float:
+        """What a stage is busy for at least where it runs so many forwards ahead of its backwards, or of its input
+        gradients.
+
+        Args:
+          option: of the stage.
+          weights: seconds of the weight gradients that are put off.
+          ahead: forwards up to the first backward; the next stage runs one less ahead where `pair` is given.
+          round_trip: of a microbatch to the last stage and back, without weight gradients.
+          pair: of one to the next stage and back, likewise; 0 for no more than the stage's own seconds.
+        """
+        count, seconds, way = self.problem.microbatches, option.seconds, option.seconds - weights
+        forward, backward, ahead = option.forward_seconds, option.backward_seconds, min(count, ahead)
+        # Up to its first backward there are so many forwards to run, and as many backwards after its last forward.
+        least = round_trip + count * seconds - min(ahead * forward + backward, forward + ahead * backward)
+        if count > ahead:
+            # The next forward waits for the first backward, and the last backward a round trip for the last forward.
+            # Between them it waits round trips, or for the next stage.
+            pairs, odd = divmod(count - 1 - ahead, 2)
+            rounds, rest = divmod(count - 1, ahead)
+            between = max((count - 1 - ahead) * seconds, pairs * max(pair, 2 * way) + odd * way)
+            least = max(least, 2 * round_trip + between, (rounds + 1) * round_trip + rest * way)
+        return least + weights
 
     def _edges(self, label: _Label, first: int, last: int, submesh: Submesh) -> tuple[float, float, float, float]:
         """Seconds to the next stage and back, of the slowest edge one way, and of the exchange of gradients."""
@@ -355,8 +399,7 @@ class _Search:
     def _offer(self, state: dict[Any, list[_Label]], new: _Label, first: int) -> None:
         signature = self._signature(new, first)
         group = state.setdefault(signature, [])
-        # Where no more may be in flight than there are stages left, more of these may be better.
-        counted = self.problem.num_stages is not None or self.problem.holds_back
+        counted = self._counted
         if any(old.no_worse(new, counted=counted) for old in group):
             return
         group[:] = [old for old in group if not new.no_worse(old, counted=counted)]

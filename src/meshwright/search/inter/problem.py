@@ -10,8 +10,8 @@ import numpy as np
 
 from .submeshes import Submesh
 
-Order = Literal["adaptive", "one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble"]
-ORDERS: tuple[Order, ...] = ("adaptive", "one_f_one_b", "eager_one_f_one_b", "gpipe", "zero_bubble")
+Order = Literal["one_f_one_b", "adaptive", "eager_one_f_one_b", "gpipe", "zero_bubble"]
+ORDERS: tuple[Order, ...] = ("one_f_one_b", "adaptive", "eager_one_f_one_b", "gpipe", "zero_bubble")
 
 
 class Option(NamedTuple):
@@ -76,6 +76,17 @@ class Crossing:
     once_bytes: float = 0.0
 
 
+def loose_ends(crossings: Sequence[Crossing], layers: int) -> frozenset[int]:
+    """Layers that read nothing of the layer before them: a stage that begins there may not wait for the one before it,
+    as where branches of a program are computed one after the other.
+
+    >>> loose_ends([Crossing(layers=(0, 1), forward_bytes=1.0), Crossing(layers=(0, 2), forward_bytes=1.0)], 3)
+    frozenset({2})
+    """
+    read = {one.layers[0] + 1 for one in crossings if one.forward_bytes > 0 and one.layers[0] + 1 in one.layers}
+    return frozenset(range(1, layers)) - read
+
+
 class PlacedStage(NamedTuple):
     """A stage of a found plan: layers `first` to before `last`, on a submesh, run as `option` says."""
 
@@ -122,10 +133,11 @@ class InterOpProblem:
       microbatches: in a step.
       limit_bytes: that may be counted on a device of a submesh, by whether the stage on it has the last layer.
       order: the schedule.
-      holds_back: whether an adaptive pipeline may have no more in flight than 1F1B.
       max_stages: the most stages.
       num_stages: how many stages there are to be; None for any number. Without it zero bubble is a bound: a stage then
         keeps as many microbatches as there are stages from its place on, of which there may be more before it.
+      fewest_stages: the fewest there may be.
+      loose: as of `loose_ends`, where transfers take no time or less than they do too.
       least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
         (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
         look at all options.
@@ -143,9 +155,10 @@ class InterOpProblem:
     microbatches: int
     limit_bytes: Callable[[Submesh, bool], float]
     order: Order = "one_f_one_b"
-    holds_back: bool = False
     max_stages: int | None = None
     num_stages: int | None = None
+    fewest_stages: int = 1
+    loose: frozenset[int] = frozenset()
     least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
     fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
     kind: Callable[[Submesh], Hashable] = lambda submesh: submesh
@@ -158,11 +171,23 @@ class InterOpProblem:
 
     def in_flight(self, from_end: int) -> int:
         """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
-        if self.order == "gpipe":
+        match self.order:
+            case "gpipe":
+                held = self.microbatches
+            case "zero_bubble":
+                held = self.num_stages or max(from_end, self.fewest_stages)
+            case "adaptive" | "eager_one_f_one_b":
+                held = 2 * from_end - 1
+            case "one_f_one_b":
+                held = from_end
+        return min(self.microbatches, held)
+
+    def room(self, option: Option, submesh: Submesh, from_end: int) -> int:
+        """Microbatches that an option which fits at this place from the end has room for."""
+        free = self.limit_bytes(submesh, from_end == 1) - option.constant_bytes
+        if free >= self.microbatches * option.in_flight_bytes:
             return self.microbatches
-        if self.order == "zero_bubble" and self.num_stages is not None:
-            return min(self.microbatches, self.num_stages)
-        return min(self.microbatches, 2 * from_end - 1 if self.order == "eager_one_f_one_b" else from_end)
+        return max(int(free / option.in_flight_bytes), self.in_flight(from_end))
 
     def fits(self, option: Option, submesh: Submesh, from_end: int) -> bool:
         """Whether an option at this place from the end fits a device of a submesh."""

@@ -208,6 +208,7 @@ class StageSearch:
         if bounded:
             splits = "zero_bubble" in self._schedules
             self.bounds.splits = handicap("zero_bubble") if splits else None
+            self.bounds.runs_ahead = not {"adaptive", "eager_one_f_one_b", "gpipe"}.isdisjoint(self._schedules)
             self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
         refused = self._search_each(sorted(self.counts, reverse=True), expected, bounded=bounded)
         if refused is not None and not self.costs.all:
@@ -305,6 +306,7 @@ class StageSearch:
         problem = self._problem(costs, order, crossings)
         if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
+        untried = {*range(2, min(problem.layers, problem.devices) + 1)} - {*SPLIT_STAGES}
         least = 0.0  # of the numbers of stages that are not tried: nothing is known
         if bounded and not self._only_splits:
             # Of any number of stages it is a bound, which seldom leaves anything.
@@ -313,8 +315,11 @@ class StageSearch:
             found = solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 return []
-            least = found.lower_bound * handicap(order)
-        if {*range(2, min(problem.layers, problem.devices) + 1)} - {*SPLIT_STAGES}:
+            if untried:
+                rest = replace(problem, fewest_stages=min(untried))
+                found = solve_inter_op(rest, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
+                least = (found.lower_bound if found is not None else most) * handicap(order)
+        if untried:
             self.unsearched = min(self.unsearched, least)
         return in_stages(problem, SPLIT_STAGES)
 

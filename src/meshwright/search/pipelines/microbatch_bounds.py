@@ -4,15 +4,15 @@ Cutting a microbatch makes no work less: others take and keep at least their sha
 that is known. Not even their programs have to be traced for that. What is bound to be slower than the best plan is left
 out; what is thought to be fast is looked at first.
 
-A bound has to hold for every order. They are adaptive at best, with free transfers, but for a split backward, which
-fills the ends of the pipeline: it is bounded by itself, of any number of stages, where others would be too slow.
+A bound has to hold for every order. With a whole backward they are 1F1B or adaptive at best, with free transfers. A
+split backward fills the ends of the pipeline: it is bounded by itself, of any number of stages, where others would be
+too slow.
 (Interleaving fills them too; where others are asked for as well, it is tried in numbers that these rule out.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 
 from ..inter.bounds import most_seconds
 from ..inter.dynamic_program import solve_inter_op
@@ -37,13 +37,14 @@ class MicrobatchBounds:
         program's.
 
     Attributes:
+      runs_ahead: whether one is asked for that has more in flight than 1F1B.
       fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
     """
 
     def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
         self._costs, self._problem = costs, problem
-        self.fills_ends = False
+        self.runs_ahead, self.fills_ends = True, False
         self.splits: float | None = None
         self._floor: float | None = None
         self.reset()
@@ -101,7 +102,8 @@ class MicrobatchBounds:
         if len(self._costs.counts) == 1 or not self._is_known(source):
             return 0.0
         bound = _MAY_BE_BEST * best_seconds
-        whole = min(self._least(source, count, "adaptive", bound), bound)
+        orders: tuple[Order, ...] = ("one_f_one_b", "adaptive") if self.runs_ahead else ("one_f_one_b",)
+        whole = self._least(source, count, orders, bound)
         self._whole[count] = max(whole, self._whole.get(count, 0.0))
         return self._filled(source, count) * whole
 
@@ -125,18 +127,20 @@ class MicrobatchBounds:
         source, whole = self._nearest(count), self._whole.get(count, 0.0)
         if self.splits is None or not self._is_known(source) or whole <= best_seconds:
             return 0.0
-        return min(self.splits * self._least(source, count, "zero_bubble", best_seconds / self.splits), whole)
+        return min(self.splits * self._least(source, count, ("zero_bubble",), best_seconds / self.splits), whole)
 
-    def _least(self, source: int, count: int, order: Order, bound: float) -> float:
-        """What a plan takes at least, as one number says; infinite if that is more than the bound."""
+    def _least(self, source: int, count: int, orders: Sequence[Order], bound: float) -> float:
+        """What a plan in one of these orders takes at least, as one number says; no more than the bound."""
         costs = self._costs(source)
         costs.reserve(self._costs.reserve(count))
-        problem = self._problem(costs, costs.program.microbatches / count, order)
         costs.forget_estimates()  # of what was of interest before
-        costs.focus(most_seconds(problem, bound))
-        best = solve_inter_op(problem, beam=_FEW, upper_bound=bound, check=costs.check)
+        for order in orders:
+            problem = self._problem(costs, costs.program.microbatches / count, order)
+            costs.focus(most_seconds(problem, bound))
+            best = solve_inter_op(problem, beam=_FEW, upper_bound=bound, check=costs.check)
+            bound = best.lower_bound if best is not None else bound
         costs.forget_estimates()
-        return best.lower_bound if best is not None else inf
+        return bound
 
     def _filled(self, source: int, count: int) -> float:
         """How much of a step is work at least."""

@@ -44,7 +44,7 @@ def problem_of(
         microbatches=round(costs.program.microbatches / share),
         limit_bytes=costs.limit_bytes,
         order=order,
-        holds_back=not {"adaptive", "eager_one_f_one_b", "gpipe"} & set(request.schedules),
+        loose=costs.loose_ends,
         num_stages=request.stage_count,
         least=lambda submesh: costs.least(submesh, share),
         fastest=lambda submesh, in_flight: costs.fastest(submesh, in_flight, share),

@@ -80,10 +80,8 @@ class StageRequest:
 
 def is_asked(order: str, schedules: Sequence[str]) -> bool:
     """Whether some schedule of these runs stages in an order."""
-    # An adaptive pipeline with all that is in flight in an eager one hides its transfers; and what is bounded of any
-    # order with a whole backward is asked of one.
-    others = {"eager_one_f_one_b": ("adaptive",), "adaptive": ("one_f_one_b", "eager_one_f_one_b")}
-    return order in schedules or any(name in schedules for name in others.get(order, ()))
+    ahead = {"adaptive", "eager_one_f_one_b"}
+    return order in schedules or (order in ahead and not ahead.isdisjoint(schedules))
 
 
 def schedules_for(request: StageRequest, program: StagedProgram | None) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from ...schedule import WORTH_SPLITTING, Edge, Schedule, adaptive_warm_up, make_schedule
+from ...schedule import WORTH_SPLITTING, Edge, Schedule, adaptive_warm_up, filling_warm_up, make_schedule
 from ...simulate import EdgeTiming, StageTiming, Timeline, Timing, simulate, step_seconds
 from ..inter.problem import PlacedStage
 from ..inter.submeshes import Submesh
@@ -51,6 +51,15 @@ class StagedTiming:
             held[rank].append((fixed + kept_bytes(size, later, count, delayed), stage.workspace_bytes))
             limits[rank] = min(limits[rank], limit)
         return all(held_together(each) <= limit * (1 + 1e-12) for each, limit in zip(held, limits, strict=True))
+
+    def room(self, microbatches: int) -> list[int]:
+        """How many of the microbatches each stage can hold, where it has a rank to itself."""
+        free = (
+            limit - fixed - stage.workspace_bytes
+            for limit, fixed, stage in zip(self.limit_bytes, self.bytes_throughout, self.timing.stages, strict=True)
+        )
+        sizes = zip(free, self.bytes_in_flight, strict=True)
+        return [int(min(microbatches, max(rest, 0.0) / size)) if size > 0 else microbatches for rest, size in sizes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +166,16 @@ def best_schedule(
     """
     best: Scheduled | None = None
     seconds: dict[str, float] = {}
-    tries = _tries(staged, orders) if chunks == 1 else [("interleaved_one_f_one_b", (("chunks", chunks),))]
+    tries = _tries(staged, microbatches, orders)
+    if chunks > 1:
+        tries = iter([("interleaved_one_f_one_b", (("chunks", chunks),))])
     for name, options in tries:
         edges = tuple(edge.edge for edge in staged.timing.edges)
         schedule = make_schedule(name, len(staged.timing.stages), microbatches, edges=edges, **dict(options))
         if not staged.fits(schedule):
             continue
-        taken = seconds[name] = step_seconds(schedule, staged.timing)
+        taken = step_seconds(schedule, staged.timing)
+        seconds[name] = min(taken, seconds.get(name, inf))
         # A schedule that keeps more in flight has to be faster, and not by the last bits; one that splits the backward
         # is priced by a guess at its halves, and has to be worth it.
         gain = WORTH_SPLITTING if schedule.splits_backward else 1e-6
@@ -174,13 +186,25 @@ def best_schedule(
     return replace(best, others=tuple((name, taken) for name, taken in seconds.items() if name != best.name))
 
 
-def _tries(staged: StagedTiming, orders: Sequence[str]) -> Iterator[tuple[str, ScheduleOptions]]:
-    timing = staged.timing
+def _tries(staged: StagedTiming, microbatches: int, orders: Sequence[str]) -> Iterator[tuple[str, ScheduleOptions]]:
+    timing, stages = staged.timing, len(staged.timing.stages)
+    edges = [edge.edge for edge in timing.edges]
     for name in orders:
         if name != "adaptive":
             yield name, ()
             continue
         period = max(stage.forward_seconds + stage.backward_seconds for stage in timing.stages)
-        both_ways = [(edge.forward_seconds + edge.backward_seconds) / 2 for edge in timing.edges]
-        if period > 0:
-            yield name, (("warm_up", adaptive_warm_up(both_ways, period_seconds=period)),)
+        both_ways = [edge.forward_seconds + edge.backward_seconds for edge in timing.edges]
+        # The bound of what runs ahead counts on as many in flight as an eager pipeline has (`inter.dynamic_program`).
+        if period > 0 and {edge.source for edge in edges} == {*range(stages - 1)}:
+            warm_up = adaptive_warm_up([seconds / 2 for seconds in both_ways], period_seconds=period)
+            eager = [2 * place - 1 for place in range(stages, 0, -1)]
+            fillings = (
+                filling_warm_up(
+                    warm_up, edges=edges, transfer_seconds=both_ways, least_in_flight=eager, most_in_flight=most,
+                    forward_seconds=[stage.forward_seconds for stage in timing.stages],
+                    backward_seconds=[stage.backward_seconds for stage in timing.stages],
+                ) for most in (eager, staged.room(microbatches))
+            )  # fmt: skip
+            for one in dict.fromkeys(fillings):
+                yield name, (("warm_up", one),)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 
 import numpy as np
 
 from ...program.staged import StagedProgram
-from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of
+from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of, loose_ends
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
 from ..restrictions.pins import Pins
@@ -250,6 +250,11 @@ class StageCosts:
             ),
             *(Crossing(layers=k, once_bytes=size) for k, size in sorted(held.items())),
         )
+
+    @cached_property
+    def loose_ends(self) -> frozenset[int]:
+        """As of `inter.problem.loose_ends`."""
+        return loose_ends(self.crossings(), len(self.program.layers))
 
     def least_bytes(self) -> float:
         """What no plan can be below on every device: parameters, gradients and optimizer state spread over all."""
