@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, strategies as st
 
 from meshwright.cluster import load_cluster
+from meshwright.cluster.load import preset_names
 from meshwright.cost.efficiency import EfficiencyProfile, profile_of
 from meshwright.cost.kernels import Kernel, kernel_seconds
 
@@ -112,6 +114,30 @@ def test_narrow_types_have_a_fraction_of_their_own() -> None:
     profile = replace(PLAIN, narrow=0.4)
     narrow = product(16384, 16384, 16384, dtype="float8_e4m3fn")
     assert narrow.flops / kernel_seconds(narrow, device, profile) == pytest.approx(0.4 * 624e12, rel=0.02)
+
+
+DEVICES = {name: load_cluster(f"{name}:4" if "tpu" in name else name).device for name in preset_names()}
+DIMS = st.one_of(st.sampled_from([1, 2, 3, 4, 8, 63, 64, 65, 128, 1024, 12288]), st.integers(1, 20000))
+
+
+@given(
+    name=st.sampled_from(sorted(DEVICES)), dtype=st.sampled_from(["float32", "bfloat16"]), dim=st.integers(0, 3),
+    shape=st.tuples(st.integers(1, 200), DIMS, DIMS, DIMS), more=st.integers(1, 100),
+)  # fmt: skip
+def test_a_larger_product_takes_longer_but_no_longer_than_its_halves(
+    name: str, dtype: str, dim: int, shape: tuple[int, int, int, int], more: int
+) -> None:
+    device = DEVICES[name]
+
+    def seconds(extent: int) -> float:
+        batch, m, n, k = (extent if place == dim else size for place, size in enumerate(shape))
+        moved = (4 if dtype == "float32" else 2) * batch * (m * k + k * n + m * n)
+        kernel = Kernel("product", 2.0 * batch * m * n * k, moved, dtype, (batch, m, n, k))
+        return kernel_seconds(kernel, device, profile_of(device))
+
+    half = shape[dim]
+    assert seconds(half) <= seconds(half + more) * (1 + 1e-9)
+    assert seconds(2 * half) <= 2 * seconds(half) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@
   leave: a product is computed in tiles of its result by the processors of a device in waves, and pays for whole tiles
   and whole waves. Then operands and result have to pass through memory (the right operand more often where a library
   packs it); what of that does not hide behind arithmetic (`Device.memory_overlap`) comes on top. Bytes per FLOP are
-  1/M + 1/K + 1/N, so this one term is what makes splitting a thin dim further a bad plan.
+  1/M + 1/K + 1/N, so this one term is what makes splitting a thin dim further a bad plan. A product of few rows takes
+  no longer than a matrix-vector product for each row, which has no tiles and reads the matrix once more. So seconds
+  grow with each dim, and doubling a dim at most doubles them.
 * *Convolutions*: the same by their FLOPs, without tiles; slower with few features where a profile says so, since
   features lie in the lanes of one instruction.
 * *Fused attention*: FLOPs that a causal mask leaves (half), at a fraction of its own; its backward pass has 2.5 times
@@ -81,16 +83,18 @@ def kernel_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -
     if kernel.kind == "transpose":
         return kernel.moved_bytes / device.transpose_bandwidth_bytes_per_second + launch
     arithmetic = arithmetic_seconds(kernel, device, profile)
-    if kernel.kind == "product" and profile.packed and kernel.shape and min(kernel.shape[1:]) > 1:
-        traffic *= 1 + profile.packed * _right_share(kernel.shape)
     if kernel.kind == "attention":
         return arithmetic + launch
-    # A product with a vector or of two is arithmetic beside its traffic, in no tiles.
-    if kernel.kind == "product" and profile.tiles and kernel.shape and min(kernel.shape[1:]) > 1:
-        arithmetic /= _filled(kernel.shape, device.kind)
     if kernel.kind == "convolution" and kernel.shape:
         arithmetic *= 1 + profile.feature_ramp / kernel.shape[0]
-    return max(arithmetic, traffic) + (1.0 - device.memory_overlap) * min(arithmetic, traffic) + launch
+    ways = [(arithmetic, traffic)]
+    if kernel.kind == "product" and kernel.shape:
+        filled = _filled(kernel.shape, device.kind) if profile.tiles else 1.0
+        ways = [
+            (arithmetic / filled, traffic * (1 + profile.packed * _right_share(kernel.shape))),
+            (arithmetic, traffic * (1 + _read_again(kernel.shape))),
+        ]
+    return launch + min(max(way) + (1.0 - device.memory_overlap) * min(way) for way in ways)
 
 
 def arithmetic_seconds(kernel: Kernel, device: Device, profile: EfficiencyProfile) -> float:
@@ -112,6 +116,13 @@ def _right_share(shape: tuple[float, ...]) -> float:
     """The share of a product's operands and result that its right operand is."""
     _, m, n, k = shape
     return k * n / (m * k + k * n + m * n)
+
+
+def _read_again(shape: tuple[float, ...]) -> float:
+    """What a product reads again as a matrix-vector product for each row, or an outer product for each of the vectors
+    that it sums: the largest of its three matrices for each row but the first, as a share of all three."""
+    _, m, n, k = shape
+    return (1 - 1 / max(min(m, n, k), 1.0)) * m * n * k / (m * k + k * n + m * n)
 
 
 def _filled(shape: tuple[float, ...], kind: str) -> float:
