@@ -370,6 +370,26 @@ def test_no_plan_is_better(order: Order, block: int) -> None:
     assert feasible > 5
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_options_that_are_dropped_are_of_no_best_plan(order: Order) -> None:
+    """Of a split backward one that is slower may be, if less of its backward pass has to be waited for."""
+    dropped = 0
+    for seed in range(40):
+        problem = random_problem(seed, order)
+
+        def every(*place: Any, given: Any = problem.options) -> list[Option]:
+            return [
+                one._replace(forward_seconds=slower * one.forward_seconds, weight_seconds=share * one.backward_seconds)
+                for one in given(*place) for slower, share in ((1.0, 0.1), (1.1, 0.5), (1.1, 0.4), (1.2, 0.6))
+            ]  # fmt: skip
+
+        kept = replace(problem, options=lambda *place, every=every: best_of(every(*place)))
+        best, found = solve_inter_op(replace(problem, options=every)), solve_inter_op(kept)
+        assert (best and best.seconds) == (found and found.seconds), seed
+        dropped += len(every(0, 1, problem.submeshes[0], 1)) > len(kept.options(0, 1, problem.submeshes[0], 1))
+    assert dropped > 10
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_narrow_beam_is_never_better_and_says_how_far_off_it_may_be(seed: int) -> None:
     problem = random_problem(seed, "one_f_one_b")

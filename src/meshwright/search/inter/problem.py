@@ -53,9 +53,11 @@ def best_of(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _criteria(option: Option) -> tuple[float, ...]:
+    """What the objective of every order grows with: of a split backward also with what stages before it wait for."""
+    input_seconds = option.backward_seconds - option.weight_seconds
     return (
-        option.seconds, option.forward_seconds, option.backward_seconds, option.once_seconds, option.constant_bytes,
-        option.in_flight_bytes,
+        option.seconds, option.forward_seconds, option.backward_seconds, input_seconds, option.once_seconds,
+        option.constant_bytes, option.in_flight_bytes,
     )  # fmt: skip
 
 
