@@ -91,8 +91,6 @@ def all_plans(problem: InterOpProblem) -> Iterator[Plan]:
     for count in range(1, min(problem.layers, problem.devices) + 1):
         if problem.num_stages not in (None, count):
             continue
-        if problem.max_stages is not None and count > problem.max_stages:
-            return
         for layer_cuts in combinations(range(1, problem.layers), count - 1):
             ranges = list(zip((0, *layer_cuts), (*layer_cuts, problem.layers), strict=True))
             for device_cuts in combinations(range(1, problem.devices), count - 1):
@@ -352,7 +350,7 @@ def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("block", range(10))
 def test_no_plan_is_better(order: Order, block: int) -> None:
-    """800 problems in all, a quarter of them on each schedule."""
+    """1,000 problems in all, a fifth of them in each order."""
     feasible = 0
     for seed in range(20 * block, 20 * block + 20):
         problem = random_problem(seed, order)

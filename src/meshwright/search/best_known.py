@@ -7,9 +7,11 @@ from math import inf, isfinite
 from ..schedule import WORTH_SPLITTING
 from .inter.problem import Order
 
-# An objective may be less than a plan takes by so much, of many microbatches by less (`inter.dynamic_program`). Until a
-# plan has been simulated, what takes so much longer than the best at least is of interest too.
-_MAY_BE_LESS, _OF_MANY_MAY_BE_LESS, _MANY = 1.05, 1.01, 32
+# The objective of eager 1F1B may be this many times the simulated step, since it counts some seconds of unlike stages
+# twice (`inter.dynamic_program`); and until a plan is simulated, its step may be so many times its objective. Measured
+# on 498 generated requests: 1.0 makes four plans slower, by up to 16 %, and 1.25 three faster, by up to 3 %. Nine plans
+# of the zoo take 5 % more CPU time with 1.1 than with 1.05, and 14 % more with 1.25.
+_OBJECTIVE_SLACK = 1.1
 
 # A number of microbatches is not searched for less than this share of the best plan's seconds; the gap says so.
 _NOT_WORTH_SEARCHING = 0.005
@@ -47,12 +49,9 @@ class BestKnown:
         """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
         return (1 - _NOT_WORTH_SEARCHING) * self.seconds
 
-    def worth(self, order: Order, microbatches: int) -> tuple[float, float]:
-        """Objectives of plans in an order and so many microbatches up to this may be the best: of several stages, and
-        of one."""
-        slack = 1.0
-        if not (bounds(order) and isfinite(self.simulated)):
-            slack = _MAY_BE_LESS if microbatches < _MANY else _OF_MANY_MAY_BE_LESS
+    def worth(self, order: Order) -> tuple[float, float]:
+        """Objectives of plans in an order up to this may be the best: of several stages, and of one."""
+        slack = 1.0 if bounds(order) and isfinite(self.simulated) else _OBJECTIVE_SLACK
         most = slack * self.seconds / handicap(order)
         return most, min(most, self.simulated * (1 + 1e-9))
 

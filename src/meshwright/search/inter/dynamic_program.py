@@ -158,7 +158,7 @@ class _Search:
         ]
         self.most = problem.most_places
         # Of labels with as many stages alone one can replace another: in 1F1B more stages have more in flight.
-        self._counted = problem.num_stages is not None or problem.fewest_stages > 1 or problem.order == "one_f_one_b"
+        self._counted = problem.num_stages is not None or problem.order == "one_f_one_b"
         self._positions = positions_of(problem)
         kinds = {submesh: problem.kind(submesh) for submesh in problem.submeshes}
         alike = {kind: self._by_place(submesh) for kind, submesh in {kinds[one]: one for one in kinds}.items()}
@@ -197,7 +197,7 @@ class _Search:
         for place in range(self.most, -1, -1):
             self._check()
             tables = before.at(place, *found[-1]) if found else (np.full(shape, inf), np.full(shape, inf))
-            if self.problem.num_stages in (None, place) and place >= self.problem.fewest_stages:
+            if self.problem.num_stages in (None, place):
                 tables[0][0, 0] = tables[1][0, 0] = 0.0
             found.append(tables)
         times = self.problem.microbatches

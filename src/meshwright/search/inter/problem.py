@@ -138,7 +138,6 @@ class InterOpProblem:
       max_stages: the most stages.
       num_stages: how many stages there are to be; None for any number. Without it zero bubble is a bound: a stage then
         keeps as many microbatches as there are stages from its place on, of which there may be more before it.
-      fewest_stages: the fewest there may be.
       loose: as of `loose_ends`, where transfers take no time or less than they do too.
       least: for a submesh the seconds of a microbatch, both passes and forward, that no option of a range of layers
         (first, one past the last) is below, each `[layers + 1, layers + 1]`, infinite where there is none; None to
@@ -159,7 +158,6 @@ class InterOpProblem:
     order: Order = "one_f_one_b"
     max_stages: int | None = None
     num_stages: int | None = None
-    fewest_stages: int = 1
     loose: frozenset[int] = frozenset()
     least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None
     fastest: Callable[[Submesh, Sequence[int]], tuple[np.ndarray, np.ndarray]] | None = None
@@ -167,9 +165,9 @@ class InterOpProblem:
 
     @property
     def most_places(self) -> int:
-        """Of stages there can be so many."""
-        limits = (self.max_stages, self.num_stages, self.layers)
-        return min(limit for limit in limits if limit is not None)
+        """The most stages that a plan can have."""
+        most = min(self.layers, self.devices)
+        return most if self.num_stages is None else min(most, self.num_stages)
 
     def in_flight(self, from_end: int) -> int:
         """Microbatches that the stage at place `from_end` from the end (the last is 1) holds at once."""
@@ -177,7 +175,7 @@ class InterOpProblem:
             case "gpipe":
                 held = self.microbatches
             case "zero_bubble":
-                held = self.num_stages or max(from_end, self.fewest_stages)
+                held = self.num_stages or from_end
             case "adaptive" | "eager_one_f_one_b":
                 held = 2 * from_end - 1
             case "one_f_one_b":

@@ -38,7 +38,7 @@ from .given import first_seconds, restricted
 from .interleaving import Interleaving, considered_interleaving
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
-from .problems import SPLIT_STAGES, in_stages, problem_of
+from .problems import in_every_number, problem_of
 from .request import (
     INTERLEAVED,
     SIMULATED as SIMULATED,
@@ -248,7 +248,7 @@ class StageSearch:
             self.costs.searched.add(count)
             if not bounded:
                 costs.forget_estimates()
-            for problem in self.problems_of(count, costs, bounded=bounded):
+            for problem in self.problems_of(costs, bounded=bounded):
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 else:
@@ -291,37 +291,28 @@ class StageSearch:
             return min(finished, key=finished.__getitem__)[0]
         return self.taken
 
-    def problems_of(self, count: int, costs: StageCosts, *, bounded: bool = True) -> Iterator[InterOpProblem]:
+    def problems_of(self, costs: StageCosts, *, bounded: bool = True) -> Iterator[InterOpProblem]:
         """What to solve for a number of microbatches; for a split backward by what the others have found, unless all
         that is thought possible was not, and nothing is left out."""
         crossings = costs.crossings()
         for order in ORDERS:
             if is_asked(order, self._schedules):
-                yield from self._problems(count, costs, order, crossings, bounded=bounded)
+                yield from self._problems(costs, order, crossings, bounded=bounded)
 
     def _problems(
-        self, microbatches: int, costs: StageCosts, order: Order, crossings: Sequence[Crossing], *, bounded: bool
+        self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], *, bounded: bool
     ) -> list[InterOpProblem]:
-        """What to solve for one order: of zero bubble, one problem for each number of stages that may be worth it."""
+        """What to solve for one order: of zero bubble, one for each number of stages, if any may be worth it."""
         problem = self._problem(costs, order, crossings)
         if order != "zero_bubble" or problem.num_stages is not None:
             return [problem]
-        untried = {*range(2, min(problem.layers, problem.devices) + 1)} - {*SPLIT_STAGES}
-        least = 0.0  # of the numbers of stages that are not tried: nothing is known
         if bounded and not self._only_splits:
             # Of any number of stages it is a bound, which seldom leaves anything.
             self._bound(costs, problem)
-            most, alone = self.best.worth(order, microbatches)
-            found = solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
-            if found is None:
+            most, alone = self.best.worth(order)
+            if solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check) is None:
                 return []
-            if untried:
-                rest = replace(problem, fewest_stages=min(untried))
-                found = solve_inter_op(rest, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check)
-                least = (found.lower_bound if found is not None else most) * handicap(order)
-        if untried:
-            self.unsearched = min(self.unsearched, least)
-        return in_stages(problem, SPLIT_STAGES)
+        return in_every_number(problem)
 
     @property
     def _only_splits(self) -> bool:
@@ -343,7 +334,7 @@ class StageSearch:
             self._bound(costs, problem)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            most, alone = self.best.worth(problem.order, problem.microbatches)
+            most, alone = self.best.worth(problem.order)
             found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
             if found is None:
                 self.considered.append(considered(_NOTHING))
@@ -367,7 +358,7 @@ class StageSearch:
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self.best.worth(problem.order, problem.microbatches)
+        bound, alone = self.best.worth(problem.order)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
         costs.focus(most_seconds(problem, bound, alone))
@@ -390,9 +381,7 @@ class StageSearch:
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        found = solve_inter_op(
-            restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order, problem.microbatches)[0]
-        )
+        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order)[0])
         if found is not None:
             self.best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)

@@ -62,7 +62,7 @@ class FinishedPlans:
             if number is not None and count != number:
                 continue
             if key not in self._candidates:
-                if self.seconds[key] > best.worth(self.order[key], count)[0] * handicap(self.order[key]):
+                if self.seconds[key] > best.worth(self.order[key])[0] * handicap(self.order[key]):
                     continue
                 if any(self._candidates.values()) and self._over():
                     continue

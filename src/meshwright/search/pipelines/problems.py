@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..inter.problem import Crossing, InterOpProblem, Order
@@ -10,9 +10,6 @@ from ..inter.submeshes import Submesh
 from ..stages.costs import StageCosts
 from .given import of_layers
 from .request import StageRequest
-
-# Numbers of stages of which each is looked at with a split backward.
-SPLIT_STAGES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 
 
 def problem_of(
@@ -53,12 +50,10 @@ def problem_of(
     return problem if request.layers is None else of_layers(problem, request.layers)
 
 
-def in_stages(problem: InterOpProblem, counts: Iterable[int]) -> list[InterOpProblem]:
-    """The problem in each of these numbers of stages that there can be.
+def in_every_number(problem: InterOpProblem) -> list[InterOpProblem]:
+    """The problem in each number of stages, from two on, that there can be.
 
     Args:
       problem: in any number of stages.
-      counts: numbers of stages.
     """
-    most = min(problem.layers, problem.devices)
-    return [replace(problem, num_stages=count) for count in sorted(counts) if 1 < count <= most]
+    return [replace(problem, num_stages=count) for count in range(2, problem.most_places + 1)]
