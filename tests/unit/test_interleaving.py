@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from math import inf
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
+from meshwright.planning.stages import check_stages
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
@@ -234,3 +236,14 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
     assert [one.seconds for one in found] == [25.0]
     # The second of as many ranks is expected to be as much slower than thought as the first.
     assert looked_at == [(4, 4, 6), (8, 8, 6), (8, 8, 12)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "devices", "able"),
+    [(4, 8, True), (9, 9, True), (6, 8, True), (9, 8, False), (3, 3, False), (2, 8, False), (4, 1, False)],
+)
+def test_stages_can_be_interleaved_where_several_equal_ranks_can_share_them(
+    stages: int, devices: int, able: bool
+) -> None:
+    with nullcontext() if able else pytest.raises(PlanError, match="several stages for each of several equal ranks"):
+        check_stages(stages, INTERLEAVED, devices)

@@ -223,7 +223,7 @@ def request_of(
         submeshes = checked_submeshes(options.submeshes, where, stages)
         stages = len(submeshes)
     if preset is None:  # which has sensible ones
-        check_stages(stages, schedule)
+        check_stages(stages, schedule, where.num_devices)
     asked = PlanRequest(
         traces=traces, args=args, cluster=where, microbatches=options.microbatches, mesh=meshes,
         pins=Pins(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,

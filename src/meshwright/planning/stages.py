@@ -178,8 +178,13 @@ def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
         )  # fmt: skip
 
 
-def check_stages(stages: Any, schedule: Any) -> None:
-    """Refuse a number of stages that is none, and schedules that do not exist.
+def check_stages(stages: Any, schedule: Any, devices: int) -> None:
+    """Refuse a number of stages that is none or that the schedule cannot have, and schedules that do not exist.
+
+    Args:
+      stages: as the user said it.
+      schedule: the same.
+      devices: of the cluster.
 
     Raises:
       PlanError: saying which there are.
@@ -196,10 +201,12 @@ def check_stages(stages: Any, schedule: Any) -> None:
             refused="the schedule", got=repr(schedule), needed=f"one of {', '.join(known)}, or None",
             where="schedule=", try_=" or ".join(near) or "schedule=None, for the best of them",
         )  # fmt: skip
-    if schedule == INTERLEAVED and stages is not None and (stages < 4 or stages % 2):
+    ranks = [n for n in range(2, devices + 1) if devices % n == 0]
+    if schedule == INTERLEAVED and stages is not None and all(stages <= n or stages % n for n in ranks):
         raise PlanError(
-            refused="the schedule", got=f"{INTERLEAVED} of {stages} stages", needed="2 or 4 stages for each of several "
-            "ranks", where="stages=", try_="stages=4, or another schedule",
+            refused="the schedule", got=f"{INTERLEAVED} of {stages} stages on {devices} devices",
+            needed="several stages for each of several equal ranks", where="stages=",
+            try_=f"stages={2 * ranks[0]}, or another schedule" if ranks else "several devices",
         )  # fmt: skip
     if schedule is not None and stages == 1:
         raise PlanError(
