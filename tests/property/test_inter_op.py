@@ -76,7 +76,6 @@ def random_problem(seed: int, order: Order) -> InterOpProblem:
         # A device's memory depends on where it is.
         limit_bytes=lambda submesh, last: limit * (0.9 if last else 1.0) * (1.0 if submesh.first % 2 else 0.8),
         order=order,
-        max_stages=None if generator.random() < 0.8 else int(generator.integers(1, 4)),
         num_stages=None if generator.random() < 0.8 and order != "zero_bubble" else int(generator.integers(1, 4)),
     )
 
@@ -317,7 +316,7 @@ def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int)
                     ) for seconds, kept in zip(np.sort(work), (5, 2, 1), strict=True)
                 ]  # fmt: skip
         problem = replace(
-            problem, limit_bytes=lambda submesh, last, limit=limit: limit, num_stages=None, max_stages=None,
+            problem, limit_bytes=lambda submesh, last, limit=limit: limit, num_stages=None,
             options=lambda first, last, submesh, kept, layouts=layouts, limit=limit: best_of(
                 [
                     one for one in layouts[first, last, submesh]
@@ -418,21 +417,3 @@ def test_without_a_number_of_stages_a_split_backward_is_bounded() -> None:
         assert least <= best * (1 + 1e-9), seed
         met += isfinite(best) and least == pytest.approx(best, rel=1e-9)
     assert met > 50, "a bound that is never met says little"
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_plans_of_one_stage_may_have_a_bound_of_their_own(order: Order) -> None:
-    ruled_out = 0
-    for seed in range(60):
-        problem = replace(random_problem(seed, order), num_stages=None if order != "zero_bubble" else 1)
-        plans = list(all_plans(problem))
-        alone = min((price(problem, plan) for plan in plans if len(plan) == 1), default=inf)
-        several = min((price(problem, plan) for plan in plans if len(plan) > 1), default=inf)
-        if not isfinite(alone):
-            continue
-        for share in (0.99, 1.01):
-            found = solve_inter_op(problem, alone_bound=share * alone)
-            best = min(several, alone if share > 1 else inf)
-            assert (found.seconds if found is not None else inf) == pytest.approx(best, rel=1e-9), seed
-        ruled_out += alone < several
-    assert ruled_out > 10

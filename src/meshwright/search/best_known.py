@@ -49,11 +49,10 @@ class BestKnown:
         """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
         return (1 - _NOT_WORTH_SEARCHING) * self.seconds
 
-    def worth(self, order: Order) -> tuple[float, float]:
-        """Objectives of plans in an order up to this may be the best: of several stages, and of one."""
+    def worth(self, order: Order) -> float:
+        """The largest objective of a plan in an order that may be the best."""
         slack = 1.0 if bounds(order) and isfinite(self.simulated) else _OBJECTIVE_SLACK
-        most = slack * self.seconds / handicap(order)
-        return most, min(most, self.simulated * (1 + 1e-9))
+        return slack * self.seconds / handicap(order)
 
 
 def bounds(order: Order) -> bool:

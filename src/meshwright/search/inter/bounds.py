@@ -11,14 +11,13 @@ from .problem import InterOpProblem
 from .submeshes import Submesh
 
 
-def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf) -> dict[Submesh, np.ndarray]:
+def most_seconds(problem: InterOpProblem, bound: float) -> dict[Submesh, np.ndarray]:
     """The longest that each range of layers may take on each submesh, in one microbatch, if the plan it is a part of
     is to be of interest: `[layers + 1, layers + 1]`; below 0 for none.
 
     Args:
       problem: the numbers, with its `least`.
       bound: seconds that a plan may take.
-      alone_bound: the same of plans of one stage.
     """
     assert problem.least is not None
     tables = [problem.least(submesh) for submesh in {problem.kind(one): one for one in problem.submeshes}.values()]
@@ -50,13 +49,11 @@ def most_seconds(problem: InterOpProblem, bound: float, alone_bound: float = inf
     around = total.T[starts, :, None] + total_after.T[stops, None, :]
     possible = np.isfinite(around)
     others = np.where(possible, np.maximum(period.T[starts, :, None], period_after.T[stops, None, :]), 0.0)
-    whole = (starts == 0) & (stops == len(positions) - 1)
-    bounds = np.where(whole, min(bound, alone_bound), bound)[:, None, None]
     count, before = problem.microbatches, np.where(possible, total.T[starts, :, None], 0.0)
-    most = (bounds - before) / count
+    most = (bound - before) / count
     if problem.order != "zero_bubble":  # of which a stage's weight gradients may take no time of a microbatch's way
-        most = np.minimum(most, bounds - np.where(possible, around, 0.0))
-    most = np.where(possible & (count * others <= bounds), most, -inf)
+        most = np.minimum(most, bound - np.where(possible, around, 0.0))
+    most = np.where(possible & (count * others <= bound), most, -inf)
     return dict(zip(problem.submeshes, most, strict=True))
 
 

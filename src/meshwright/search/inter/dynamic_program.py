@@ -114,7 +114,6 @@ def solve_inter_op(
     *,
     beam: int = 256,
     upper_bound: float = inf,
-    alone_bound: float = inf,
     check: Callable[[], None] = lambda: None,
 ) -> Found | None:
     """The best staged plan, or None if none fits (or none is below `upper_bound`).
@@ -123,10 +122,9 @@ def solve_inter_op(
       problem: the numbers.
       beam: the most labels a state may have; the best by objective are kept.
       upper_bound: seconds; plans that take longer are of no interest.
-      alone_bound: the same of plans of one stage.
       check: called now and then; it may raise something, where there is no time left.
     """
-    search = _Search(problem, upper_bound, alone_bound, check)
+    search = _Search(problem, upper_bound, check)
     # A narrow search first: its plan prunes the wide one.
     narrow = search.run(1)
     if beam == 1:
@@ -143,8 +141,8 @@ def solve_inter_op(
 
 
 class _Search:
-    def __init__(self, problem: InterOpProblem, bound: float, alone: float, check: Callable[[], None]) -> None:
-        self.problem, self.bound, self.alone, self._check = problem, bound, alone, check
+    def __init__(self, problem: InterOpProblem, bound: float, check: Callable[[], None]) -> None:
+        self.problem, self.bound, self._check = problem, bound, check
         # What plans take at least whose labels there was no room for.
         self.dropped = inf
         self.ending: dict[int, list[Submesh]] = {}
@@ -247,7 +245,6 @@ class _Search:
                 if (first == 0) != (submesh.first == 0):
                     continue
                 alone = first == 0 and place == 1
-                bound = min(self.bound, self.alone) if alone else self.bound
                 total_left, longest_left = (table[first][start] for table in self._left_lists[place])
                 edges: tuple[float, float, float, float] | None = None
                 for option in problem.options(first, last, submesh, in_flight):
@@ -259,7 +256,7 @@ class _Search:
                     new = self._extended(label, stage, place, *edges)
                     # What comes after the last backward is not counted against plans of several stages: estimates of
                     # it may be too high.
-                    if max(new.busy + total_left, longest_left, new.seconds if alone else 0.0) > bound:
+                    if max(new.busy + total_left, longest_left, new.seconds if alone else 0.0) > self.bound:
                         continue
                     self._offer(states[first].setdefault(submesh.first, {}), new, first)
 

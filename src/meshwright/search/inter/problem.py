@@ -135,7 +135,6 @@ class InterOpProblem:
       microbatches: in a step.
       limit_bytes: that may be counted on a device of a submesh, by whether the stage on it has the last layer.
       order: the schedule.
-      max_stages: the most stages.
       num_stages: how many stages there are to be; None for any number. Without it zero bubble is a bound: a stage then
         keeps as many microbatches as there are stages from its place on, of which there may be more before it.
       loose: as of `loose_ends`, where transfers take no time or less than they do too.
@@ -156,7 +155,6 @@ class InterOpProblem:
     microbatches: int
     limit_bytes: Callable[[Submesh, bool], float]
     order: Order = "one_f_one_b"
-    max_stages: int | None = None
     num_stages: int | None = None
     loose: frozenset[int] = frozenset()
     least: Callable[[Submesh], tuple[np.ndarray, np.ndarray]] | None = None

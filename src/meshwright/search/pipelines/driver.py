@@ -233,7 +233,7 @@ class StageSearch:
             if self._is_slower(count, expected[count]):
                 continue
             if self.over:
-                searched = bool(self.finished.stages_in(count))
+                searched = any(number == count for number, _ in self.finished.seconds)
                 how = "searched no further, out of time" if searched else "out of time"
                 self.considered.append(Considered(count, how, searched=searched))
                 self.unsearched = min(self.unsearched, expected[count])
@@ -309,8 +309,7 @@ class StageSearch:
         if bounded and not self._only_splits:
             # Of any number of stages it is a bound, which seldom leaves anything.
             self._bound(costs, problem)
-            most, alone = self.best.worth(order)
-            if solve_inter_op(problem, beam=_FEW, upper_bound=most, alone_bound=alone, check=self._check) is None:
+            if solve_inter_op(problem, beam=_FEW, upper_bound=self.best.worth(order), check=self._check) is None:
                 return []
         return in_every_number(problem)
 
@@ -334,12 +333,12 @@ class StageSearch:
             self._bound(costs, problem)
         least = inf
         for _ in range(_MOST_ROUNDS):
-            most, alone = self.best.worth(problem.order)
-            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, alone_bound=alone, check=self._check)
+            most = self.best.worth(problem.order)
+            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, check=self._check)
             if found is None:
                 self.considered.append(considered(_NOTHING))
                 if bounds(problem.order):
-                    self.unsearched = min(self.unsearched, min(most, alone) * handicap(problem.order))
+                    self.unsearched = min(self.unsearched, most * handicap(problem.order))
                 return
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
@@ -358,12 +357,12 @@ class StageSearch:
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
         those of equal stages."""
-        bound, alone = self.best.worth(problem.order)
+        bound = self.best.worth(problem.order)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
-        costs.focus(most_seconds(problem, bound, alone))
+        costs.focus(most_seconds(problem, bound))
         if bounds(problem.order):
-            self.unsearched = min(self.unsearched, min(bound, alone) * handicap(problem.order))
+            self.unsearched = min(self.unsearched, bound * handicap(problem.order))
 
     def _problem(
         self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
@@ -381,7 +380,7 @@ class StageSearch:
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
-        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order)[0])
+        found = solve_inter_op(restricted(problem, chain, len(stages)), upper_bound=self.best.worth(problem.order))
         if found is not None:
             self.best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)

@@ -51,10 +51,6 @@ class FinishedPlans:
         """All of them, the fastest first."""
         return sorted(self.seconds, key=self.seconds.__getitem__)
 
-    def stages_in(self, number: int) -> list[tuple[int, float]]:
-        """Of the plans in so many microbatches, how many stages each has and its seconds."""
-        return [(len(stages), seconds) for (count, stages), seconds in self.seconds.items() if count == number]
-
     def simulate(self, best: BestKnown, number: int | None = None) -> Iterator[Candidate]:
         """The best plans, of so many microbatches or of any; `best` learns what they take, which bounds all others."""
         for key in self.ascending():
@@ -62,7 +58,7 @@ class FinishedPlans:
             if number is not None and count != number:
                 continue
             if key not in self._candidates:
-                if self.seconds[key] > best.worth(self.order[key])[0] * handicap(self.order[key]):
+                if self.seconds[key] > best.worth(self.order[key]) * handicap(self.order[key]):
                     continue
                 if any(self._candidates.values()) and self._over():
                     continue

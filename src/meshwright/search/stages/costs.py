@@ -221,9 +221,8 @@ class StageCosts:
         self._estimated.clear()
         self._corrections.clear()
 
-    def crossings(self, share: float = 1.0) -> tuple[Crossing, ...]:
-        """What layers share: values, those with the same producer and readers together, and parameters; values of
-        microbatches of this share of the program's."""
+    def crossings(self) -> tuple[Crossing, ...]:
+        """What layers share: values, those with the same producer and readers together, and parameters."""
         graph, cutter, layers = self.program.graph, self.program.cutter, self.program.layers
         layer_of = [number for number, (first, last) in enumerate(layers) for _ in range(first, last)]
         values: dict[tuple[int, ...], list[float]] = {}
@@ -244,10 +243,7 @@ class StageCosts:
             if len(holders) > 1:
                 held[holders] = held.get(holders, 0.0) + graph.values[value].bytes
         return (
-            *(
-                Crossing(layers=k, forward_bytes=share * f, backward_bytes=share * b)
-                for k, (f, b) in sorted(values.items())
-            ),
+            *(Crossing(layers=k, forward_bytes=f, backward_bytes=b) for k, (f, b) in sorted(values.items())),
             *(Crossing(layers=k, once_bytes=size) for k, size in sorted(held.items())),
         )
 
