@@ -61,7 +61,7 @@ def solved_specs(graph: Graph, chosen: IntraOpSolution) -> dict[int, Spec]:
             if value is not None and value not in read and value in graph.producer:
                 read.add(value)
                 specs[value] = choice.algorithm.operands[position]
-    return {**specs, **chosen.settled}
+    return {**specs, **chosen.resharded_once}
 
 
 def kept_bytes(problem: StageProblem, chosen: IntraOpSolution, plain: Graph) -> KeptBytes:

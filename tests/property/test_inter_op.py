@@ -43,7 +43,7 @@ def random_problem(seed: int, order: Order) -> InterOpProblem:
                     forward_seconds=float(generator.random() * (last - first) * slow[submesh.first] / submesh.size),
                     backward_seconds=(backward := float(generator.random() * 2 * (last - first) / submesh.size)),
                     weight_seconds=backward * float(generator.random()) if order == "zero_bubble" else 0.0,
-                    once_seconds=float(generator.random() * generator.choice([0.0, 1.0, 4.0])),
+                    per_step_seconds=float(generator.random() * generator.choice([0.0, 1.0, 4.0])),
                     constant_bytes=float(generator.integers(0, 6) * (last - first)),
                     in_flight_bytes=float(generator.integers(0, 4)),
                 )

@@ -27,8 +27,8 @@ from meshwright.program.residuals import is_fusible, kept_in_one_program, needed
 from meshwright.program.trace import trace_program
 from meshwright.search.intra import problem as intra_op
 from meshwright.search.intra.limited import LimitedProblem
+from meshwright.search.intra.node_merging import node_merging_of_one_program
 from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
-from meshwright.search.intra.wiring import wiring_of_one_program
 from meshwright.search.intra.workspace import workspace_of
 from meshwright.search.one_stage.driver import OneStageSearch
 from meshwright.search.one_stage.plan import SearchRequest
@@ -193,7 +193,9 @@ class Priced:
         # Every operator by itself: what follows another one may be laid out in any way.
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(
-                intra_op, "wiring_of_one_program", lambda graph: replace(wiring_of_one_program(graph), continued={})
+                intra_op,
+                "node_merging_of_one_program",
+                lambda graph: replace(node_merging_of_one_program(graph), merged_into={}),
             )
             self.problem = problem()
             # As the search counts memory: with what the backward pass makes beside what is kept.
@@ -319,7 +321,7 @@ class Priced:
             for value, spec in zip(graph.operators[index].results, operators[index].algorithm.results, strict=True):
                 if value is not None:
                     have[value] = spec
-        shared = wiring_of_one_program(graph).shared
+        shared = node_merging_of_one_program(graph).shared
         for value in self.kept & (shared.keys() - problem.shared_node.keys()):  # their readers follow
             maker = graph.operators[graph.producer[value][0]]
             size += maker.repeats * self.shard_bytes(value, have[value])

@@ -142,7 +142,7 @@ def test_a_whole_program_is_one_stage() -> None:
     assert 0 < saved <= 3 * collective_seconds("all_reduce", 4.0, axes) * (1 + 1e-9)
     costs = costs_of("gpt-tiny", meshes=[(("x", "y"), (2, 4))])
     options = costs.solve(0, len(staged.layers), Submesh(0, 8), 1)
-    best = min(4 * option.seconds + option.once_seconds for option in options)
+    best = min(4 * option.seconds + option.per_step_seconds for option in options)
     assert best == pytest.approx(whole.solution.objective, rel=1e-2)
     (option,) = options
     assert 0.4 < option.forward_seconds / option.backward_seconds < 1.1
@@ -218,7 +218,7 @@ def test_what_equal_ranges_rematerialise_has_the_places_of_the_first() -> None:
 def test_estimates_are_close_and_mostly_too_low(name: str) -> None:
     costs = costs_of(name)
     count = len(costs.program.layers)
-    weight = lambda options: min(4 * o.seconds + o.once_seconds for o in options)  # noqa: E731
+    weight = lambda options: min(4 * o.seconds + o.per_step_seconds for o in options)  # noqa: E731
     for first, last, submesh in ((0, 4, Submesh(0, 2)), (2, count, Submesh(0, 4)), (0, count, Submesh(0, 8))):
         estimate = weight(costs.options(first, last, submesh, 1))
         assert not costs.is_solved(first, last, submesh, 1)

@@ -21,7 +21,7 @@ class Option(NamedTuple):
       forward_seconds: of one microbatch.
       backward_seconds: of one microbatch.
       weight_seconds: of that, the gradients of parameters, which a split backward puts off.
-      once_seconds: gradient synchronisation and update.
+      per_step_seconds: gradient synchronisation and update.
       constant_bytes: on one device, however many microbatches are in flight.
       workspace_bytes: of that, what is there only while the backward pass runs.
       in_flight_bytes: on one device for each microbatch in flight.
@@ -30,7 +30,7 @@ class Option(NamedTuple):
 
     forward_seconds: float
     backward_seconds: float
-    once_seconds: float = 0.0
+    per_step_seconds: float = 0.0
     constant_bytes: float = 0.0
     workspace_bytes: float = 0.0
     in_flight_bytes: float = 0.0
@@ -56,7 +56,7 @@ def _criteria(option: Option) -> tuple[float, ...]:
     """What the objective of every order grows with: of a split backward also with what stages before it wait for."""
     input_seconds = option.backward_seconds - option.weight_seconds
     return (
-        option.seconds, option.forward_seconds, option.backward_seconds, input_seconds, option.once_seconds,
+        option.seconds, option.forward_seconds, option.backward_seconds, input_seconds, option.per_step_seconds,
         option.constant_bytes, option.in_flight_bytes,
     )  # fmt: skip
 

@@ -111,7 +111,7 @@ def conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tu
             for position, value in enumerate(operator.results):
                 if value is not None:
                     spec_of[value] = choice.algorithm.results[position]
-    for value, target in chosen.settled.items():
+    for value, target in chosen.resharded_once.items():
         maker = graph.operators[graph.producer[value][0]]
         runs = problem.forward_runs_of(value, maker)
         found = _plain(problem, value, spec_of[value], target)

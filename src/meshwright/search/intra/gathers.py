@@ -23,13 +23,13 @@ def gathered_axes(graph: Graph, chosen: IntraOpSolution, sizes: dict[str, int]) 
         waiting, seen = [graph.inputs[position]], {graph.inputs[position]}
         while waiting:
             value = waiting.pop()
-            settled = chosen.settled.get(value, made[value])
-            targets = [(made[value], settled)]
+            resharded_once = chosen.resharded_once.get(value, made[value])
+            targets = [(made[value], resharded_once)]
             for user, place in graph.consumers.get(value, ()):
                 choice = chosen.operators[user]
                 if choice is None:
                     continue
-                targets.append((settled, choice.algorithm.operands[place]))
+                targets.append((resharded_once, choice.algorithm.operands[place]))
                 further = [v for v in graph.operators[user].results if v in of_parameters and v not in seen]
                 seen.update(v for v in further if v is not None)
                 waiting += [v for v in further if v is not None]

@@ -23,9 +23,9 @@ from ...solve.flat import FlatNodes
 from ...solve.improve import Improvement, improve
 from ..prices.choices import ParameterChoice
 from ..restrictions.pins import Pins
+from .node_merging import reads_gathered
 from .priced import FEW_NODES, Priced, PricedProblem
 from .problem import IntraOpProblem, IntraOpSolution, ParameterInfo
-from .wiring import reads_gathered
 from .workspace import Moment, Workspace
 
 # Prices of memory to begin with, in units of a stage's seconds over the limit; and how often they are drawn closer.
@@ -131,7 +131,7 @@ class LimitedProblem(IntraOpProblem):
         graph, (node, specs) = self.graph, self._defines[value]
         users = graph.consumers.get(value, ())
         readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
-        if shared := (value in self._wiring.shared or not readers):
+        if shared := (value in self._node_merging.shared or not readers):
             rows[node] += share * self.local_bytes(value, specs)
             readers = [one for one in readers if reads_gathered(graph, graph.operators[one[1]], value)]
         for reader, user, at in readers[:1]:
@@ -363,7 +363,7 @@ class LimitedProblem(IntraOpProblem):
         inputs = [picked[self.input_node[value]] for value in graph.inputs]
         return IntraOpSolution(
             operators=self.operator_choices(choices),
-            settled={value: picked[node] for value, node in self.shared_node.items()},
+            resharded_once={value: picked[node] for value, node in self.shared_node.items()},
             parameters=tuple(inputs[position] for position in graph.parameters),
             inputs=tuple(one.use if isinstance(one, ParameterChoice) else one for one in inputs),
             solution=solution,

@@ -2,9 +2,9 @@
 
 The problem (design of Alpa, OSDI '22, with compute, both passes and storage in the objective): nodes are operators,
 inputs, parameters and *shared values* (a value with several readers is moved once for all of them), each with the
-operators that follow it (`wiring`); an edge costs the conversion between what its producer leaves and what its reader
-needs. One memory row bounds parameters, optimizer state, gradients and the activations kept for the backward pass.
-`solve` proves the optimum or prints its gap.
+operators that are merged into it (`node_merging`); an edge costs the conversion between what its producer leaves and
+what its reader needs. One memory row bounds parameters, optimizer state, gradients and the activations kept for the
+backward pass. `solve` proves the optimum or prints its gap.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..prices.parameters import parameter_prices
 from ..prices.product_orders import sliced_operands
 from ..prices.spec_row import SpecRow
 from ..restrictions.pins import Pins
-from .wiring import Shared, forward_runs, forward_runs_of, wiring_of, wiring_of_one_program
+from .node_merging import Shared, forward_runs, forward_runs_of, node_merging_of, node_merging_of_one_program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,14 @@ class IntraOpSolution:
 
     Args:
       operators: by operator index; None for operators that depend on no input.
-      settled: the spec shared values are moved to.
+      resharded_once: the spec shared values are moved to.
       parameters: by position in `Graph.parameters`.
       inputs: spec of every program input, parameters included.
       solution: the solver's objective, bound and method.
     """
 
     operators: tuple[OperatorChoice | None, ...]
-    settled: Mapping[int, Spec]
+    resharded_once: Mapping[int, Spec]
     parameters: tuple[ParameterChoice, ...]
     inputs: tuple[Spec, ...]
     solution: Solution
@@ -180,8 +180,8 @@ class IntraOpProblem:
         self.gradient_exchange = pins.gradient_exchange
         self._pins = pins
         self.of_parameters = values_of_parameters(graph)
-        self._wiring = wiring_of_one_program(graph) if self.is_one_program else wiring_of(graph)
-        self.operators = self._wiring.operators
+        self._node_merging = node_merging_of_one_program(graph) if self.is_one_program else node_merging_of(graph)
+        self.operators = self._node_merging.operators
         # Node tables: choices, seconds, bytes (of inputs apart); and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []
         self._seconds: list[np.ndarray] = []
@@ -274,7 +274,7 @@ class IntraOpProblem:
             self._connect(u, v, table)
 
     def forward_runs(self, operator: Operator) -> int:
-        """As `wiring.forward_runs`."""
+        """How often an operator runs for one backward pass: twice where it is rematerialised."""
         return forward_runs(self.graph, operator)
 
     def forward_runs_of(self, value: int, operator: Operator) -> int:
@@ -287,7 +287,7 @@ class IntraOpProblem:
         roles = self._pins.roles
         signatures = _signatures(graph) if roles is None else _signatures_with_origins(graph)
         cache = self.prices.operators.setdefault(None if roles is None else roles.key, {})
-        for operator in self._wiring.operators:
+        for operator in self._node_merging.operators:
             signature = signatures[operator.index]
             if signature not in cache:
                 of_parameters = self._is_of_parameters(operator)
@@ -297,11 +297,11 @@ class IntraOpProblem:
                     choices = roles.operator(operator, origins, choices, of_parameters=of_parameters)
                 cache[signature] = self.prices.of_operator(graph, operator, choices, self.of_parameters)
             prices[operator.index] = cache[signature]
-        for operator in self._wiring.operators:
+        for operator in self._node_merging.operators:
             index = operator.index
             known = prices[index]
             seconds = known.seconds(self.forward_runs(operator), m * operator.repeats)
-            node = self._followed(operator)
+            node = self._node_of_operand(operator)
             if node is None:
                 node = self._node(known.choices, seconds)
             else:
@@ -310,22 +310,22 @@ class IntraOpProblem:
             for value, row in zip(operator.results, known.results, strict=True):
                 if value is not None:
                     self._defines[value] = (node, row)
-                    if value in self._wiring.shared:
-                        self._add_shared(self._wiring.shared[value])
+                    if value in self._node_merging.shared:
+                        self._add_shared(self._node_merging.shared[value])
 
-    def _followed(self, operator: Operator) -> int | None:
-        """The node of what an operator follows, each choice of which is one of its own."""
-        continued = self._wiring.continued.get(operator.index)
-        value = operator.operands[continued.position] if continued is not None else None
-        if continued is None or value is None or value not in self._defines:
-            return None  # or a loop carries it, and nobody has made it yet
+    def _node_of_operand(self, operator: Operator) -> int | None:
+        """The node that an operator is merged into: each of its choices is one of the operator's; None for none."""
+        merged_into = self._node_merging.merged_into.get(operator.index)
+        value = operator.operands[merged_into.position] if merged_into is not None else None
+        if merged_into is None or value is None or value not in self._defines:
+            return None  # or a loop carries it, and its maker comes later
         node, row = self._defines[value]
-        return node if self._follows(operator.index, continued.position, row) else None
+        return node if self._is_merged(operator.index, merged_into.position, row) else None
 
-    def _follows(self, index: int, at: int, row: SpecRow) -> bool:
-        """Whether an operator follows an operand that is laid out so."""
-        continued = self._wiring.continued.get(index)
-        if continued is None or continued.position != at:
+    def _is_merged(self, index: int, at: int, row: SpecRow) -> bool:
+        """Whether an operator is merged into the node of an operand with these specs."""
+        merged_into = self._node_merging.merged_into.get(index)
+        if merged_into is None or merged_into.position != at:
             return False
         return row is self.operator_prices[index].operands[at] and row.distinct  # rows that are equal are one object
 
@@ -333,11 +333,11 @@ class IntraOpProblem:
         return all(v in self.of_parameters for v in operator.results if v is not None)
 
     def _add_shared(self, shared: Shared) -> None:
-        """A value that is moved once for all its readers, or that they follow (`wiring`)."""
+        """Add the node of a value that is resharded once for its readers, unless they are merged into its maker's."""
         index = shared.value
         producer, specs = self._defines[index]
-        others = sum(not self._follows(user, at, specs) for user, at in shared.users)
-        made = self._wiring.continued.get(shared.maker.index)
+        others = sum(not self._is_merged(user, at, specs) for user, at in shared.users)
+        made = self._node_merging.merged_into.get(shared.maker.index)
         if others <= 1 and made is not None and made.whole:
             if shared.kept:
                 self._bytes[producer] += self._kept_bytes(index, specs)
@@ -383,7 +383,7 @@ class IntraOpProblem:
             self._connect(v, u, self._turned.setdefault(id(table), table.T))
 
     def _add_operands(self) -> None:
-        for operator, reads in zip(self._wiring.operators, self._wiring.reads, strict=True):
+        for operator, reads in zip(self._node_merging.operators, self._node_merging.reads, strict=True):
             node, operands = self.operator_node[operator.index], self.operator_prices[operator.index].operands
             for read in reads:
                 index, times = read.value, read.times
@@ -466,7 +466,7 @@ class IntraOpProblem:
         )
         return IntraOpSolution(
             operators=self.operator_choices(solution.choices),
-            settled={value: picked[node] for value, node in self.shared_node.items()},
+            resharded_once={value: picked[node] for value, node in self.shared_node.items()},
             parameters=parameters,
             inputs=inputs,
             solution=solution,

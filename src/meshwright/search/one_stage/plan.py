@@ -69,7 +69,7 @@ def one_stage_plan(
         devices=tuple(range(num_devices)),
         mesh=tuple(problem.sizes.items()),
         operators=operator_plans(graph, chosen),
-        settled=tuple(sorted(chosen.settled.items())),
+        settled=tuple(sorted(chosen.resharded_once.items())),
         parameters=parameter_plans(graph, chosen, infos, [None] * len(infos), problem),
         inputs=input_plans(graph, chosen),
         rematerialised=tuple(sorted((path, tuple(runs)) for path, runs in segments.items())),

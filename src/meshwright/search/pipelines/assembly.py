@@ -123,7 +123,7 @@ def planned_stage(
         devices=tuple(range(placed.submesh.first, placed.submesh.stop)),
         mesh=tuple(sizes.items()),
         operators=operator_plans(graph, chosen),
-        settled=tuple(sorted((cut.values[value], spec) for value, spec in chosen.settled.items())),
+        settled=tuple(sorted((cut.values[value], spec) for value, spec in chosen.resharded_once.items())),
         parameters=parameter_plans(graph, chosen, infos, rows, solved.problem),
         inputs=input_plans(graph, chosen),
         rematerialised=tuple(

@@ -141,7 +141,8 @@ class Replicas:
             if len(found) < len(self.groups):
                 return None
             # A replica's best layouts depend on its share, and shares on what the layouts take.
-            once = [option.once_seconds + more for (_, option), more in zip(found, self.exchange_seconds, strict=True)]
+            exchanged = zip(found, self.exchange_seconds, strict=True)
+            once = [option.per_step_seconds + seconds for (_, option), seconds in exchanged]
             better = shared_out(count, [option.seconds for _, option in found], once)
             if better == shares:
                 break

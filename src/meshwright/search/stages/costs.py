@@ -195,7 +195,7 @@ class StageCosts:
         return tuple(
             one._replace(
                 forward_seconds=ratio * one.forward_seconds, backward_seconds=ratio * one.backward_seconds,
-                once_seconds=ratio * one.once_seconds, weight_seconds=ratio * one.weight_seconds,
+                per_step_seconds=ratio * one.per_step_seconds, weight_seconds=ratio * one.weight_seconds,
             )
             for one in estimates
         )  # fmt: skip
@@ -359,7 +359,7 @@ def option_of(stage: SolvedStage) -> Option:
         forward_seconds=seconds.forward_seconds,
         backward_seconds=seconds.backward_seconds,
         weight_seconds=seconds.weight_seconds,
-        once_seconds=seconds.synchronise_seconds + seconds.update_seconds,
+        per_step_seconds=seconds.synchronise_seconds + seconds.update_seconds,
         constant_bytes=seconds.constant_bytes + seconds.workspace_bytes,
         workspace_bytes=seconds.workspace_bytes,
         in_flight_bytes=seconds.in_flight_bytes,

@@ -113,7 +113,8 @@ def boundary_layouts(stage: PlacedStage, cut: Cut) -> BoundaryLayouts:
     }
     sent = {}
     for value, made in zip(cut.sent, cut.sent_values, strict=True):
-        spec = chosen.settled.get(made) or spec_of.get(made)  # rows of a parameter are an input, and sent all the same
+        # Rows of a parameter are an input, and sent all the same.
+        spec = chosen.resharded_once.get(made) or spec_of.get(made)
         if spec is None:
             operator, result = graph.producer[made]
             choice = chosen.operators[operator]

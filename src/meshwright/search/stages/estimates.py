@@ -234,7 +234,7 @@ class StageEstimates:
 
     def weight(self, option: Option, share: float = 1.0) -> float:
         """Seconds a step of a stage that sets the period: what its problem minimises."""
-        return self.program.microbatches / share * option.seconds + option.once_seconds
+        return self.program.microbatches / share * option.seconds + option.per_step_seconds
 
     def _usable(self, kind: int) -> float:
         return self.solver.kind_of.devices[kind].usable_memory_bytes
@@ -458,6 +458,6 @@ class StageEstimates:
 def _option(fields: np.ndarray, number: int) -> Option:
     forward, backward, weight, once, constant, kept = fields.tolist()
     return Option(
-        forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, once_seconds=once,
+        forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, per_step_seconds=once,
         constant_bytes=constant, in_flight_bytes=kept, tag=number,
     )  # fmt: skip

@@ -20,8 +20,8 @@ from meshwright.program.residuals import kept_values
 from meshwright.program.rules import Rules
 from meshwright.program.traces import Traces
 from meshwright.search.intra import problem as intra_op
+from meshwright.search.intra.node_merging import node_merging_of_one_program
 from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
-from meshwright.search.intra.wiring import wiring_of_one_program
 from meshwright.search.restrictions.pins import Pins
 from meshwright.search.stages.problem import StageProblem
 
@@ -179,6 +179,8 @@ def test_models_have_fewer_nodes_by_their_followers(name: str, most: float, monk
 
     with_followers = count()
     monkeypatch.setattr(
-        intra_op, "wiring_of_one_program", lambda graph: replace(wiring_of_one_program(graph), continued={})
+        intra_op,
+        "node_merging_of_one_program",
+        lambda graph: replace(node_merging_of_one_program(graph), merged_into={}),
     )
     assert with_followers <= most * count()

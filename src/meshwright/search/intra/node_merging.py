@@ -1,16 +1,18 @@
-"""What the nodes of an intra-operator problem read, whatever the mesh is: found out once for a graph.
+"""Which operators share a node of the intra-operator problem, and what every node reads: independent of the mesh, so
+computed once for a graph.
 
-An operator may follow the one large array that it reads: it has the node of what defines that, and so its layout, if
-what it takes follows from what it writes and it makes nothing larger. A conversion of what it reads would be no less
-than one of what it makes, which is still there to be chosen. Alpa (OSDI '22) merges operators into what they read as
-well; here a follower has to have the same layouts.
+An operator is merged into the one large array that it reads: it takes the node, and so the layout, of what makes that
+array, where its seconds follow from what it writes and it makes nothing larger. Resharding its operand costs no less
+than resharding its result, which stays possible. Alpa (OSDI '22) merges operators into their operands as well; here the
+merged operators have equal layouts.
 
-A value that several operators read has a node of its own, in whose layout it is moved once for all of them; unless all
-of them follow it, or all but one: then it has the node of what makes it, if moving what that reads is no more.
+A value that several operators read has a node of its own, whose layout it is resharded to once for all of them; unless
+all of its readers are merged into it, or all but one: then it takes the node of its maker, if resharding the maker's
+operand moves no more bytes.
 
-Known limits: that an array is cut for one of its readers alone, which then does less, is not considered. Weights that
-one program gathers and does not cast are kept for the backward pass, which is not counted: whether they were gathered
-follows from two nodes, and bytes are those of one.
+Known limits: slicing an array for one of its readers, which then does less work, is not considered. Weights that one
+program gathers and does not cast are kept for the backward pass, which is not counted: whether they were gathered
+depends on two nodes, and bytes belong to one.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ class Read:
     holds: Literal["", "read", "gathered"]
 
 
-class Continued(NamedTuple):
-    """The operand that an operator may follow.
+class MergedInto(NamedTuple):
+    """The operand whose node an operator can be merged into.
 
     Args:
       position: among its operands.
@@ -64,7 +66,7 @@ class Continued(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A value that several operators read: it is moved once for all of them, or they follow it.
+    """A value that several operators read: it is resharded once for all of them, or they are merged into it.
 
     Args:
       value: the value.
@@ -80,20 +82,20 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
-    """What is read in a graph.
+class NodeMerging:
+    """The operators of a graph that have nodes, their reads, and which can be merged.
 
     Args:
-      operators: that have choices: all but those that depend on no input.
-      reads: of each of these, in their order, what it reads.
-      shared: by value.
-      continued: of each operator that may follow what it reads, what that is.
+      operators: those with a choice of layouts: all that depend on some input.
+      reads: the operands of each of these, in the same order.
+      shared: values with several readers.
+      merged_into: by operator that can be merged into an operand's node, the operand.
     """
 
     operators: tuple[Operator, ...]
     reads: tuple[tuple[Read, ...], ...]
     shared: Mapping[int, Shared]
-    continued: Mapping[int, Continued]
+    merged_into: Mapping[int, MergedInto]
 
 
 # Other names of what they read, for a matrix product at least.
@@ -101,18 +103,18 @@ _VIEWS = frozenset(["copy", "expand_dims", "reshape", "squeeze", "transpose"])
 
 
 @once_for_each
-def wiring_of(graph: Graph) -> Wiring:
-    """What is read in a graph whose backward pass is a program of its own."""
-    return _wiring(graph, kept_values(graph), keeps_weights=False)
+def node_merging_of(graph: Graph) -> NodeMerging:
+    """The merging of a graph whose backward pass is a program of its own."""
+    return _node_merging(graph, kept_values(graph), keeps_weights=False)
 
 
 @once_for_each
-def wiring_of_one_program(graph: Graph) -> Wiring:
-    """What is read in a graph whose forward and backward pass are one program."""
-    return _wiring(graph, kept_in_one_program(graph), keeps_weights=True)
+def node_merging_of_one_program(graph: Graph) -> NodeMerging:
+    """The merging of a graph whose forward and backward pass are one program."""
+    return _node_merging(graph, kept_in_one_program(graph), keeps_weights=True)
 
 
-def _wiring(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> Wiring:
+def _node_merging(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> NodeMerging:
     # Parameters are at hand anyway, and so is what is made of them alone.
     kept = kept - values_of_parameters(graph)
     operators = tuple(o for o in graph.operators if not _is_constant(graph, o))
@@ -145,8 +147,8 @@ def _wiring(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> Wiring:
             runs = forward_runs_of(graph, value, operator)
             found.append(Read(position, value, operator.operand_repeats[position], runs, again, waits, holds))
         reads.append(tuple(found))
-    continued = {o.index: one for o in operators if (one := _continued(graph, o)) is not None}
-    return Wiring(operators=operators, reads=tuple(reads), shared=shared, continued=continued)
+    merged_into = {o.index: one for o in operators if (one := _merged_into(graph, o)) is not None}
+    return NodeMerging(operators=operators, reads=tuple(reads), shared=shared, merged_into=merged_into)
 
 
 def _is_constant(graph: Graph, operator: Operator) -> bool:
@@ -156,7 +158,7 @@ def _is_constant(graph: Graph, operator: Operator) -> bool:
 def _shared(
     graph: Graph, known: Set[int], value: int, users: tuple[tuple[int, int], ...], kept: Set[int]
 ) -> tuple[Shared, ...]:
-    """A value as one that is shared, if it is."""
+    """The value, if several operators with nodes read it."""
     readers = tuple((user, at) for user, at in users if user in known)
     made_by = graph.producer.get(value)
     if len(readers) < 2 or made_by is None or made_by[0] not in known:
@@ -197,9 +199,9 @@ def forward_runs_of(graph: Graph, value: int, operator: Operator) -> int:
     return 2 if operator.region is not None and value in needed_again(graph)[1] else 1
 
 
-def _continued(graph: Graph, operator: Operator) -> Continued | None:
-    """What an operator may follow: the one array that is as large as what it makes, if there is one, and what it takes
-    follows from what it writes."""
+def _merged_into(graph: Graph, operator: Operator) -> MergedInto | None:
+    """The operand whose node an operator can be merged into: its only operand that is as large as its result, if its
+    seconds follow from what it writes."""
     if not is_plain(operator):
         return None
     made = [graph.values[v].bytes for v in operator.results if v is not None] or [0.0]
@@ -208,4 +210,4 @@ def _continued(graph: Graph, operator: Operator) -> Continued | None:
     large = [(at, size) for at, size in read if size >= min(made)]
     if len(large) != 1 or large[0][1] < max(made):
         return None
-    return Continued(large[0][0], whole=large[0][1] == max(made))
+    return MergedInto(large[0][0], whole=large[0][1] == max(made))
