@@ -24,7 +24,7 @@ from meshwright.schedule import Schedule, make_schedule
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.problem import IntraOpSolution
 from meshwright.search.prices.choices import ParameterChoice
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.problem import StageProblem
 from meshwright.solve import Infeasible
 
@@ -119,10 +119,10 @@ def solve_stated(plan: StatedPlan, traces: Traces, args: Sequence[Any], cluster:
         axes={name: ROLE_OF[name] for name in names},
         batch=batch_inputs(program, traces, args), sequence_parallel=plan.sequence_parallel, gathered=plan.zero == 3,
     )  # fmt: skip
-    pins = Pins() if plan.searched else Pins(zero=plan.zero, roles=roles)
+    constraints = Constraints() if plan.searched else Constraints(zero=plan.zero, roles=roles)
     staged, order, place_of = _stages(program, plan)
     kinds = {
-        kind: _solve_kind(staged, staged.layers[place], plan, mesh, stage_cluster, pins, order.count(kind))
+        kind: _solve_kind(staged, staged.layers[place], plan, mesh, stage_cluster, constraints, order.count(kind))
         for kind, place in place_of.items()
     }
     counts = (plan.microbatches,)
@@ -191,7 +191,8 @@ def _stages(program: Program, plan: StatedPlan) -> tuple[StagedProgram, tuple[st
 
 
 def _solve_kind(
-    staged: StagedProgram, layer: tuple[int, int], plan: StatedPlan, mesh: LogicalMesh, cluster: Cluster, pins: Pins,
+    staged: StagedProgram, layer: tuple[int, int], plan: StatedPlan, mesh: LogicalMesh, cluster: Cluster,
+    constraints: Constraints,
     count: int,
 ) -> SolvedKind:  # fmt: skip
     cut = staged.cutter.cut(*layer)
@@ -200,10 +201,10 @@ def _solve_kind(
 
     def solved(graph: Graph) -> tuple[StageProblem, IntraOpSolution]:
         # What the roles contradict in the strict form of a ZeRO stage is asked for less strictly.
-        for tried in (pins, replace(pins, strict=False), replace(pins, strict=False, zero=None)):
+        for tried in (constraints, replace(constraints, strict=False), replace(constraints, strict=False, zero=None)):
             problem = StageProblem(
                 cut, graph, mesh, cluster.device, parameters=_infos(staged, cut), microbatches=plan.microbatches,
-                pins=tried, split_dims=staged.split_dims,
+                constraints=tried, split_dims=staged.split_dims,
             )  # fmt: skip
             try:
                 return problem, problem.solve(inf, gap=1e-2, time_limit_seconds=20.0)

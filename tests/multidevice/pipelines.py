@@ -25,7 +25,7 @@ from meshwright.search.inter.submeshes import Submesh, Submeshes
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.pipelines.assembly import assemble
 from meshwright.search.pipelines.timing import best_schedule, staged_timing
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts
 
 
@@ -61,7 +61,8 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
     cluster = load_cluster("local")
     places = Submeshes(cluster)
     costs = StageCosts(
-        staged, parameters=parameter_infos(program), submeshes=places, pins=Pins(layouts=pipeline.layouts),
+        staged, parameters=parameter_infos(program), submeshes=places,
+        constraints=Constraints(layouts=pipeline.layouts),
         remat=pipeline.remat, meshes=pipeline.meshes,
     )  # fmt: skip
     chunks = dict(pipeline.options).get("chunks", 1)

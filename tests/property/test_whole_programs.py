@@ -33,7 +33,7 @@ from meshwright.search.intra.workspace import workspace_of
 from meshwright.search.one_stage.driver import OneStageSearch
 from meshwright.search.one_stage.plan import SearchRequest
 from meshwright.search.prices.choices import values_of_parameters
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.sharding import Spec, convert
 from meshwright.solve import solve
 
@@ -186,7 +186,7 @@ class Priced:
         def problem(kind: type[IntraOpProblem] = IntraOpProblem, **more: Any) -> IntraOpProblem:
             return kind(
                 graph, self.mesh, self.cluster.device, parameters=self.parameters, microbatches=case.microbatches,
-                pins=Pins(layouts=case.pins), carried=self.carried, **more,
+                constraints=Constraints(layouts=case.pins), carried=self.carried, **more,
             )  # fmt: skip
 
         self.chained = problem()
@@ -211,7 +211,7 @@ class Priced:
         request = SearchRequest(
             graph=self.graph, fingerprint="f", parameters=self.parameters, cluster=self.cluster,
             microbatches=self.case.microbatches, mesh=[(self.mesh.axis_names, self.mesh.shape)],
-            pins=Pins(layouts=self.case.pins), remat="none", carried=self.carried,
+            constraints=Constraints(layouts=self.case.pins), remat="none", carried=self.carried,
         )  # fmt: skip
         return OneStageSearch({self.case.microbatches: request}, gap=0.0)
 

@@ -26,7 +26,7 @@ from meshwright.search.intra.limited import LimitedProblem
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.priced import Priced
 from meshwright.search.intra.problem import IntraOpProblem
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts, option_of
 from meshwright.search.stages.parts import in_parts
 from meshwright.search.stages.problem import StageProblem
@@ -47,7 +47,7 @@ def program_of(name: str, microbatches: int = 4, batch: int = 8) -> tuple[Any, S
 
 def costs_of(name: str, cluster: str = "cpu", **changes: Any) -> StageCosts:
     program, staged = program_of(name)
-    wishes: dict[str, Any] = {"pins": Pins(), "remat": "none", **changes}
+    wishes: dict[str, Any] = {"constraints": Constraints(), "remat": "none", **changes}
     return StageCosts(staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster(cluster)), **wishes)
 
 
@@ -110,7 +110,8 @@ def test_without_a_derivative_all_is_forward() -> None:
     for shape in ((8,), (2, 4)):
         cluster = load_cluster("p3.16xlarge")
         problem = StageProblem(
-            cut, cut.graph, cluster.logical_mesh(shape), cluster.device, parameters=(), microbatches=4, pins=Pins(),
+            cut, cut.graph, cluster.logical_mesh(shape), cluster.device, parameters=(), microbatches=4,
+            constraints=Constraints(),
             split_dims=(),
         )  # fmt: skip
         chosen = problem.solve(UNLIMITED)
@@ -131,7 +132,8 @@ def test_a_whole_program_is_one_stage() -> None:
 
     whole, summed_last = (
         kind(
-            staged.graph, mesh, cluster.device, parameters=parameter_infos(program), microbatches=4, pins=Pins(),
+            staged.graph, mesh, cluster.device, parameters=parameter_infos(program), microbatches=4,
+            constraints=Constraints(),
             carried=0, split_dims=staged.split_dims,
         ).solve(UNLIMITED)
         for kind in (Whole, IntraOpProblem)
@@ -172,7 +174,11 @@ def test_a_microbatch_makes_its_largest_gradient_beside_the_sum() -> None:
     # Of one microbatch it is the sum.
     program, staged = program_of("gpt-tiny", microbatches=1)
     alone = StageCosts(
-        staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat=None
+        staged,
+        parameters=parameter_infos(program),
+        submeshes=Submeshes(load_cluster("cpu")),
+        constraints=Constraints(),
+        remat=None,
     )
     assert gradient_bytes(alone, 0, len(staged.layers)) == 0
 
@@ -250,7 +256,11 @@ def test_a_layer_of_equal_blocks_is_estimated_from_one() -> None:
     assert [b - a for a, b in staged.layers] == [12] * 7 + [15]
     assert [b - a for a, b in parts.layers] == [4] * 23 + [7]
     costs = StageCosts(
-        staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat="none"
+        staged,
+        parameters=parameter_infos(program),
+        submeshes=Submeshes(load_cluster("cpu")),
+        constraints=Constraints(),
+        remat="none",
     )
     numbers = [costs.estimates.solver.number(part, part + 1) for part in range(24)]
     assert max(numbers.count(number) for number in numbers) == 22
@@ -273,7 +283,11 @@ def test_what_stands_before_and_after_equal_layers_is_a_part_of_its_own() -> Non
     inside = ((first[1] - size, first[1]), second, third, (last[0], last[0] + size))
     assert parts.layers == ((0, inside[0][0]), *inside, (inside[-1][1], last[1]))
     costs = StageCosts(
-        staged, parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")), pins=Pins(), remat="none"
+        staged,
+        parameters=parameter_infos(program),
+        submeshes=Submeshes(load_cluster("cpu")),
+        constraints=Constraints(),
+        remat="none",
     )
     numbers = [costs.estimates.solver.number(part, part + 1) for part in range(6)]
     assert numbers[1] == numbers[2] == numbers[3] == numbers[4]
@@ -389,15 +403,15 @@ def test_meshes_that_are_bound_to_be_slower_are_not_solved_to_the_end(monkeypatc
     costs, fresh = costs_of("moe-tiny", "p3.16xlarge:2"), costs_of("moe-tiny", "p3.16xlarge:2")
     kind, limit = costs.solver.kind_of[submesh], costs.limit_bytes(submesh, last=False)
     fresh.solver.kind_of[submesh]
-    weight, ends = costs.estimates.weight, 0
+    seconds, ends = costs.estimates.step_seconds, 0
     for first, last in ((0, 1), (1, 3), (0, 4)):
         meshes = range(len(costs.solver.meshes[kind]))
         stages = [fresh.solver.within(Place(first, last, kind, mesh), "none", in_flight, limit) for mesh in meshes]
-        best = min(weight(option_of(stage)) for stage in stages if stage is not None)
+        best = min(seconds(option_of(stage)) for stage in stages if stage is not None)
         with monkeypatch.context() as patched:
             patched.setattr(StageProblem, "fastest", property(poor))
             found = costs.solve(first, last, submesh, in_flight)
-        assert best * (1 - 1e-9) <= min(map(weight, found)) <= best / 0.99
+        assert best * (1 - 1e-9) <= min(map(seconds, found)) <= best / 0.99
         assert all(option.tag.certain_share >= 0.99 for option in found)
         ends += len(found) < len(stages)
     assert ends > 0

@@ -31,7 +31,7 @@ from meshwright.search.pipelines.driver import (
     StageSearch,
     search_stages,
 )
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.reserve import MemoryReserve
 from meshwright.simulate import EdgeTiming, StageTiming, Timing, simulate
 from meshwright.zoo import registry
@@ -262,7 +262,7 @@ def test_a_zero_stage_that_a_program_contradicts_is_asked_for_less_strictly() ->
     plan = search_stages(
         StageRequest(
             programs=[staged], parameters=parameter_infos(staged.source), cluster=load_cluster("cpu"), stages=2,
-            pins=Pins(zero=1),
+            constraints=Constraints(zero=1),
         )
     ).plan  # fmt: skip
     assert len(plan.stages) == 2

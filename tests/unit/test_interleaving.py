@@ -30,7 +30,7 @@ from meshwright.search.pipelines.interleaving import (
     _Tried,
 )
 from meshwright.search.pipelines.request import INTERLEAVED
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts
 from meshwright.search.stages.reserve import MemoryReserve
 from meshwright.zoo import registry
@@ -44,7 +44,7 @@ def costs(remat: str | None = None) -> StageCosts:
     program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=MICROBATCHES)
     return StageCosts(
         staged_program(program, layers=8), parameters=parameter_infos(program),
-        submeshes=Submeshes(load_cluster("dgx-a100-80")), pins=Pins(), remat=remat,
+        submeshes=Submeshes(load_cluster("dgx-a100-80")), constraints=Constraints(), remat=remat,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from meshwright.program.traces import Traces
 from meshwright.search.intra import problem as intra_op
 from meshwright.search.intra.node_merging import node_merging_of_one_program
 from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.problem import StageProblem
 
 
@@ -33,7 +33,13 @@ def graph_of(function: Any, *shapes: tuple[int, ...]) -> Graph:
 def problem_of(graph: Graph, mesh: tuple[int, ...] = (2, 4)) -> IntraOpProblem:
     cluster = load_cluster("cpu")
     return IntraOpProblem(
-        graph, cluster.logical_mesh(mesh), cluster.device, parameters=(), microbatches=1, pins=Pins(), carried=0
+        graph,
+        cluster.logical_mesh(mesh),
+        cluster.device,
+        parameters=(),
+        microbatches=1,
+        constraints=Constraints(),
+        carried=0,
     )
 
 
@@ -109,7 +115,8 @@ def test_what_followers_of_a_received_value_keep_is_kept_for_each_microbatch() -
     cluster = load_cluster("cpu")
     problem = StageProblem(
         cut, cut.graph, cluster.logical_mesh((8,)), cluster.device,
-        parameters=[ParameterInfo(name="w", optimizer_bytes=0.0)], microbatches=4, pins=Pins(), split_dims=(),
+        parameters=[ParameterInfo(name="w", optimizer_bytes=0.0)], microbatches=4, constraints=Constraints(),
+        split_dims=(),
     )  # fmt: skip
     (received,) = (v for v in cut.graph.inputs if v not in [cut.graph.inputs[p] for p in cut.graph.parameters])
     node = problem.input_node[received]
@@ -172,7 +179,8 @@ def test_models_have_fewer_nodes_by_their_followers(name: str, most: float, monk
     def count() -> int:
         return len(
             IntraOpProblem(
-                graph, cluster.logical_mesh((2, 4)), cluster.device, parameters=infos, microbatches=1, pins=Pins(),
+                graph, cluster.logical_mesh((2, 4)), cluster.device, parameters=infos, microbatches=1,
+                constraints=Constraints(),
                 carried=0,
             ).choices
         )  # fmt: skip

@@ -52,7 +52,7 @@ def test_pins_that_finer_microbatches_cannot_have_are_no_refusal() -> None:
     target = zoo.mlp(width=512, layers=4, batch=64)
     pins = {"args[1]*": ("x", None)}
     free = planned(target, mesh=(8,), pins=pins)
-    memory = 0.8 * 1.04 * peak(free)
+    memory = 0.97 * 1.04 * peak(free)
     assert planned(target, mesh=(8,), pins=pins, memory_per_device=memory).plan.stages
 
 

@@ -15,7 +15,7 @@ from meshwright.search.inter.submeshes import Submeshes
 from meshwright.search.intra import limited
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.priced import Priced, PricedProblem
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts
 from meshwright.search.stages.problem import StageProblem
 from meshwright.solve import Problem, solve
@@ -30,7 +30,7 @@ def costs() -> StageCosts:
     program = trace_program(target.step, (target.example_state, target.example_batch), microbatches=4)
     return StageCosts(
         staged_program(program), parameters=parameter_infos(program), submeshes=Submeshes(load_cluster("cpu")),
-        pins=Pins(), remat="none",
+        constraints=Constraints(), remat="none",
     )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def problem_of_a_layer() -> StageProblem:
     cut = staged.cutter.cut(*staged.layers[3])
     return StageProblem(
         cut, cut.graph, cluster.logical_mesh((8,)), cluster.device, parameters=costs().solver.parameters_of(cut),
-        microbatches=4, pins=Pins(), split_dims=staged.split_dims,
+        microbatches=4, constraints=Constraints(), split_dims=staged.split_dims,
     )  # fmt: skip
 
 

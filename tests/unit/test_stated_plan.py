@@ -18,7 +18,7 @@ from meshwright.program.staged import staged_program
 from meshwright.program.traces import Traces
 from meshwright.search.intra.account import account
 from meshwright.search.intra.parameters import parameter_infos
-from meshwright.search.restrictions.pins import Pins
+from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.restrictions.roles import Role, Roles
 from meshwright.search.stages.problem import StageProblem
 from meshwright.zoo import gpt, llama
@@ -58,7 +58,7 @@ def test_the_work_of_a_stage_is_what_the_search_accounts_for(zero: int) -> None:
     roles = Roles(axes=axes, batch=batch_inputs(program, traces, args), gathered=zero == 3)
     problem = StageProblem(
         cut, cut.graph, mesh, CLUSTER.device, parameters=parameter_infos(program), microbatches=1,
-        pins=Pins(zero=zero, roles=roles), split_dims=staged.split_dims,
+        constraints=Constraints(zero=zero, roles=roles), split_dims=staged.split_dims,
     )  # fmt: skip
     chosen = problem.solve(inf, gap=0.0, time_limit_seconds=20.0)
     work, total = stage_work(problem, chosen), account(problem, chosen)

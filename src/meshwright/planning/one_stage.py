@@ -86,6 +86,7 @@ class _Requests(Mapping[int, SearchRequest]):
         program = asked.program(count)
         return SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),
-            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, pins=asked.pins_in(program), remat=asked.remat,
+            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, constraints=asked.constraints_in(program),
+            remat=asked.remat,
             carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """A dim made longer so that mesh axes divide it: what it is called, its next size, and what a step takes with it.
 
 The graph of a program is data, in which a dim is made longer wherever it is. The layouts on the mesh of a finished
-plan are then solved again, under the same pins and roles: of a plan of several stages those of one stage, twice, with
+plan are then solved again, under the same constraints: of a plan of several stages those of one stage, twice, with
 the dim as it is and longer; of a plan of one stage once.
 """
 
@@ -101,7 +101,7 @@ def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Grap
       roles: of the mesh axes, where a preset gives them some.
 
     Raises:
-      PlanError: if nothing fits, or pins or roles leave no layout.
+      PlanError: if nothing fits, or no layout satisfies the constraints.
     """
     plan, program, stage = found.plan, found.program, found.plan.stages[number]
     one = len(plan.stages) == 1
@@ -123,7 +123,7 @@ def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Grap
         cluster=asked.cluster if one else Submeshes(asked.cluster).part(where),
         microbatches=plan.microbatches_of(number),
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],
-        pins=replace(asked.pins, roles=roles, gradient_exchange=stage.gradient_exchange),
+        constraints=replace(asked.constraints, roles=roles, gradient_exchange=stage.gradient_exchange),
         remat="layer" if stage.rematerialised else "none",
         carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims if one else (),
     )  # fmt: skip

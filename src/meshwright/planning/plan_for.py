@@ -19,7 +19,7 @@ from ..presets import Preset, check_free, parse_preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
 from ..search.pipelines.request import check_remat
-from ..search.restrictions.pins import Pins
+from ..search.restrictions.constraints import Constraints
 from .advice import with_advice
 from .kinds import plan_for_kinds
 from .microbatch_counts import microbatch_counts
@@ -165,8 +165,8 @@ def plan_without_advice(
     else:
         found = Planning.of(plan_for_kinds(asked, stages), asked.cluster)
     notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
-    notes += storage_notes(found.plan, asked.pins.zero, preset)
-    notes += replicated_work(asked, found, asked.pins_in(found.program).roles)
+    notes += storage_notes(found.plan, asked.constraints.zero, preset)
+    notes += replicated_work(asked, found, asked.constraints_in(found.program).roles)
     if asked.schedule is not None and len(found.plan.stages) == 1:
         notes += (f"the schedule {asked.schedule} is not used: one stage is faster than several (stages=2 for two)",)
     notes += effect_notes(found.program, found.plan.schedule)
@@ -226,7 +226,7 @@ def request_of(
         check_stages(stages, schedule, where.num_devices)
     asked = PlanRequest(
         traces=traces, args=args, cluster=where, microbatches=options.microbatches, mesh=meshes,
-        pins=Pins(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
+        constraints=Constraints(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
         reduction=options.reduction, schedule=schedule, submeshes=submeshes, preset=preset, started=started,
         time_limit_seconds=options.time_limit_seconds, tell=tell,
         may_idle=(options.cluster != "local" and options.devices is None) or process_count() == 1,

@@ -225,12 +225,12 @@ class _Tries:
     def _replicas(self, count: int) -> Replicas:
         if count not in self._made:
             asked, program = self._asked, self._asked.program(count)
-            asked.pins.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+            asked.constraints.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
             check_replicas(program)
             self._made[count] = Replicas(
                 ReplicaRequest(
                     program=staged_program(program, layers=1, scan_splits={}), parameters=parameter_infos(program),
-                    cluster=self._order.cluster, pins=asked.pins, remat=asked.remat,
+                    cluster=self._order.cluster, constraints=asked.constraints, remat=asked.remat,
                 )
             )  # fmt: skip
         return self._made[count]

@@ -64,7 +64,7 @@ class PlanRequest:
       cluster: where it is to run, with the memory that a device may use.
       microbatches: as of `planning.plan_for`, like all that follows.
       mesh: logical meshes to consider, as (names, sizes); empty for all.
-      pins: what is fixed, the ZeRO stage included.
+      constraints: what is fixed, the ZeRO stage included.
       remat: as there.
       batch_axis: as there.
       reduction: as there.
@@ -84,7 +84,7 @@ class PlanRequest:
     cluster: Cluster
     microbatches: int | None
     mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
-    pins: Pins
+    constraints: Constraints
     remat: str | None
     batch_axis: int
     reduction: str | None
@@ -119,19 +119,19 @@ class PlanRequest:
             self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction, warn=warn
         )
 
-    def pins_in(self, program: Program) -> Pins:
+    def constraints_in(self, program: Program) -> Constraints:
         """What is fixed in a program: the layouts and the ZeRO stage, and what a preset's axes are for.
 
         Raises:
           PlanError: if a pin is of no input, or the program has nothing that an axis of the preset could split.
         """
-        pins, preset = self.pins, self.preset
+        constraints, preset = self.constraints, self.preset
         if preset is not None:
             batch = batch_inputs(program, self.traces, self.args, batch_axis=self.batch_axis)
             roles = preset.roles_in(program, batch, where=self.traces.name)
-            pins = replace(pins, roles=roles, gradient_exchange=preset.gradient_exchange)
-        pins.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
-        return pins
+            constraints = replace(constraints, roles=roles, gradient_exchange=preset.gradient_exchange)
+        constraints.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
+        return constraints
 
     def is_traced(self, microbatches: int) -> bool:
         """Whether that program has been asked for."""

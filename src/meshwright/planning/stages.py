@@ -101,7 +101,7 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
       PlanError: if pins or meshes are not of the step and the cluster.
     """
     source, preset, submeshes = programs.any.source, asked.preset, asked.submeshes
-    pins = asked.pins_in(source)
+    constraints = asked.constraints_in(source)
     _check_mesh(asked, stages)
     schedules = SIMULATED if asked.schedule is None else _SEARCHED.get(asked.schedule, (asked.schedule,))
     if preset is not None and preset.chunks > 1:
@@ -111,7 +111,7 @@ def stage_request(asked: PlanRequest, stages: int | None, programs: StepPrograms
     if stages is not None and stages > 1 and submeshes is None:
         Submeshes(asked.cluster).check_stages(stages)
     return StageRequest(
-        programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, pins=pins,
+        programs=programs, parameters=parameter_infos(source), cluster=asked.cluster, constraints=constraints,
         remat=asked.remat, submeshes=submeshes, stages=stages, mesh=asked.mesh, schedules=schedules,
         time_limit_seconds=asked.time_limit_seconds, several=asked.several,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from ...solve import Problem, Solution
 from ...solve.flat import FlatNodes
 from ...solve.improve import Improvement, improve
 from ..prices.choices import ParameterChoice
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 from .node_merging import reads_gathered
 from .priced import FEW_NODES, Priced, PricedProblem
 from .problem import IntraOpProblem, IntraOpSolution, ParameterInfo
@@ -74,7 +74,7 @@ class LimitedProblem(IntraOpProblem):
       device: the same.
       parameters: the same.
       microbatches: the same.
-      pins: the same.
+      constraints: the same.
       carried: the same.
       split_dims: the same.
       workspace: what the backward pass makes beside what is kept; None for nothing.
@@ -87,11 +87,12 @@ class LimitedProblem(IntraOpProblem):
 
     def __init__(
         self, graph: Graph, mesh: LogicalMesh, device: Device, *, parameters: Sequence[ParameterInfo],
-        microbatches: int, pins: Pins, carried: int, split_dims: Sequence[int | None] = (),
+        microbatches: int, constraints: Constraints, carried: int, split_dims: Sequence[int | None] = (),
         workspace: Workspace | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            graph, mesh, device, parameters=parameters, microbatches=microbatches, pins=pins, carried=carried,
+            graph, mesh, device, parameters=parameters, microbatches=microbatches, constraints=constraints,
+            carried=carried,
             split_dims=split_dims,
         )  # fmt: skip
         self._workspace = self._workspace_by_node(workspace)

@@ -38,7 +38,7 @@ from ..prices.operators import prices_of
 from ..prices.parameters import parameter_prices
 from ..prices.product_orders import sliced_operands
 from ..prices.spec_row import SpecRow
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 from .node_merging import Shared, forward_runs, forward_runs_of, node_merging_of, node_merging_of_one_program
 
 
@@ -149,7 +149,7 @@ class IntraOpProblem:
       device: what it is made of.
       parameters: by position in `graph.parameters`.
       microbatches: how often the program runs in a step.
-      pins: what the user has fixed.
+      constraints: what the user has fixed.
       split_dims: for the leading inputs, the dim that microbatches cut, or None.
       carried: how many leading outputs are the next step's leading inputs, and must leave as those came.
     """
@@ -167,7 +167,7 @@ class IntraOpProblem:
         *,
         parameters: Sequence[ParameterInfo],
         microbatches: int,
-        pins: Pins,
+        constraints: Constraints,
         carried: int,
         split_dims: Sequence[int | None] = (),
     ) -> None:
@@ -177,8 +177,8 @@ class IntraOpProblem:
         self.parameters = parameters
         self.microbatches = microbatches
         self.carried = carried
-        self.gradient_exchange = pins.gradient_exchange
-        self._pins = pins
+        self.gradient_exchange = constraints.gradient_exchange
+        self._constraints = constraints
         self.of_parameters = values_of_parameters(graph)
         self._node_merging = node_merging_of_one_program(graph) if self.is_one_program else node_merging_of(graph)
         self.operators = self._node_merging.operators
@@ -226,9 +226,9 @@ class IntraOpProblem:
             else:
                 specs = spec_choices(value.shape, self.sizes, broadcast=False) if value.dtype != "key" else ()
                 specs = specs or (Spec.replicated(len(value.shape)),)
-                if self._pins.roles is not None and not self._is_pinned(value.name, value.shape):
-                    specs = self._pins.roles.input(graph, index, specs)
-                specs = self._pins.input(value.name, specs, self.sizes)
+                if self._constraints.roles is not None and not self._is_pinned(value.name, value.shape):
+                    specs = self._constraints.roles.input(graph, index, specs)
+                specs = self._constraints.input(value.name, specs, self.sizes)
                 row = SpecRow(specs)
                 held = value.bytes * self.microbatches / self.prices.shards(row)
                 # Whatever a device is given has to be written to its memory.
@@ -239,16 +239,16 @@ class IntraOpProblem:
 
     def _parameter_prices(self, index: int, info: ParameterInfo) -> ParameterPrices:
         """Of each choice of a parameter; those of parameters that may lie in any way are found once for a mesh."""
-        value, pins = self.graph.values[index], self._pins
-        free = pins.roles is None and pins.zero is None and not self._is_pinned(info.name, value.shape)
+        value, constraints = self.graph.values[index], self._constraints
+        free = constraints.roles is None and constraints.zero is None and not self._is_pinned(info.name, value.shape)
         central = self.gradient_exchange == "central"
         key = value.shape, value.bytes, info.optimizer_bytes, len(self.parameters), central
         if free and key in self.prices.parameters:
             return self.prices.parameters[key]
         choices: Sequence[ParameterChoice] = parameter_choices(value.shape, self.sizes)
-        if pins.roles is not None and not self._is_pinned(info.name, value.shape):
-            choices = pins.roles.parameter(dim_origins(self.graph, index), choices)
-        choices = tuple(pins.parameter(info.name, choices, self.sizes))
+        if constraints.roles is not None and not self._is_pinned(info.name, value.shape):
+            choices = constraints.roles.parameter(dim_origins(self.graph, index), choices)
+        choices = tuple(constraints.parameter(info.name, choices, self.sizes))
         found = parameter_prices(
             self.prices, choices, value.bytes, info.optimizer_bytes, parameters=len(self.parameters), central=central
         )
@@ -257,7 +257,7 @@ class IntraOpProblem:
         return found
 
     def _is_pinned(self, name: str, shape: Sequence[int]) -> bool:
-        return self._pins.layout(name, len(shape), self.sizes) is not None
+        return self._constraints.layout(name, len(shape), self.sizes) is not None
 
     def _agree_on_batch(self, split_dims: Sequence[int | None]) -> None:
         """Arrays that microbatches cut split their batch over the same axes, or the first few of them: else a
@@ -284,7 +284,7 @@ class IntraOpProblem:
 
     def _add_operators(self) -> None:
         graph, m, prices = self.graph, self.microbatches, self.operator_prices
-        roles = self._pins.roles
+        roles = self._constraints.roles
         signatures = _signatures(graph) if roles is None else _signatures_with_origins(graph)
         cache = self.prices.operators.setdefault(None if roles is None else roles.key, {})
         for operator in self._node_merging.operators:

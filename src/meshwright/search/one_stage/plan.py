@@ -15,7 +15,7 @@ from ..intra.limited import LimitedProblem
 from ..intra.passes import Passes
 from ..intra.problem import IntraOpSolution, ParameterInfo
 from ..intra.solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class SearchRequest:
       cluster: where it runs.
       microbatches: how many parts the batch is cut into.
       mesh: logical meshes to consider, as (names, sizes); empty for all factorisations of the devices.
-      pins: what is fixed.
+      constraints: what is fixed.
       remat: "none", "layer", or None for the planner's choice.
       carried: how many leading outputs of the program are its next leading inputs (a step planned whole).
       split_dims: for the leading inputs, the dim that microbatches cut, or None.
@@ -41,7 +41,7 @@ class SearchRequest:
     cluster: Cluster
     microbatches: int
     mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
-    pins: Pins
+    constraints: Constraints
     remat: str | None
     carried: int = 0
     split_dims: Sequence[int | None] = ()

@@ -75,7 +75,7 @@ class Way:
 
     def __init__(self, variant: Variant, mesh: LogicalMesh) -> None:
         self.variant, self.mesh = variant, mesh
-        self._pins = variant.request.pins
+        self._constraints = variant.request.constraints
         self._problem: LimitedProblem | None = None
 
     @property
@@ -96,14 +96,14 @@ class Way:
             request = self.request
             self._problem = LimitedProblem(
                 self.variant.graph, self.mesh, request.cluster.device, parameters=request.parameters,
-                microbatches=request.microbatches, pins=self._pins, carried=request.carried,
+                microbatches=request.microbatches, constraints=self._constraints, carried=request.carried,
                 split_dims=request.split_dims if request.microbatches > 1 else (), workspace=self.variant.workspace,
             )  # fmt: skip
         return self._problem
 
     def relax(self) -> bool:
         """Whether a ZeRO stage that no layout has can be asked for less strictly; from now on it is."""
-        if self._pins.zero not in (1, 2) or not self._pins.strict:
+        if self._constraints.zero not in (1, 2) or not self._constraints.strict:
             return False
-        self._pins, self._problem = replace(self._pins, strict=False), None
+        self._constraints, self._problem = replace(self._constraints, strict=False), None
         return True

@@ -36,7 +36,7 @@ class Candidate:
     scheduled: Scheduled
 
     @property
-    def weight(self) -> float:
+    def penalised_seconds(self) -> float:
         """Its seconds, with what a split backward has to gain to be taken."""
         return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
 
@@ -72,7 +72,7 @@ def better(best: Candidate | None, others: Iterable[Candidate]) -> Candidate | N
       others: to be tried in this order.
     """
     for one in others:
-        if best is None or one.weight < best.weight * (1 - 1e-9):
+        if best is None or one.penalised_seconds < best.penalised_seconds * (1 - 1e-9):
             best = one
     return best
 

@@ -158,7 +158,7 @@ class StageSearch:
             self._search(bounded=True)
             if (best := self._simulate(best)) is not None or isfinite(known):
                 break
-        if isfinite(known) and (best is None or best.weight >= known):
+        if isfinite(known) and (best is None or best.penalised_seconds >= known):
             raise self._nothing_faster()
         if best is None:
             # What was thought possible was not: nothing is left out then.
@@ -174,12 +174,12 @@ class StageSearch:
         best = merged(best, self._costs_of, self._scheduled)
         if best is None:
             raise self.costs.nothing_fits()
-        if best.weight >= known:
+        if best.penalised_seconds >= known:
             raise self._nothing_faster()
         # Interleavings are tried, not bounded.
         least = 0.0 if set(self.request.schedules) == {INTERLEAVED} else self.unsearched
         return SearchResult(
-            plan=best.plan(gap_of(best.weight, max(least, self.bounds.floor))), program=best.costs.program,
+            plan=best.plan(gap_of(best.penalised_seconds, max(least, self.bounds.floor))), program=best.costs.program,
             considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
             stages=stages,
         )  # fmt: skip

@@ -67,7 +67,7 @@ class FinishedPlans:
                     self.compare(found)
             candidate = self._candidates[key]
             if candidate is not None:
-                best.simulate(candidate.weight)
+                best.simulate(candidate.penalised_seconds)
                 yield candidate
 
     def compare(self, candidate: Candidate) -> None:

@@ -96,7 +96,8 @@ class MicrobatchCosts:
         request = self._request
         own = dict(zip(self._places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
         return StageCosts(
-            program, parameters=request.parameters, submeshes=self._submeshes, pins=request.pins, remat=request.remat,
+            program, parameters=request.parameters, submeshes=self._submeshes, constraints=request.constraints,
+            remat=request.remat,
             meshes=request.mesh, own_meshes=own, coarser=coarser, check=self._check,
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ from ..inter.problem import Option, PlacedStage
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.account import account
 from ..intra.parameters import ParameterInfo
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 from ..stages.costs import StageCosts
 from .assembly import planned_stage
 
@@ -46,14 +46,14 @@ class ReplicaRequest:
       program: as one stage, at the size of one microbatch.
       parameters: of the source program.
       cluster: in which hosts of a kind are together.
-      pins: what is fixed.
+      constraints: what is fixed.
       remat: as the user asked.
     """
 
     program: StagedProgram
     parameters: Sequence[ParameterInfo]
     cluster: Cluster
-    pins: Pins
+    constraints: Constraints
     remat: str | None
 
 
@@ -163,7 +163,7 @@ class Replicas:
             request = self.request
             self._costs[times] = StageCosts(
                 replace(request.program, microbatches=times), parameters=request.parameters, submeshes=self._submeshes,
-                pins=request.pins, remat=request.remat,
+                constraints=request.constraints, remat=request.remat,
             )  # fmt: skip
         return self._costs[times]
 

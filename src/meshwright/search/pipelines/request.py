@@ -13,7 +13,7 @@ from ...errors import MemoryExceeded, PlanError, size_words
 from ...program.staged import StagedProgram
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 from ..stages.solver import WantedMesh
 
 # A program that runs more operators is one for several stages; up to this many, one stage is soon planned, and bounds
@@ -36,7 +36,7 @@ class StageRequest:
         which not all may be looked at (so that they can be traced on demand).
       parameters: by position in the programs' `graph.parameters`.
       cluster: where it runs; no device need be present.
-      pins: what is fixed.
+      constraints: what is fixed.
       remat: "none", "layer", or None to choose for each stage.
       schedules: schedules to choose from, names of `SIMULATED`.
       stages: how many stages there are to be; None to choose.
@@ -52,7 +52,7 @@ class StageRequest:
     programs: Sequence[StagedProgram] | Mapping[int, StagedProgram]
     parameters: Sequence[ParameterInfo]
     cluster: Cluster
-    pins: Pins = field(default_factory=Pins)
+    constraints: Constraints = field(default_factory=Constraints)
     remat: str | None = None
     schedules: Sequence[str] = SIMULATED
     stages: int | None = None

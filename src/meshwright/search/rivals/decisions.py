@@ -118,7 +118,7 @@ class Decisions:
             return inf
         price = budget.price(self.space, choice)
         yield from best.offer(choice, price)
-        return weight(price)
+        return penalised_seconds(price)
 
     def _nodes(self, state: State) -> list[tuple[int, int]]:
         """The stage and the node of each parameter that is decided."""
@@ -130,6 +130,6 @@ class Decisions:
         ]
 
 
-def weight(price: Price) -> float:
+def penalised_seconds(price: Price) -> float:
     """Seconds, with what a choice counts for more that does not fit; infinite where it is none."""
     return price.seconds * (1 + _EXCESS * price.excess) if isfinite(price.seconds) else price.seconds

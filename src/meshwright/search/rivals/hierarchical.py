@@ -79,7 +79,8 @@ class _Requests(Mapping[int, SearchRequest]):
         request, program = self._space.request, self._space.program(count).source
         return SearchRequest(
             graph=program.graph, fingerprint=program.fingerprint, parameters=request.parameters,
-            cluster=request.cluster, microbatches=count, mesh=request.mesh, pins=request.pins, remat=request.remat,
+            cluster=request.cluster, microbatches=count, mesh=request.mesh, constraints=request.constraints,
+            remat=request.remat,
             split_dims=program.split_dims,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from math import exp, isfinite
 from ..space.choice import Choice, Partial
 from ..space.moves import neighbour
 from ..space.space import Space
-from .decisions import weight
+from .decisions import penalised_seconds
 from .search import Budget, Found, Incumbent
 
 # Beta, in units of the seconds of the best choice: a proposal that is a hundredth slower is taken every third time.
@@ -53,7 +53,8 @@ class MCMC:
                 for found in best.offer(other, offered):
                     since = 0
                     yield found
-                worse = (weight(offered) - weight(price)) / min(best.seconds, weight(price))
+                seconds = penalised_seconds(price)
+                worse = (penalised_seconds(offered) - seconds) / min(best.seconds, seconds)
                 if worse <= 0 or (isfinite(worse) and budget.rng.random() < exp(-_BETA * worse)):
                     here, price = other, offered
 

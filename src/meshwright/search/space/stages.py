@@ -129,7 +129,8 @@ class StageSpace:
         """The same of the program cut in another way."""
         request, own = self.request, {self.whole: self._meshes_alone} if alone else None
         costs = StageCosts(
-            program, parameters=request.parameters, submeshes=self.submeshes, pins=request.pins, remat=request.remat,
+            program, parameters=request.parameters, submeshes=self.submeshes, constraints=request.constraints,
+            remat=request.remat,
             meshes=request.mesh, own_meshes=own, alone=alone,
         )  # fmt: skip
         costs.reserve(self.reserve(program.microbatches))

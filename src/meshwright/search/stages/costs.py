@@ -20,7 +20,7 @@ from ...program.staged import StagedProgram
 from ..inter.problem import Crossing, InterOpProblem, Option, PlacedStage, best_of, loose_ends
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 from .estimates import StageEstimates
 from .parts import in_parts
 from .reserve import MemoryReserve
@@ -35,7 +35,7 @@ class StageCosts:
       program: in layers, at the size of one microbatch.
       parameters: by position in the program's `graph.parameters`.
       submeshes: of the cluster.
-      pins: what the user has fixed.
+      constraints: what the user has fixed.
       remat: "none", "layer", or None to choose for each stage.
       meshes: logical meshes to consider, as (names, sizes), on submeshes that have so many devices; none for all.
       own_meshes: the same for submeshes that have their own.
@@ -50,7 +50,7 @@ class StageCosts:
         *,
         parameters: Sequence[ParameterInfo],
         submeshes: Submeshes,
-        pins: Pins,
+        constraints: Constraints,
         remat: str | None,
         meshes: Sequence[WantedMesh] = (),
         own_meshes: Mapping[Submesh, Sequence[WantedMesh]] | None = None,
@@ -64,7 +64,9 @@ class StageCosts:
         kinds = coarser.solver.kind_of if coarser is not None else Kinds(submeshes, meshes, own_meshes)
 
         def solver(of: StagedProgram) -> StageSolver:
-            return StageSolver(of, parameters=parameters, submeshes=submeshes, pins=pins, kinds=kinds, alone=alone)
+            return StageSolver(
+                of, parameters=parameters, submeshes=submeshes, constraints=constraints, kinds=kinds, alone=alone
+            )
 
         parts = in_parts(program)
         self.solver = solver(program)
@@ -188,8 +190,8 @@ class StageCosts:
         """Estimates by solutions of the same range with fewer microbatches in flight: it takes no less with more."""
         if not estimates or not solved:
             return ()
-        least = min(map(self.estimates.weight, solved))
-        ratio = least / max(min(map(self.estimates.weight, estimates)), 1e-300)
+        least = min(map(self.estimates.step_seconds, solved))
+        ratio = least / max(min(map(self.estimates.step_seconds, estimates)), 1e-300)
         if ratio <= 1:
             return estimates
         return tuple(
@@ -288,7 +290,7 @@ class StageCosts:
             place = Place(first, last, kind, number)
             if (stage := self.solver.within(place, remat, in_flight, limit(remat), loosely=True)) is not None:
                 found.append(option_of(stage))
-                seconds = self.estimates.weight(found[-1])
+                seconds = self.estimates.step_seconds(found[-1])
                 tried.append((stage.certain_share * seconds, place, remat))
                 best = min(best, seconds)
         solved: list[Option] = []
@@ -299,7 +301,7 @@ class StageCosts:
                     continue  # what is uncertain is offered to no plan
                 if (stage := self.solver.within(place, remat, in_flight, limit(remat))) is not None:
                     option = option_of(better_of(stage, option.tag))
-                best = min(best, self.estimates.weight(option))
+                best = min(best, self.estimates.step_seconds(option))
             solved.append(option)
         return solved
 
@@ -328,7 +330,7 @@ class StageCosts:
         key = self.solver.number(first, last), kind, in_flight, limit_bytes
         if key not in self._within:
             found = self._solved_ways(first, last, kind, in_flight, lambda remat: limit_bytes, shared=True)
-            best = min(found, key=self.estimates.weight, default=None)
+            best = min(found, key=self.estimates.step_seconds, default=None)
             self._within[key] = best
         return self._within[key]
 

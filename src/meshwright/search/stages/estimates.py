@@ -219,7 +219,7 @@ class StageEstimates:
         """
         table, at = self._place(kind, in_flight, 1.0)
         found = [
-            (self.weight(_option(way, number)), number, remat)
+            (self.step_seconds(_option(way, number)), number, remat)
             for (number, remat), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
             if np.isfinite(way[_FORWARD])
         ]
@@ -232,7 +232,7 @@ class StageEstimates:
             ]  # fmt: skip
         return sorted([*found, *((weight, number, remat) for weight, number in left for remat in self._wishes)])
 
-    def weight(self, option: Option, share: float = 1.0) -> float:
+    def step_seconds(self, option: Option, share: float = 1.0) -> float:
         """Seconds a step of a stage that sets the period: what its problem minimises."""
         return self.program.microbatches / share * option.seconds + option.per_step_seconds
 

@@ -23,7 +23,7 @@ from ..intra.limited import LimitedProblem
 from ..intra.passes import Passes
 from ..intra.problem import ParameterInfo
 from ..intra.workspace import AS_BAD, Workspace
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class StageProblem(LimitedProblem):
       device: what it is made of.
       parameters: by position in the graph's parameters.
       microbatches: in a step.
-      pins: what the user has fixed.
+      constraints: what the user has fixed.
       split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
       workspace: what its backward pass makes beside what is kept; None for nothing.
       alone: whether it is the only stage of its plan, which is run as one program then.
@@ -97,7 +97,7 @@ class StageProblem(LimitedProblem):
         *,
         parameters: Sequence[ParameterInfo],
         microbatches: int,
-        pins: Pins,
+        constraints: Constraints,
         split_dims: Sequence[int | None],
         workspace: Workspace | None = None,
         alone: bool = False,
@@ -107,7 +107,7 @@ class StageProblem(LimitedProblem):
             split_dims[i] if microbatches > 1 and i < len(split_dims) else None for i in cut.program_inputs
         ]
         super().__init__(
-            graph, mesh, device, parameters=parameters, microbatches=microbatches, pins=pins, carried=0,
+            graph, mesh, device, parameters=parameters, microbatches=microbatches, constraints=constraints, carried=0,
             split_dims=dims, workspace=workspace,
         )  # fmt: skip
         self._as_part: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}

@@ -17,7 +17,7 @@ from ..inter.submeshes import Submesh, Submeshes
 from ..intra.priced import Priced
 from ..intra.problem import IntraOpSolution, ParameterInfo
 from ..intra.workspace import Workspace
-from ..restrictions.pins import Pins
+from ..restrictions.constraints import Constraints
 from .problem import StageProblem
 from .ranges import Ranges
 from .solved import SolvedStage
@@ -89,9 +89,9 @@ class StageSolver:
       program: in layers, at the size of one microbatch.
       parameters: by position in the program's `graph.parameters`.
       submeshes: of the cluster.
-      pins: what the user has fixed.
+      constraints: what the user has fixed.
       kinds: of submeshes; who shares them can share numbers.
-      ranges: of the program, shared by those who solve it under other pins.
+      ranges: of the program, shared by solvers with other constraints.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
 
     Attributes:
@@ -104,7 +104,7 @@ class StageSolver:
         *,
         parameters: Sequence[ParameterInfo],
         submeshes: Submeshes,
-        pins: Pins,
+        constraints: Constraints,
         kinds: Kinds,
         ranges: Ranges | None = None,
         alone: bool = False,
@@ -115,7 +115,7 @@ class StageSolver:
         self.parameters = parameters
         self.solves = 0
         self.kind_of, self.meshes = kinds, kinds.meshes
-        self._pins = pins
+        self._constraints = constraints
         self._numbers: dict[Any, int] = {}
         self._identity: dict[tuple[int, int], int] = {}
         self._alike: dict[int, tuple[int, int]] = {}
@@ -123,7 +123,7 @@ class StageSolver:
         self._free: dict[tuple[int, int, int, str], SolvedStage | None] = {}
         self._same: dict[tuple[int, int, int, str, tuple[int, ...]], SolvedStage] = {}
         self.adopted: dict[SolvedStage, SolvedStage] = {}
-        # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Pins.strict`).
+        # Ranges on meshes that cannot have their ZeRO stage in its strict form (`Constraints.strict`).
         self._lenient: set[tuple[int, int, int]] = set()
 
     def cut(self, first: int, last: int) -> Cut:
@@ -143,14 +143,14 @@ class StageSolver:
         return found
 
     def number(self, first: int, last: int) -> int:
-        """Equal for ranges that are the same program with the same optimizer state (and, where pins look at them, the
-        same names, and where axes have roles the same origins)."""
+        """The number of a range of layers. Ranges share one if they are the same program with the same optimizer
+        state (and the same names, where layouts are pinned, and the same origins, where axes have roles)."""
         if (first, last) not in self._identity:
             cut = self.cut(first, last)
             infos = self.parameters_of(cut)
-            names = [info.name for info in infos] if self._pins.layouts else []
+            names = [info.name for info in infos] if self._constraints.layouts else []
             inputs = [self.program.split_dims[i] for i in cut.program_inputs if i < len(self.program.split_dims)]
-            origins = cut.origins if self._pins.roles is not None else ()
+            origins = cut.origins if self._constraints.roles is not None else ()
             sizes = [info.optimizer_bytes for info in infos]
             key = (cut.fingerprint, *map(tuple, (sizes, names, inputs, origins)))
             self._identity[first, last] = self._numbers.setdefault(key, len(self._numbers))
@@ -192,7 +192,7 @@ class StageSolver:
                 self.kind_of.devices[place.kind],
                 parameters=self.parameters_of(cut),
                 microbatches=self.program.microbatches,
-                pins=replace(self._pins, strict=False) if key[:3] in self._lenient else self._pins,
+                constraints=replace(self._constraints, strict=False) if key[:3] in self._lenient else self._constraints,
                 split_dims=self.program.split_dims,
                 workspace=workspace,
                 alone=self._alone,
@@ -206,7 +206,7 @@ class StageSolver:
     def _relax(self, place: Place) -> bool:
         """Whether the ZeRO stage that a range contradicts can be asked for less strictly; from now on it is."""
         key = self._key(place, "none")[:3]
-        if self._pins.zero not in (1, 2) or not self._pins.strict or key in self._lenient:
+        if self._constraints.zero not in (1, 2) or not self._constraints.strict or key in self._lenient:
             return False
         self._lenient.add(key)
         for one in ("none", "layer"):
@@ -342,7 +342,7 @@ class StageSolver:
     def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
         """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
         ZeRO stage is found out where they are.)"""
-        if self._key(place, remat) in self._free or self._pins.zero is not None:
+        if self._key(place, remat) in self._free or self._constraints.zero is not None:
             return False
         try:
             return self.problem(place, remat)[0].needs_at_best(in_flight) > limit

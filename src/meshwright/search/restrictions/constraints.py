@@ -1,4 +1,4 @@
-"""What is fixed before the search: layouts of inputs and parameters by path, the ZeRO stage, and the roles of axes."""
+"""Constraints on a search: layouts of inputs and parameters by path (`pins=`), the ZeRO stage, roles of mesh axes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pins:
-    """Decisions taken from the planner.
+class Constraints:
+    """Decisions that the user or a preset has taken.
 
     Args:
       layouts: for a path pattern (`*` matches within and across levels, `?` one character; brackets are those of the
@@ -104,7 +104,7 @@ class Pins:
         return layout
 
     def input(self, name: str, choices: Sequence[Spec], sizes: Mapping[str, int]) -> tuple[Spec, ...]:
-        """The specs of an input that respect the pins."""
+        """The specs of an input that satisfy the constraints."""
         layout = self.layout(name, len(choices[0].dims), sizes)
         if layout is None:
             return tuple(choices)
@@ -114,7 +114,7 @@ class Pins:
     def parameter(
         self, name: str, choices: Sequence[ParameterChoice], sizes: Mapping[str, int]
     ) -> tuple[ParameterChoice, ...]:
-        """The choices of a parameter that respect the pins."""
+        """The choices of a parameter that satisfy the constraints."""
         layout = self.layout(name, len(choices[0].use.dims), sizes)
         kept = tuple(c for c in choices if layout is None or c.use.dims == layout)
         if not kept:
