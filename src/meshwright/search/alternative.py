@@ -1,4 +1,4 @@
-"""Plans that a search had in hand and did not take, with what they would cost: a reader sees how much is at stake."""
+"""Plans that a search priced and did not take, with their predicted steps: how much the choice matters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Alternative:
 
 
 def nearest(seconds: Mapping[str, float], *, but: str = "") -> tuple[Alternative, ...]:
-    """The few that take the least; of those that take the same, which are one layout under several schedules, one.
+    """The fastest few plans; one of those with equal seconds, which are one layout under several schedules.
 
     >>> [one.what for one in nearest({"gpipe": 2.0, "adaptive": 2.0, "taken": 1.0, "eager": 3.0}, but="taken")]
     ['adaptive', 'eager']
@@ -44,7 +44,7 @@ def nearest(seconds: Mapping[str, float], *, but: str = "") -> tuple[Alternative
 
 
 def merged(*groups: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    """The nearest of several searches; of those of which the same is said the fastest.
+    """The fastest few plans of several searches; of those with the same words the faster one.
 
     >>> merged([Alternative(what="a", step_seconds=1.0)], [Alternative(what="a", step_seconds=2.0)])
     (Alternative(what='a', step_seconds=1.0),)

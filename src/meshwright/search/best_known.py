@@ -1,4 +1,4 @@
-"""What the best plan so far counts for, and what may yet be better."""
+"""The incumbent of a stage search, and the thresholds that follow from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_WORTH_SEARCHING = 0.005
 
 
 class BestKnown:
-    """What is known of the best plan.
+    """The penalised seconds of the incumbent.
 
     Args:
       seconds: that it counts for at most; infinite where nothing is known.
@@ -32,25 +32,25 @@ class BestKnown:
         self.simulated, self.estimated = seconds, inf
 
     def estimate(self, seconds: float) -> None:
-        """A plan counts for so much at least."""
+        """Record the objective of a solved plan, in penalised seconds."""
         self.estimated = min(self.estimated, seconds)
 
     def simulate(self, seconds: float) -> None:
-        """A plan counts for so much, by simulation."""
+        """Record the simulated step of a plan, in penalised seconds."""
         self.simulated = min(self.simulated, seconds)
 
     @property
     def seconds(self) -> float:
-        """What the best plan is thought to count for."""
+        """Penalised seconds of the incumbent: simulated, or by its objective before anything has been simulated."""
         return self.simulated if isfinite(self.simulated) else self.estimated
 
     @property
     def worth_searching(self) -> float:
-        """Numbers of microbatches that take no more at least may have a plan that is faster by enough."""
+        """The threshold for numbers of microbatches: one with a larger lower bound is not searched."""
         return (1 - _NOT_WORTH_SEARCHING) * self.seconds
 
     def worth(self, order: Order) -> float:
-        """The largest objective of a plan in an order that may be the best."""
+        """The threshold for plans in an order: one with a larger objective cannot be the best."""
         slack = 1.0 if bounds(order) and isfinite(self.simulated) else _OBJECTIVE_SLACK
         return slack * self.seconds / handicap(order)
 
@@ -61,8 +61,7 @@ def bounds(order: Order) -> bool:
 
 
 def gap_of(seconds: float, least_seconds: float) -> float:
-    """How much less than a plan others take at most, as a share of its seconds; infinite where nothing is known of
-    them.
+    """The optimality gap: the share of a plan's seconds that others may save at most; infinite where there is no bound.
 
     >>> gap_of(10.0, 7.5), gap_of(10.0, 12.0), gap_of(10.0, 0.0)
     (0.25, 0.0, inf)
@@ -77,5 +76,5 @@ def gap_of(seconds: float, least_seconds: float) -> float:
 
 
 def handicap(order: Order) -> float:
-    """What the seconds of plans in an order count for beside others: a split backward has to be worth it."""
+    """The factor by which the seconds of an order are penalised: a split backward has to be worth it."""
     return 1 + WORTH_SPLITTING if order == "zero_bubble" else 1.0

@@ -1,4 +1,4 @@
-"""What a search has considered: candidates, and what came of each."""
+"""The candidates of a search, each with its outcome."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Considered:
-    """A candidate and what came of it.
+    """A candidate and its outcome.
 
     >>> print(Considered(8, "with layers x devices 1x4 1x4", schedule="gpipe", seconds=2.5))
     8 microbatches, gpipe: 2.5 s with layers x devices 1x4 1x4
@@ -31,7 +31,7 @@ class Considered:
 
     @property
     def words(self) -> str:
-        """What came of it, without the bound."""
+        """Its outcome, without the bound."""
         seconds = "" if self.seconds is None else f"{self.seconds:.6g} s"
         return f"{seconds} {self.outcome}".strip() if self.searched else f"not searched, {self.outcome}".rstrip(", ")
 

@@ -1,4 +1,4 @@
-"""The numbers of the inter-operator problem (`dynamic_program`), and what a solution says."""
+"""The inter-operator problem as numbers (`dynamic_program` solves it), and its solutions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Option(NamedTuple):
 
 
 def best_of(options: Sequence[Option]) -> tuple[Option, ...]:
-    """Those that no other is at least as good as in everything; the first of equals."""
+    """The options that no other one dominates; of equal ones the first."""
     kept: list[Option] = []
     for option in sorted(options, key=_criteria):
         if not any(all(a <= b for a, b in zip(_criteria(other), _criteria(option), strict=True)) for other in kept):
@@ -53,7 +53,8 @@ def best_of(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _criteria(option: Option) -> tuple[float, ...]:
-    """What the objective of every order grows with: of a split backward also with what stages before it wait for."""
+    """The numbers with which the objective of some order, or the memory of a stage, grows. A split backward grows with
+    the seconds of input gradients, which earlier stages wait for."""
     input_seconds = option.backward_seconds - option.weight_seconds
     return (
         option.seconds, option.forward_seconds, option.backward_seconds, input_seconds, option.per_step_seconds,
@@ -116,13 +117,13 @@ class Found:
 
     @property
     def exact(self) -> bool:
-        """Whether no better plan exists under these numbers."""
+        """Whether the plan is the optimum of the problem."""
         return self.lower_bound >= self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class InterOpProblem:
-    """The numbers.
+    """The problem: which layers run on which submesh, with which option.
 
     Args:
       layers: how many.

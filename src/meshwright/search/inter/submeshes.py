@@ -1,15 +1,16 @@
-"""The pieces of a cluster that a stage may have, and how fast they talk to each other.
+"""The submeshes of a cluster, and the seconds of transfers between them.
 
 A submesh is a range of neighbouring devices: a power of two of the devices of one host, or whole hosts (a power of two
-of them, a divisor of their number, or all). Stages are placed on submeshes in program order, one next to the other, so
-neighbours in the pipeline are neighbours in the cluster. Of very many hosts several are one unit, of which stages have
-whole numbers: more stages than there are layers are none.
+of them, a divisor of their number, or all). Stages are placed on submeshes in program order, side by side, so
+neighbours in the pipeline are neighbours in the cluster. On very large clusters several hosts form a unit that is not
+cut, since a plan has no more stages than layers.
 
-**Transfers** are priced by the alpha-beta model: a launch, a latency, and bytes over what both ends reach. Inside a
-host that is the link of each device of the smaller side; between hosts all NICs of the hosts of the smaller side. Each
-byte crosses once: what a layout wants in several places is spread inside the receiving submesh, by its faster links.
+**Transfers** are priced by the alpha-beta model: a launch, a latency, and bytes over the bandwidth that both ends
+reach. Inside a host that is the link of each device of the smaller side; between hosts all NICs of the hosts of the
+smaller side. Each byte crosses once: copies that a layout needs are made inside the receiving submesh, by its faster
+links.
 
-Known limits: two stages on one host that talk to other hosts at once both get all its NICs; the spreading inside the
+Known limits: two stages on one host that talk to other hosts at once both get all its NICs; copying inside the
 receiving submesh costs nothing here.
 """
 
@@ -59,7 +60,7 @@ class Submeshes:
 
     @cached_property
     def all(self) -> tuple[Submesh, ...]:
-        """Those that a search looks at, in order of their first device, then of size."""
+        """The submeshes that a search considers, ordered by first device, then size."""
         found = set()
         count = len(self.cluster.hosts)
         unit = next(n for n in range(1, count + 1) if count % n == 0 and count // n <= _MOST_UNITS)
@@ -78,7 +79,7 @@ class Submeshes:
 
     @cached_property
     def stage_counts(self) -> frozenset[int]:
-        """Into how many of them the cluster can be cut, no device left out.
+        """The numbers of submeshes into which the cluster can be cut with no device left out.
 
         >>> from meshwright.cluster import load_cluster
         >>> sorted(Submeshes(load_cluster("p3.16xlarge:1")).stage_counts)
@@ -91,7 +92,7 @@ class Submeshes:
         return frozenset(n for n in range(1, len(reached)) if reached[-1] >> n & 1)
 
     def check_stages(self, stages: int) -> None:
-        """Refuse a number of stages into which the cluster cannot be cut, also where several share a submesh.
+        """Refuse a number of stages for which there are no submeshes, even if several stages share one.
 
         Raises:
           PlanError: naming numbers into which it can.
@@ -116,7 +117,7 @@ class Submeshes:
 
     @cached_property
     def moves(self) -> MoveCosts:
-        """What moves between layouts on this cluster take."""
+        """Seconds of moves between layouts on this cluster."""
         return MoveCosts(self.cluster)
 
     def is_submesh(self, submesh: Submesh) -> bool:
@@ -143,7 +144,7 @@ class Submeshes:
             )
 
     def hosts(self, submesh: Submesh) -> tuple[int, ...]:
-        """Which hosts it has devices on."""
+        """The hosts of a submesh."""
         return tuple(
             number
             for number, (start, stop) in enumerate(zip(self._bounds, self._bounds[1:], strict=False))
@@ -151,7 +152,7 @@ class Submeshes:
         )
 
     def kind(self, submesh: Submesh) -> tuple[Host, ...]:
-        """What it is made of: equal for submeshes on which a stage costs the same."""
+        """The hardware of a submesh: equal for submeshes on which a stage costs the same."""
         return tuple(
             replace(
                 self.cluster.hosts[number],
@@ -161,13 +162,13 @@ class Submeshes:
         )
 
     def part(self, submesh: Submesh) -> Cluster:
-        """It as a cluster of its own, whose logical meshes have the prices of this one."""
+        """The submesh as a cluster of its own, whose logical meshes have the prices of this one."""
         return replace(self.cluster, hosts=self.kind(submesh))
 
     def transfer_seconds(self, source: Submesh, target: Submesh, size_bytes: float) -> float:
-        """Seconds to move a value of `size_bytes` from one submesh to another, at least; none if nothing is to go.
+        """A lower bound on the seconds of moving a value from one submesh to another; 0 for no bytes.
 
-        What its layouts make of that is known later (`crossings.edge_seconds`).
+        Once layouts are known, `crossings.edge_seconds` gives the seconds.
         """
         if size_bytes <= 0 or source == target:
             return 0.0

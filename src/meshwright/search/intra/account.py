@@ -1,4 +1,4 @@
-"""What a solved plan moves and computes: the collectives the runtime will issue, counted the way it issues them."""
+"""The collectives and FLOPs of a solution: the collectives that the runtime will issue, counted as it issues them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def account(problem: IntraOpProblem, chosen: IntraOpSolution) -> Account:
 
 
 def issued(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[Issued]:
-    """The collectives of a solution, in no order that matters; those on single elements are left out."""
+    """The collectives of a solution, in no particular order; those on single elements are left out."""
     for conversion, value, forward_runs, count in conversions(problem, chosen):
         yield from _of_conversion(problem, conversion, value, forward_runs, problem.microbatches * count)
     yield from _of_operators(problem, chosen)
@@ -98,7 +98,7 @@ def _of_conversion(
 
 
 def conversions(problem: IntraOpProblem, chosen: IntraOpSolution) -> Iterator[tuple[Conversion, int, int, int]]:
-    """Each conversion that the runtime makes for a microbatch: readers of one value in one spec and one scope share it.
+    """The conversions that the runtime makes in a microbatch: readers of one value in one spec and one scope share one.
 
     Yields:
       The conversion, the value, how often it runs forward for each time it is made (twice where it is rematerialised),

@@ -1,8 +1,8 @@
-"""An intra-operator problem under a limit of memory, solved by prices of memory.
+"""An intra-operator problem with a memory limit, solved by a Lagrange multiplier: a price of memory.
 
-Whatever memory costs, the layouts that are then best are found without a limit: by forests, and by elimination where
-there are few nodes (`priced`). At every price they bound from below what any layouts within a limit take; at a price at
-which they fit, they are a solution (Everett, 1963). Only what prices leave open is left to the general solver.
+At each price, forests, and elimination where there are few nodes, find the best layouts without a limit (`priced`).
+Each price gives a lower bound for all layouts within a limit; layouts that are best at a price and fit are a solution
+(Everett, 1963). The general solver closes the gap that prices leave.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SECONDS_FOR_THE_REST = 5.0
 
 
 class _Within(NamedTuple):
-    """What prices of memory say of layouts within a limit.
+    """The best solution and the lower bound that prices of memory give for one limit.
 
     Args:
       found: the best that fits, if any was found.
@@ -99,12 +99,12 @@ class LimitedProblem(IntraOpProblem):
 
     @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:
-        """Bytes that each choice of each node holds throughout, on one device."""
+        """Bytes on one device that each choice of each node holds, however many microbatches are in flight."""
         return [held + made for held, made in zip(super()._memory(), self._workspace, strict=True)]
 
     @cached_property
     def _each_bytes(self) -> Sequence[np.ndarray]:
-        """The same for each microbatch in flight."""
+        """Bytes on one device that each choice of each node holds for each microbatch in flight."""
         return [np.zeros(len(row)) for row in self._once_bytes]
 
     def _memory(self) -> tuple[np.ndarray, ...]:
@@ -128,7 +128,7 @@ class LimitedProblem(IntraOpProblem):
         return rows
 
     def _hold(self, rows: list[np.ndarray], value: int, share: float) -> None:
-        """Add a value that is computed again, as its readers have it."""
+        """Add the bytes of a rematerialised value, in the layout of its readers, to the workspace."""
         graph, (node, specs) = self.graph, self._defines[value]
         users = graph.consumers.get(value, ())
         readers = [(self.operator_node[o], o, at) for o, at in users if o in self.operator_node]
@@ -141,7 +141,7 @@ class LimitedProblem(IntraOpProblem):
             rows[reader] += self.was_gathered(wanted) * held if shared else held
 
     def _hold_around(self, rows: list[np.ndarray], moment: Moment, share: float) -> None:
-        """Add what is there around an operator, as its algorithms split it."""
+        """Add the bytes around an operator, as its algorithms split them, to the workspace."""
         if moment.operator not in self.operator_node:
             return
         operator, node = self.graph.operators[moment.operator], self.operator_node[moment.operator]
@@ -154,17 +154,17 @@ class LimitedProblem(IntraOpProblem):
 
     @cached_property
     def _known(self) -> dict[tuple[float, int, float], _Within]:
-        """What prices have found, by limit, microbatches in flight and gap."""
+        """The cached results of `_known_within`, by limit, microbatches in flight and gap."""
         return {}
 
     @cached_property
     def _free(self) -> PricedProblem:
-        """The problem without a limit, made ready for prices."""
+        """The problem without a limit, prepared for many prices."""
         plain = Problem.unchecked(costs=tuple(self._seconds), edges=dict(self._edges))
         return PricedProblem(plain, constant=self._once_bytes, kept=self._each_bytes)
 
     def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
-        """The best choice of each node where memory has no limit but a price: `PricedProblem.best`.
+        """The best choices at each price of memory, without a limit (`PricedProblem.best`).
 
         Args:
           prices: in seconds per byte, each with the microbatches in flight.
@@ -178,7 +178,7 @@ class LimitedProblem(IntraOpProblem):
 
     @cached_property
     def fastest(self) -> Priced:
-        """The fastest layouts, whatever their memory, as far as forests find them.
+        """The fastest layouts that forests find, without a limit.
 
         Raises:
           solve.Infeasible: if there is no choice of layouts at all.
@@ -198,9 +198,8 @@ class LimitedProblem(IntraOpProblem):
         return self._held(free.choices, in_flight) if free.choices is not None else 0.0
 
     def within(self, limit_bytes: float, *, gap: float) -> IntraOpSolution | None:
-        """The best solution within a limit of memory that forests, and elimination if there are few nodes, find at
-        prices of memory (Everett, 1963), with `in_flight` microbatches kept, and what they prove: at every price what
-        is best there bounds all that fits from below.
+        """The best solution within a memory limit that prices of memory find, and the lower bound that they prove: at
+        each price the best layouts bound all that fit from below (Everett, 1963).
 
         Args:
           limit_bytes: on a device, workspace included.
@@ -215,13 +214,12 @@ class LimitedProblem(IntraOpProblem):
         return self._known_within(limit_bytes, gap).found
 
     def bounded_within(self, limit_bytes: float, *, gap: float) -> tuple[IntraOpSolution | None, float]:
-        """As `within`, and the seconds that any layouts within the limit take at least."""
+        """The result of `within`, and a lower bound on the seconds of all layouts within the limit."""
         known = self._known_within(limit_bytes, gap)
         return known.found, known.least_seconds
 
     def proven(self, limit_bytes: float, *, gap: float, time_limit_seconds: float) -> IntraOpSolution:
-        """The best solution within a limit of memory, solved until no more than a gap is left open or the time is over;
-        with `in_flight` microbatches kept.
+        """The best solution within a memory limit, solved to a gap or until the time is over.
 
         Args:
           limit_bytes: on a device, workspace included.
@@ -250,7 +248,7 @@ class LimitedProblem(IntraOpProblem):
         return replace(solved, solution=replace(solved.solution, lower_bound=proven))
 
     def _known_within(self, limit_bytes: float, gap: float) -> _Within:
-        """What prices find and prove within a limit."""
+        """The result of prices for one limit, cached."""
         if limit_bytes <= 0:
             return _Within(None, inf, 0.0)
         key = limit_bytes, self.in_flight, gap
@@ -301,9 +299,9 @@ class LimitedProblem(IntraOpProblem):
         return _Within(self._bounded(choices, bound, gap), bound, at_price, over)
 
     def _by_messages(self, limit_bytes: float, known: _Within, gap: float) -> IntraOpSolution:
-        """A better solution, and a closer bound: messages at prices that get closer to the best one, and what they find
-        crossed over. Of ranges of 1,500 to 2,000 nodes of a public Gemma 3 4B of which prices leave 3 to 5 % open it
-        leaves 0.2 to 0.5 %, in two seconds; the general solver leaves 0.6 to 2.2 % in three."""
+        """A better solution and a closer bound, by message passing at prices that approach the best one, with crossing
+        over. On ranges of 1,500 to 2,000 nodes of a public Gemma 3 4B, of which prices leave 3 to 5 % open, it leaves
+        0.2 to 0.5 % in two seconds; the general solver leaves 0.6 to 2.2 % in three."""
         passing = self._free.passing()
         assert known.found is not None  # there is something to improve
         best, bound = known.found.solution.choices, known.found.solution.lower_bound
@@ -331,20 +329,20 @@ class LimitedProblem(IntraOpProblem):
         return solution
 
     def _bounded(self, choices: tuple[int, ...], bound: float, gap: float) -> IntraOpSolution:
-        """Choices as a solution, where no other takes less than so many seconds."""
+        """Choices as a solution with this lower bound."""
         seconds = self._free.seconds(choices)
         share = min(max(bound / seconds, 0.0), 1.0) if seconds > 0 else 1.0
         return self.chosen(choices, share, proven=share >= 1 - gap)
 
     @cached_property
     def least_held(self) -> float:
-        """No layouts hold less on one device, with one microbatch in flight."""
+        """The least bytes that any layouts hold on a device, with one microbatch in flight."""
         rows = FlatNodes([once + each for once, each in zip(self._once_bytes, self._each_bytes, strict=True)])
         return float(np.minimum.reduceat(rows.numbers, rows.starts).sum()) if len(rows.starts) else 0.0
 
     @cached_property
     def _flat(self) -> FlatNodes:
-        """Bytes held throughout, and for each microbatch in flight."""
+        """Bytes of all choices in one array: held throughout, and for each microbatch in flight."""
         return FlatNodes(self._once_bytes, self._each_bytes)
 
     def _held(self, choices: tuple[int, ...], in_flight: int) -> float:
@@ -352,7 +350,7 @@ class LimitedProblem(IntraOpProblem):
         return once + in_flight * each
 
     def chosen(self, choices: tuple[int, ...], share: float = 1.0, *, proven: bool = True) -> IntraOpSolution:
-        """These choices as a solution, of whose seconds no other takes less than this share."""
+        """These choices as a solution whose lower bound is this share of its seconds."""
         objective = self._free.seconds(choices)
         solution = Solution(
             choices=choices, objective=objective, method="prices", proven=proven, seconds=0.0,
@@ -372,5 +370,5 @@ class LimitedProblem(IntraOpProblem):
 
 
 def _paid(price: float, limit_bytes: float) -> float:
-    """What a limit costs at a price; nothing where memory is free, unlimited memory included."""
+    """The Lagrangian's constant at a price: the price of the whole limit; 0 where memory is free or unlimited."""
     return price * limit_bytes if price else 0.0

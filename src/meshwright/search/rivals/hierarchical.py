@@ -5,10 +5,10 @@ Paper: Zheng et al., "Alpa: automating inter- and intra-operator parallelism for
 queue of one-stage plans (`search.one_stage`), compared by `search.driver`: the second only has to find something faster
 than the first.
 
-Cost: as planning. Limits: neither search can be asked what it knows on the way, so there are few points in time. What
-the dynamic program proves holds under its own objective, and a split backward has to gain two percent to be taken: it
-is no bound of the simulated steps of this space, in which a few pipelines are faster than it says any can be. So a
-lower bound is given for plans of one stage alone.
+Cost: that of planning. Limits: neither search yields plans on the way, so its curve has few points. The dynamic program
+proves its bound under its own objective, and it takes a split backward only if that gains two percent: its bound does
+not hold for simulated steps in this space, where a few pipelines are faster. So a lower bound is given for plans of one
+stage only.
 """
 
 from __future__ import annotations
