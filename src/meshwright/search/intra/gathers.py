@@ -1,4 +1,4 @@
-"""Which parameters a solution stores split and gathers where they are used (ZeRO-3), and over which axes."""
+"""The parameters that a solution stores split and gathers at use (ZeRO-3), with the mesh axes of each gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the search has to know of a program's parameters beside their shapes."""
+"""What the search needs to know of a program's parameters beside their shapes."""
 
 from __future__ import annotations
 

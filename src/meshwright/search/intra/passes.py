@@ -1,8 +1,8 @@
-"""What the two passes of a solved problem take, apart: a pipeline's transfers and memory lie between them.
+"""The seconds of a solution by pass: a pipeline's transfers and memory lie between the passes.
 
-The forward pass is priced by itself, from the same prices: of each operator its forward kernels, and of each conversion
-its forward collectives. What remains of the problem's objective is the backward pass, rematerialisation
-included, once what happens once a step (gradient synchronisation, the optimizer's update) is taken off.
+The forward pass is priced by itself, from the same tables: each operator's forward kernels and each conversion's
+forward collectives. The rest of the objective, less what runs once a step (gradient synchronisation and the optimizer's
+update), is the backward pass, rematerialisation included.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Passes:
         self._problem = problem
 
     def seconds(self, picked: Sequence[int], objective: float) -> PassSeconds:
-        """What a solution takes, pass by pass; all of it together is the objective.
+        """The seconds of a solution by pass; together they are the objective.
 
         Args:
           picked: its choice of each node.
@@ -72,7 +72,7 @@ class Passes:
 
     @cached_property
     def _inputs(self) -> list[tuple[int, np.ndarray]]:
-        """Nodes of inputs that are no parameters, with what each choice takes to write in a microbatch."""
+        """The nodes of inputs that are no parameters, each with the seconds in which its choices write a microbatch."""
         problem, found = self._problem, []
         write = elementwise_seconds(1.0, problem.prices.device)
         for position, value in enumerate(problem.graph.inputs):
@@ -84,8 +84,8 @@ class Passes:
 
     @cached_property
     def _conversions(self) -> list[tuple[int, int, float, np.ndarray]]:
-        """Of each move its nodes, how often a microbatch makes it, and what it takes forward. A problem has few
-        solutions that anybody asks for: numbers are taken out of the tables that there are."""
+        """The nodes of each conversion, how often a microbatch makes it, and its forward seconds. Few solutions of a
+        problem are split by pass, so only the pairs that they choose are looked up."""
         problem, found = self._problem, []
         for move in problem.moves:
             value = problem.graph.values[move.value]
@@ -97,7 +97,7 @@ class Passes:
 
     @cached_property
     def _parameters(self) -> tuple[np.ndarray, FlatNodes]:
-        """Nodes of parameters; of each what synchronising, the update and adding up gradients takes."""
+        """The nodes of parameters, each with its seconds of synchronisation, update and gradient accumulation."""
         prices = self._problem.parameter_prices
         known = prices.values()
         return np.array(list(prices), dtype=int), FlatNodes(
@@ -106,7 +106,7 @@ class Passes:
         )  # fmt: skip
 
     def _operators(self, picked: Sequence[int]) -> tuple[float, float]:
-        """Of one microbatch forward, and of the backward pass what computes gradients of parameters."""
+        """Seconds of one microbatch: of the forward pass, and of the backward pass's gradients of parameters."""
         problem = self._problem
         prices, nodes = problem.operator_prices, problem.operator_node
         forward = weight = 0.0

@@ -1,12 +1,11 @@
-"""One problem at many prices of memory: what is forbidden and the order of elimination are found once.
+"""One problem at many prices of memory, with all work that does not depend on the price done once.
 
-The stage search asks of every layer what it would do if a byte cost so and so much. A price changes the costs of nodes
-and nothing else: not the forests that bound all prices at once (`solve.forest`), and mostly find what is best or as
-good; and where they do not, not which choices have no finite edge, not which others are never better, nor the order in
-which nodes are best eliminated, and nothing at nodes that hold no memory, most of which are eliminated once for all
-prices. What is left is eliminated at all prices at once where tables are little: ten prices take hardly longer than
-one. Where they are large, one price is looked at after another, and none between two that have the same best choices:
-it has them too, for the least total is concave in the price.
+The stage search prices the memory of every layer at many prices. A price changes only the costs of nodes. Shared by all
+prices are: the forests that bound them at once (`solve.forest`) and mostly find an optimum; and where they do not, the
+choices without a finite edge, the choices that others dominate, the elimination order, and the nodes that hold no
+memory, most of which are eliminated once. The rest is eliminated at all prices at once where tables are small: ten
+prices take hardly longer than one. Where they are large, prices are solved one by one, and none between two with the
+same optimum: the least total is concave in the price, so they share it.
 
 Known limit: graphs too wide for elimination are solved anew for every price, to a gap.
 """
@@ -51,7 +50,7 @@ _Found = tuple[tuple[int, ...] | None, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """What was found at one price.
+    """The best choices found at one price.
 
     Args:
       choices: of each node; None where nothing was found.
@@ -66,7 +65,7 @@ class Priced:
 
 
 class PricedProblem:
-    """A problem without a limit, made ready for many prices.
+    """A problem without a memory limit, prepared for many prices.
 
     >>> bytes = ([8.0, 1.0], [8.0, 1.0])
     >>> priced = PricedProblem(Problem(costs=([0.0, 3.0], [0.0, 4.0])), constant=bytes, kept=([0.0] * 2,) * 2)
@@ -89,8 +88,8 @@ class PricedProblem:
 
     @cached_property
     def _second_forest(self) -> Forest:
-        """One that has the edges which the first leaves out and its choices pay for: those where memory has no price,
-        so that it is the same whatever is asked for first."""
+        """A second forest, of the edges that the first one leaves out and whose cost its choices pay at price 0:
+        independent of the order in which prices are solved."""
         choices, _, _ = self._forest.minimise_each(self._flat[0].numbers[:, None])
         first = self._forest.paid_for(choices)
         return Forest(self._problem, first=first) if first else self._forest
@@ -121,7 +120,7 @@ class PricedProblem:
     def best(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
     ) -> list[Priced]:
-        """The best choice of each node at each price, or what is as good.
+        """The best choices at each price, optimal or within the gap.
 
         Args:
           prices: of memory, in seconds per byte, each with the microbatches that are kept.
@@ -149,8 +148,8 @@ class PricedProblem:
         return found
 
     def passed(self, price: tuple[float, float], known: Priced) -> Priced:
-        """What is known at a price, or what message passing and a forest of what it leaves find there if that is
-        better, with the closer bound: the same whatever was asked before.
+        """The known result at a price, improved by message passing and a forest of its remainder where that is better:
+        independent of the order in which prices are solved.
 
         Args:
           price: as of `best`.
@@ -163,7 +162,7 @@ class PricedProblem:
         return self._better(price, passing.at(*price)[0], known) if passing is not None else known
 
     def passing(self) -> Passing | None:
-        """Messages on its edges, for prices that are asked for one after another; None where no node has two choices.
+        """Messages on its edges, for prices in sequence; None where every node has one choice.
 
         Raises:
           Infeasible: every assignment is forbidden.
@@ -174,7 +173,7 @@ class PricedProblem:
         return Passing(allowed, self._flat[1], gone, their_choices)
 
     def _better(self, price: tuple[float, float], one: Priced, other: Priced) -> Priced:
-        """Of what was found at a price in two ways the better choices and the closer bound."""
+        """The better choices and the closer bound of two results at one price."""
         bound = max(one.bound, other.bound)
         known = [choices for choices in (one.choices, other.choices) if choices is not None]
         if not known:
@@ -192,7 +191,7 @@ class PricedProblem:
         return self._exact.is_exact
 
     def relaxed(self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0) -> list[Priced]:
-        """What forests find, and their bounds: a second one is made where the first leaves more than a gap open.
+        """The choices and bounds of forests; a second forest is built where the first leaves more than the gap.
 
         Args:
           prices: as of `best`.
@@ -232,7 +231,7 @@ class PricedProblem:
     def solved(
         self, prices: Sequence[tuple[float, float]], *, gap: float = 0.0, time_limit_seconds: float = 60.0
     ) -> list[Priced]:
-        """What elimination finds, which is the best, or where the graph is too wide for it the general solver.
+        """The optimum by elimination, or the general solver's result where the graph is too wide.
 
         Args:
           prices: as of `best`.
@@ -264,7 +263,8 @@ class PricedProblem:
 
 
 class Passing:
-    """Messages on the edges of one problem, kept from price to price: they are soon right where prices differ little.
+    """Messages on the edges of one problem. They are kept from price to price, since they converge fast where prices
+    differ little.
 
     Args:
       allowed: the problem without choices that have no finite edge.
@@ -278,7 +278,7 @@ class Passing:
         self._messages = Messages(allowed.problem)
 
     def at(self, price: float, in_flight: float) -> tuple[Priced, list[tuple[int, ...]]]:
-        """What a forest of what messages leave finds at a price, with the bound of both; and all that was found.
+        """The choices at a price of a forest on what messages leave, with the bound of both; and all choices found.
 
         Args:
           price: of memory, in seconds a byte.
@@ -300,8 +300,8 @@ class Passing:
 
 
 def _paid(held: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """What bytes cost, `[choice, case]`. To the last digit the same whatever other cases there are, which a product of
-    matrices is not: the same case is asked for among different others."""
+    """The cost of bytes, `[choice, case]`. Unlike a matrix product, it gives equal cases equal bits whatever other
+    cases are computed with them."""
     return held[:, :1] * at[:, 0] + held[:, 1:] * at[:, 1]
 
 
@@ -406,7 +406,7 @@ def _each(prices: Sequence[float], best: Callable[[float], _Found]) -> list[_Fou
 
 
 def _along(prices: Sequence[float], best: Callable[[float], _Found]) -> list[_Found]:
-    """What is best at each of these ascending prices; none between two of the same answer is asked for."""
+    """The optimum at each of these ascending prices; prices between two with the same optimum are not solved."""
     found: dict[int, _Found] = {end: best(prices[end]) for end in {0, len(prices) - 1}}
 
     def between(first: int, last: int) -> None:

@@ -110,7 +110,7 @@ _NUMBERS: dict[Hashable, int] = {}
 
 @once_for_each
 def _signatures(graph: Graph) -> tuple[int, ...]:
-    """Of each operator what its choices and their seconds depend on, but for mesh and device, as a number."""
+    """A number for each operator, equal for operators whose choices and seconds are equal on any mesh and device."""
     values, of_parameters = graph.values, values_of_parameters(graph)
 
     def described(indices: tuple[int | None, ...]) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ def _signatures(graph: Graph) -> tuple[int, ...]:
 
 @once_for_each
 def _signatures_with_origins(graph: Graph) -> tuple[int, ...]:
-    """The same, told apart by what their dims stand for as well."""
+    """The same numbers, which also tell operators apart whose dims have other origins."""
     return tuple(
         _NUMBERS.setdefault((number, origins), len(_NUMBERS))
         for number, origins in zip(_signatures(graph), operator_origins(graph), strict=True)
@@ -238,7 +238,7 @@ class IntraOpProblem:
             self.input_node[index] = node
 
     def _parameter_prices(self, index: int, info: ParameterInfo) -> ParameterPrices:
-        """Of each choice of a parameter; those of parameters that may lie in any way are found once for a mesh."""
+        """The prices of each choice of a parameter, cached by mesh for parameters without constraints."""
         value, constraints = self.graph.values[index], self._constraints
         free = constraints.roles is None and constraints.zero is None and not self._is_pinned(info.name, value.shape)
         central = self.gradient_exchange == "central"
@@ -434,7 +434,7 @@ class IntraOpProblem:
 
     @cached_property
     def _numbers(self) -> Problem:
-        """The problem without a limit, looked at once: nothing in it is negative or no number."""
+        """The problem without a limit, validated once."""
         return Problem(costs=tuple(self._seconds), edges=dict(self._edges), memory=self._memory())
 
     def _memory(self) -> tuple[np.ndarray, ...]:

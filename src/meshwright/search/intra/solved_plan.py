@@ -1,4 +1,4 @@
-"""What a plan says of a solved problem: operators, parameters, inputs, and what it holds by the solver's count."""
+"""The parts of a plan that describe a solved problem: operators, parameters, inputs, bytes by the solver's count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .problem import IntraOpProblem, IntraOpSolution, ParameterInfo
 
 
 def operator_plans(graph: Graph, chosen: IntraOpSolution) -> tuple[OperatorPlan, ...]:
-    """How each operator is split; `graph` says where it stands, which need not be where it was solved."""
+    """The split of each operator, located by `graph`, which may be another place than where it was solved."""
     return tuple(
         OperatorPlan(
             path=operator.path,
@@ -51,7 +51,7 @@ def parameter_plans(
 
 
 def input_plans(graph: Graph, chosen: IntraOpSolution) -> tuple[InputPlan, ...]:
-    """How each input that is no parameter lies."""
+    """The layout of each input that is no parameter."""
     return tuple(
         InputPlan(name=graph.values[value].name, shape=graph.values[value].shape, spec=chosen.inputs[position])
         for position, value in enumerate(graph.inputs)

@@ -1,18 +1,18 @@
-"""What a device holds while the backward pass of a microbatch runs, beside what it keeps for it.
+"""Bytes on a device while the backward pass of a microbatch runs, beside the activations that are kept for it.
 
-At the worst moment: what the rematerialised segment at hand has computed again and not yet read for the last time, the
-cotangents around one operator, and the gradient of a weight before it is added to those of earlier microbatches. Of
-several moments that are as bad the mean counts, since layers are laid out alike. How much that is on a device follows
-from how values are split, like all else that is held.
+They are the largest at the worst moment: the rematerialised values of the current segment that are still to be read,
+the cotangents around one operator, and the gradient of a weight before it is added to those of earlier microbatches.
+Where several moments are equally bad the mean counts, since layers are laid out alike. How much of it lies on one
+device follows from the splits of values, as for all bytes.
 
 What is not rematerialised computes again what is cheap (the argument of a product that an activation function makes),
 where it is read: programs are written so that compilers find that order (`lowering.pipeline.stage_program`). Where both
 passes are one program, what is not kept (`residuals.kept_in_one_program`) is made inside the kernels that read it.
 
-Known limits: which moment is the worst is told from whole arrays, and another one may be once they are split. Of the
-scores of a large vocabulary compilers fuse more than is thought here (up to twice too much for a stage that has little
-else), of those of attention a tenth; the derivative of a pooling needs several times its operand, of which half is
-counted; what collectives need is not counted, nor cotangents that wait while a branch is passed through.
+Known limits: the worst moment is chosen on whole arrays, and another one may be worse once they are split. Compilers
+fuse more than is counted here of the scores of a large vocabulary (up to twice too much for a stage that has little
+else), and a tenth of those of attention; the derivative of a pooling needs several times its operand, of which half is
+counted; buffers of collectives are not counted, nor cotangents that wait while a branch runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked of the search for one stage, and the plan of what it has solved."""
+"""The request of the one-stage search, and the plan of a solved problem."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ class Variant:
         return workspace_of(self.graph, microbatches=self.request.microbatches, is_one_program=True)
 
     def least_bytes(self, microbatches: int) -> float:
-        """What a device holds at least in so many microbatches, this number of the request or a larger one: the state,
-        what the backward pass keeps and its workspace, all of it split over all devices. What is kept and the
-        workspace are half as much in half a microbatch at best."""
+        """A lower bound on the bytes of a device in this number of microbatches or a larger one: the state, the
+        activations kept and the workspace, all split over all devices. Activations and workspace at best halve with the
+        microbatch."""
         return self._state_bytes + self._kept_bytes * self.request.microbatches / microbatches
 
     @cached_property
@@ -66,7 +66,7 @@ class Variant:
 
 
 class Way:
-    """A way to run the step: a variant of it on a logical mesh. Its problem is built when it is first asked for.
+    """A way to run the step: a variant of it on a logical mesh. Its problem is built on first use.
 
     Args:
       variant: the step.
@@ -102,7 +102,7 @@ class Way:
         return self._problem
 
     def relax(self) -> bool:
-        """Whether a ZeRO stage that no layout has can be asked for less strictly; from now on it is."""
+        """Whether a ZeRO stage that no layout satisfies has a less strict form; from now on that is used."""
         if self._constraints.zero not in (1, 2) or not self._constraints.strict:
             return False
         self._constraints, self._problem = replace(self._constraints, strict=False), None

@@ -100,7 +100,8 @@ def planned_stage(
     costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, synchronise_seconds: float,
     workspace_bytes: float,
 ) -> Stage:  # fmt: skip
-    """A stage at its place; the solution may be that of an equal range elsewhere, so names and paths are its own.
+    """A stage of the plan; the solution may be that of an equal range elsewhere, so names and paths are the stage's
+    own.
 
     Args:
       costs: that solved it.
@@ -150,7 +151,7 @@ def planned_stage(
 
 
 def _transfers(program: StagedProgram, staged: StagedTiming) -> tuple[Transfer, ...]:
-    """What an edge carries is one transfer; its seconds are shared out by bytes."""
+    """The transfers of a plan: an edge is one transfer, whose seconds are divided among its values by bytes."""
     seconds = {(e.edge.source, e.edge.target): e for e in staged.timing.edges}
     found = []
     for one in staged.sent:

@@ -1,4 +1,4 @@
-"""A plan that the stage search may take: solved stages, and the schedule with which a simulated step is shortest."""
+"""A candidate of the stage search: solved stages with the schedule whose simulated step is the shortest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .timing import Scheduled, StagedTiming, best_schedule, staged_timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Stages with a schedule.
+    """Solved stages with a schedule.
 
     Args:
       seconds: of a simulated step.
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def penalised_seconds(self) -> float:
-        """Its seconds, with what a split backward has to gain to be taken."""
+        """Its seconds, with the penalty of a split backward."""
         return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
 
     def plan(self, gap: float) -> Plan:
@@ -59,13 +59,13 @@ class Candidate:
         return stages_words(count, schedule, [(s.last - s.first, s.submesh.size) for s in self.stages])
 
     def all_schedules(self) -> Iterator[tuple[str, float]]:
-        """Words and seconds of a step under every schedule that fits."""
+        """The words and the seconds of a step under every schedule that fits."""
         for name, seconds in ((self.scheduled.name, self.seconds), *self.scheduled.others):
             yield self.words(name), seconds
 
 
 def better(best: Candidate | None, others: Iterable[Candidate]) -> Candidate | None:
-    """The candidate that counts for the least; of those that differ by rounding alone the first.
+    """The candidate with the least penalised seconds; the first of those that differ by rounding only.
 
     Args:
       best: what is known; None for nothing.
@@ -110,7 +110,7 @@ def merged(
     costs_of: Callable[[StagedProgram], StageCosts],
     schedule: Callable[..., Candidate | None],
 ) -> Candidate | None:
-    """The same plan with the pieces of a scan that lie in one stage made one scan again; None if it does not fit so.
+    """The same plan with all pieces of a scan that lie in one stage merged into one scan; None if that does not fit.
 
     Args:
       best: the plan.

@@ -1,4 +1,4 @@
-"""Plans whose stages are all solved, and what those of them take by simulation that may be the best."""
+"""Plans whose stages are all solved, and the simulated steps of those that may be the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PlanKey = tuple[int, tuple[PlacedStage, ...]]
 
 
 class FinishedPlans:
-    """What one run of a stage search has finished.
+    """The plans that one run of the stage search has finished.
 
     Args:
       costs: of a number of microbatches.
@@ -42,17 +42,18 @@ class FinishedPlans:
         self._costs, self._scheduled, self._over = costs, scheduled, over
 
     def add(self, number: int, found: Found, order: Order) -> None:
-        """Remember a plan. Another order may have found the same stages, and thought them faster or slower."""
+        """Record a plan under its best objective: several orders may find the same stages."""
         key, seconds = (number, found.stages), found.seconds * handicap(order)
         if seconds < self.seconds.get(key, inf):
             self.seconds[key], self.order[key] = seconds, order
 
     def ascending(self) -> list[PlanKey]:
-        """All of them, the fastest first."""
+        """All plans by their objective, the fastest first."""
         return sorted(self.seconds, key=self.seconds.__getitem__)
 
     def simulate(self, best: BestKnown, number: int | None = None) -> Iterator[Candidate]:
-        """The best plans, of so many microbatches or of any; `best` learns what they take, which bounds all others."""
+        """Simulate the plans that may be the best, in one number of microbatches or in all; `best` records their
+        seconds."""
         for key in self.ascending():
             count, stages = key
             if number is not None and count != number:
@@ -71,6 +72,6 @@ class FinishedPlans:
                 yield candidate
 
     def compare(self, candidate: Candidate) -> None:
-        """Let a plan be among those that others are compared with."""
+        """Record a candidate's seconds for the alternatives that a report shows."""
         for words, seconds in candidate.all_schedules():
             self.simulated[words] = min(seconds, self.simulated.get(words, inf))

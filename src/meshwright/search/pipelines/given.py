@@ -1,4 +1,4 @@
-"""Stage searches with less to choose: the stages given, or their layers, or what is soon known to be possible."""
+"""Restrictions of the inter-operator problem: to given stages, to given layers, and to plans that are found at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64)
 
 
 def restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], count: int) -> InterOpProblem:
-    """The problem whose only plan is the given stages, each with all its options."""
+    """The problem restricted to the given stages, each with all its options."""
     inner = problem.options
     return replace(
         problem,
@@ -33,7 +33,7 @@ def restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], co
 
 
 def of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
-    """The problem whose stages have so many layers each."""
+    """The problem restricted to stages of so many layers each."""
     inner, ranges = problem.options, set(pairwise(accumulate(layers, initial=0)))
     return replace(
         problem, options=lambda first, last, place, k: inner(first, last, place, k) if (first, last) in ranges else ()
@@ -41,8 +41,8 @@ def of_layers(problem: InterOpProblem, layers: Sequence[int]) -> InterOpProblem:
 
 
 def first_seconds(problem: InterOpProblem, costs: StageCosts) -> float:
-    """Seconds of a plan by estimates, the best whose memory does not bind, or else of stages of like work; infinite if
-    there is none.
+    """The objective of a first plan by estimates: the best whose memory does not bind, or else the best of stages with
+    equal work; infinite if there is none.
 
     Args:
       problem: of the costs.
@@ -60,7 +60,7 @@ def first_seconds(problem: InterOpProblem, costs: StageCosts) -> float:
 
 
 def stages_of_like_work(program: StagedProgram, problem: InterOpProblem, count: int) -> Found | None:
-    """The plan of `count` stages of like work on as many devices each; None if there is none."""
+    """The plan of `count` stages with about equal work on equal submeshes; None if there is none."""
     layers, devices = problem.layers, problem.devices
     if count > layers or devices % count or problem.num_stages not in (None, count):
         return None

@@ -1,4 +1,4 @@
-"""The stages of an interleaving: so many equal ranks with so many stages each, solved to share their rank's memory."""
+"""The stages of an interleaved plan: equally many on each of several equal ranks, solved to share the rank's memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .candidate import Candidate
 def interleaved(
     costs: StageCosts, ranks: int, chunks: int, *, alike: bool = False
 ) -> Iterator[tuple[PlacedStage, ...]]:
-    """Stages for so many ranks with so many stages each, the fastest first; those of a rank may not fit together.
+    """Interleaved stages for so many ranks, the fastest first; the stages of a rank may not fit together.
 
-    All get the same share of a device's memory. Of a rank's stages the first holds more microbatches than the last: a
-    stage is solved for its own number or, where that is less, for what they hold on average; or for the average; or for
-    its own.
+    All stages get the same share of a device's memory. The first stage of a rank holds more microbatches than its last:
+    each is solved for its own number in flight or, where that is less, the rank's mean; or for the mean; or for its own
+    number.
 
     Args:
       costs: of a program.
@@ -88,7 +88,7 @@ def _share_evenly(
 def give_what_is_left(
     costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
 ) -> None:
-    """Solve the slowest stage of a rank again, in all that the others leave."""
+    """Solve the slowest stage of a rank again, in all memory that the other stages leave."""
     slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
     stage = stages[slowest]
     options = {n: stages[n].option for n in rank if n != slowest}
@@ -101,7 +101,7 @@ def give_what_is_left(
 
 
 def places_of(costs: StageCosts, ranks: int) -> list[Submesh] | None:
-    """Equal submeshes of one kind for so many ranks, if there are any."""
+    """Equal submeshes of one kind for so many ranks; None if there are none."""
     size = costs.submeshes.cluster.num_devices // ranks
     places = [Submesh(rank * size, (rank + 1) * size) for rank in range(ranks)]
     if not all(map(costs.submeshes.is_submesh, places)) or len({costs.solver.kind_of[place] for place in places}) > 1:
@@ -121,7 +121,7 @@ def fastest(costs: StageCosts, first: int, last: int, place: Submesh, in_flight:
 
 
 def balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> list[tuple[int, int]] | None:
-    """The layers in `count` ranges, the slowest as fast as can be, and of those all together as fast as can be."""
+    """`count` ranges of layers whose slowest is as fast as possible; of those the ones with the least sum."""
     layers = len(costs.program.layers)
     if layers == count:
         return [(layer, layer + 1) for layer in range(layers)]
@@ -153,6 +153,7 @@ def balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> l
 def all_alike(
     costs: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
 ) -> Candidate | None:
-    """So many ranks with so many stages each, all alike: soon found, and about as fast as the best."""
+    """The candidate whose stages are all solved for the same memory and microbatches in flight: found at once, and
+    about as fast as the best."""
     alike = next(interleaved(costs, ranks, chunks, alike=True), None)
     return scheduled(costs, alike, chunks=chunks) if alike is not None else None

@@ -1,11 +1,11 @@
-"""Interleaved stages: several shorter stages on each rank, equal in number and on equal submeshes.
+"""Interleaved stages: several shorter stages on each rank, equally many on each, on equal submeshes.
 
-The search for stages gives every stage devices of its own. Interleaving (`schedule.interleaved`) gives each of n ranks
-v stages, the s-th stage to rank s mod n, and divides the bubble by v. So it is made from what the search has learned:
-for a number of ranks, the layers are cut into n v ranges whose slowest is as fast as can be (a dynamic program on the
-costs of one stage, estimates where a range is not solved; a scan over the layers of a model is cut into n v equal
-pieces), each is solved within the v-th part of a rank's memory (`interleaved_stages`), and the whole is simulated.
-Whether memory suffices is checked on the sum over a rank's stages.
+The search for stages gives every stage its own devices. Interleaving (`schedule.interleaved`) gives each of n ranks v
+stages, stage s to rank s mod n, and divides the bubble by v. It reuses the results of that search: for a number of
+ranks, the layers are cut into n v ranges whose slowest is as fast as possible (a dynamic program over the costs of one
+stage, estimates where a range is not solved; a scan over the layers of a model is cut into n v equal pieces), each is
+solved within 1 / v of a rank's memory (`interleaved_stages`), and the whole is simulated. Memory is checked on the sum
+over a rank's stages.
 
 Known limit: ranges are balanced by their seconds alone, not by the schedule; only a rank's slowest stage gets more than
 its share of the memory.
@@ -45,8 +45,8 @@ _Try = tuple[int, int, dict[int, float]]
 
 
 def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: int) -> tuple[int, ...]:
-    """How many stages each rank may have, ascending: of a program that is one scan over its layers as many as can all
-    be of the same length, or else as leave ranks about the same number of layers.
+    """The numbers of stages a rank to try, ascending: where a program is one scan over its layers those with stages of
+    equal length, or else those that give ranks about the same number of layers.
 
     Args:
       program: to be cut.
@@ -68,7 +68,7 @@ def chunks_of(program: StagedProgram, microbatches: int, ranks: int, devices: in
 
 
 class Interleaving:
-    """Which interleavings are worth a look.
+    """The search over interleaved plans of a request.
 
     Args:
       request: of the search.
@@ -81,14 +81,14 @@ class Interleaving:
 
     @property
     def _asked(self) -> bool:
-        """Whether nothing but interleaved stages will do, or their number is given: all ways are tried then."""
+        """Whether only interleaved stages are asked for, or their number is given: then all combinations are tried."""
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
 
     def _tries(
         self, looked_at: Sequence[int], below_seconds: float, costs_in: Callable[[int], StageCosts],
     ) -> list[_Try]:  # fmt: skip
-        """Numbers of microbatches and of ranks, the most promising first; for each the stages a rank may have,
-        ascending, with the seconds that are expected of a step.
+        """The combinations of microbatches and ranks, the most promising first; each with its numbers of stages a rank,
+        ascending, and the estimated seconds of a step.
 
         Args:
           looked_at: as of `candidates`.
@@ -122,8 +122,8 @@ class Interleaving:
         return found if asked else found[:_MOST_INTERLEAVED]
 
     def _expected(self, costs: StageCosts, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
-        """Seconds of a step by estimates, were its layers cut evenly; too low by what stages send each other and what
-        they do once. What takes longer than `below_seconds` whatever is in flight is looked at no further."""
+        """The estimated step of an even cut: too low by transfers between stages and by what runs once a step.
+        Estimation stops once it exceeds `below_seconds`."""
         place = places_of(costs, ranks)
         if place is None:
             return inf
@@ -143,8 +143,7 @@ class Interleaving:
         self, looked_at: Sequence[int], *, below_seconds: float, costs_in: Callable[[int], StageCosts],
         scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
     ) -> Iterator[Candidate]:  # fmt: skip
-        """Plans that are expected to take less than these seconds, and than those before, were they to take as much
-        more than expected as what is most like them and was tried.
+        """Candidates whose estimate, scaled by the error of the most similar one tried, beats the incumbent.
 
         Args:
           looked_at: numbers of microbatches of which more than bounds is known, the fewest first.
@@ -190,7 +189,7 @@ class Interleaving:
         *,
         below_seconds: float = inf,
     ) -> Candidate | None:
-        """The plan of so many ranks with so many stages each; None if there is none that fits.
+        """The candidate with so many ranks and stages a rank; None if none fits.
 
         Args:
           costs: of the program.
@@ -214,8 +213,8 @@ class Interleaving:
         return min((one for one in (first, rough) if one is not None), key=lambda one: one.seconds, default=None)
 
     def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
-        """Seconds that the busiest rank takes for its stages alone, by estimates of the ranges that they would have; 0
-        where there are none, or pieces of a scan, which are all alike.
+        """Estimated compute seconds of the busiest rank; 0 without an estimate, and for pieces of a scan, which are all
+        equal.
 
         Raises:
           PlanError: if the program cannot be cut into so many stages.
@@ -231,9 +230,9 @@ class Interleaving:
         return cut.program.microbatches * max((sum(each[rank::ranks]) for rank in range(ranks)), default=0.0)
 
     def _in_stages(self, costs: StageCosts, ranks: int, chunks: int) -> StageCosts:
-        """Of the same program with so many equal stages as its layers, if it is one scan over its layers: these need
-        not be the layers that it was clustered into. What is found out of them is of this interleaving alone, so that
-        it is the same in whatever order they are tried.
+        """The costs of the program cut into so many equal stages, if it is one scan over its layers; these may differ
+        from the layers that it was clustered into. Its results are not shared with other cuts, so that they do not
+        depend on the order of tries.
 
         Raises:
           PlanError: if the program cannot be cut into so many stages.
@@ -250,7 +249,7 @@ class Interleaving:
 
 
 def considered_interleaving(candidate: Candidate) -> Considered:
-    """A plan of several stages a rank, and what it takes."""
+    """The record of an interleaved candidate."""
     ranks, stages = len(candidate.scheduled.schedule.ranks), len(candidate.stages)
     count, shape = candidate.costs.program.microbatches, f"with {ranks} ranks of {stages // ranks} stages"
     return Considered(count, shape, schedule="interleaved", seconds=candidate.seconds)
@@ -258,7 +257,7 @@ def considered_interleaving(candidate: Candidate) -> Considered:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What was tried, and how many times what was expected it takes."""
+    """A tried candidate, and the ratio of its seconds to its estimate."""
 
     microbatches: int
     ranks: int
@@ -267,10 +266,10 @@ class _Tried:
 
 
 def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int) -> float:
-    """The factor by which an estimate is expected to be too low: estimates leave out what stages send each other.
+    """The expected ratio of seconds to estimate: estimates leave out transfers between stages.
 
-    The factor of tries with as many ranks: of as many microbatches or stages the largest, of others the smallest. Finer
-    microbatches lose more, so that they say nothing of coarser ones.
+    It is taken from tries with as many ranks: the largest ratio of those with as many microbatches or stages a rank,
+    the smallest of others. Smaller microbatches lose more, so their ratios do not count for larger ones.
     """
     same = [one for one in tried if one.ranks == ranks and one.microbatches <= microbatches]
     alike = [one.ratio for one in same if one.microbatches == microbatches or one.chunks == chunks]
@@ -278,7 +277,7 @@ def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int)
 
 
 class TooSlow(Exception):
-    """An interleaving takes about `least_seconds` or more, which is too long."""
+    """An interleaved plan takes about `least_seconds` or more, longer than the incumbent."""
 
     def __init__(self, least_seconds: float) -> None:
         super().__init__(least_seconds)

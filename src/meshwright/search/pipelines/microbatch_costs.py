@@ -1,4 +1,4 @@
-"""What stages cost, for every number of microbatches that a search looks at."""
+"""The costs of stages for every number of microbatches that a search considers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .request import StageRequest, check_layers, nothing_fits
 
 
 class MicrobatchCosts:
-    """The costs of a request's stages in each number of microbatches, made when they are first asked for.
+    """The costs of a request's stages in each number of microbatches, made on first use.
 
     Args:
       request: of the search.
@@ -71,18 +71,18 @@ class MicrobatchCosts:
             return None
 
     def nothing_fits(self) -> MemoryExceeded:
-        """What to say where no plan fits."""
+        """The error for a request of which no plan fits."""
         usable = self._request.cluster.device.usable_memory_bytes
         left = max(self.reserve(count).limit(usable, last=False) for count in self.counts)
         return nothing_fits(self._request, left, min(costs.least_bytes() for costs in self.all))
 
     @property
     def all(self) -> list[StageCosts]:
-        """All that have been asked for, the fewest microbatches first."""
+        """All costs made so far, the fewest microbatches first."""
         return [made for _, made in sorted(self._made.items()) if isinstance(made, StageCosts)]
 
     def forget_estimates(self) -> None:
-        """Estimate every range again in all numbers of microbatches, whatever it takes."""
+        """Drop all estimates, and with them the limits on which ranges are estimated."""
         for made in self.all:
             made.forget_estimates()
 

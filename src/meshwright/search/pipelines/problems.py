@@ -20,7 +20,7 @@ def problem_of(
     crossings: Sequence[Crossing],
     share: float = 1.0,
 ) -> InterOpProblem:
-    """What to solve.
+    """The problem of one order in one number of microbatches.
 
     Args:
       request: of the search.
@@ -51,7 +51,7 @@ def problem_of(
 
 
 def in_every_number(problem: InterOpProblem) -> list[InterOpProblem]:
-    """The problem in each number of stages, from two on, that there can be.
+    """The problem with each possible number of stages, from two on.
 
     Args:
       problem: in any number of stages.
