@@ -182,7 +182,7 @@ def price(problem: InterOpProblem, plan: Plan) -> float:
             if problem.order != "adaptive":
                 least = [max(one, held_back(j)) for j, one in enumerate(least)]
             busy = max(way(i, j) + least[j] for j in range(i, stop))
-        ends.append(float((f + there)[since[i] : i].sum()) + busy + plan[i][3].once_seconds + exchange[i])
+        ends.append(float((f + there)[since[i] : i].sum()) + busy + plan[i][3].per_step_seconds + exchange[i])
     return float(max(ends))
 
 
@@ -194,7 +194,7 @@ def timing_of(problem: InterOpProblem, plan: Plan) -> Timing:
         stages=tuple(
             StageTiming(
                 forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds,
-                synchronise_seconds=one.once_seconds + float(exchange),
+                synchronise_seconds=one.per_step_seconds + float(exchange),
                 backward_input_seconds=one.backward_seconds - one.weight_seconds if split else None,
                 backward_weight_seconds=one.weight_seconds if split else None,
             )
@@ -231,7 +231,7 @@ def chain_of(
     options = [
         Option(
             forward_seconds=f, backward_seconds=b, weight_seconds=w * b if order == "zero_bubble" else 0.0,
-            once_seconds=s,
+            per_step_seconds=s,
         ) for f, b, w, s in zip(forward, backward, weights, once, strict=True)
     ]  # fmt: skip
     problem = InterOpProblem(
@@ -311,7 +311,7 @@ def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int)
                 layouts[first, last, submesh] = [
                     Option(
                         forward_seconds=float(seconds), backward_seconds=2 * float(seconds),
-                        weight_seconds=float(seconds), once_seconds=float(generator.random()),
+                        weight_seconds=float(seconds), per_step_seconds=float(generator.random()),
                         constant_bytes=float(generator.integers(0, 2)), in_flight_bytes=float(kept) / submesh.size,
                     ) for seconds, kept in zip(np.sort(work), (5, 2, 1), strict=True)
                 ]  # fmt: skip

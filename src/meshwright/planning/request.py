@@ -24,7 +24,7 @@ from ..search.alternative import Alternative
 from ..search.considered import Considered
 from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.prices.least_work import least_work_seconds
-from ..search.restrictions.pins import Pins
+from ..search.restrictions.constraints import Constraints
 from ..search.result import Priced, SearchResult
 
 # The search method that is taken where none is named, by its name.

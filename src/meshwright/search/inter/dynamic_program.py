@@ -311,7 +311,7 @@ class _Search:
                 round_trip = label.round_trip + trip
                 room = self.problem.room(option, stage.submesh, place)
                 busy = max(work, count * widest, trip + label.busy, self._held_back(option, 0.0, room, round_trip, 0.0))
-        end = max(busy + option.once_seconds + exchange, forward + there + label.end)
+        end = max(busy + option.per_step_seconds + exchange, forward + there + label.end)
         apart = after.apart if label is after else after.seconds
         return _Label(after, stage, place, busy, round_trip, chain, end, apart)
 
