@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf, prod
 
 from ..search.driver import WORTH, Part, best_of_parts
+from ..search.one_stage.driver import GAP
 from ..search.result import NothingFaster, SearchResult
-from .one_stage import fits_in_few, plan_one_stage
+from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
+from .refine import ATTEMPTS
 from .request import PlanRequest
 from .stages import is_large, plan_stages
 
@@ -19,10 +22,13 @@ _ONE_STAGE_SHARE = 0.5
 def plan_in_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> SearchResult:
     """The fastest plan of so many stages, or of any number.
 
-    Where one stage is soon planned it comes first, and bounds the search for several. Else several come first, in a
-    search that prices one stage too, as a pipeline of one; then the best program of one stage, whose layouts are priced
-    as they run and need not be gathered again for the backward pass. (Beside a plan of several stages, few ways to run
-    one need a search: at most 7 CPU seconds more in eleven rows of `benchmarks/golden_plans.py` and `never_worse.py`.)
+    Where one stage is soon planned and its first plan fits, it comes first, and bounds the search for several. Else
+    several come first, in a search that prices one stage too, as a pipeline of one; then the best program of one stage,
+    whose layouts are priced as they run and need not be gathered again for the backward pass. (Beside a plan of several
+    stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
+    `benchmarks/golden_plans.py` and `never_worse.py`. Where the first plan is too large, memory binds, and many more
+    would be written out for a plan that is seldom the best: 36 of 64 CPU seconds for wresnet-13b on 64 V100, whose best
+    plan of one stage takes ten times as long as that of four.)
 
     Args:
       asked: the request.
@@ -47,22 +53,44 @@ def plan_in_stages(asked: PlanRequest, stages: int | None, *, faster_than_second
     whole = devices == 1 or (asked.mesh and len(of_all) == len(asked.mesh))
     if whole or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked, faster_than_seconds=faster_than_seconds)
-    one_first = not is_large(program) or fits_in_few(asked)
+    return best_of_parts(
+        _parts(asked, replace(asked, mesh=of_all), is_soon_planned=not is_large(program) or fits_in_few(asked)),
+        left_seconds=lambda: asked.left_seconds, floor=lambda: asked.least_work_seconds,
+        faster_than_seconds=faster_than_seconds,
+    )  # fmt: skip
 
-    def one(most_seconds: float, seconds: float) -> SearchResult:
-        mine = replace(asked.within(seconds) if one_first else asked, mesh=of_all)
-        return plan_one_stage(mine, faster_than_seconds=most_seconds, **({} if one_first else {"gap": WORTH}))
+
+def _parts(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) -> Iterator[Part]:
+    """One stage and several, in the order in which they are searched.
+
+    Args:
+      asked: the request.
+      of_one: the same with the logical meshes that one stage may have.
+      is_soon_planned: whether one stage is.
+    """
+    if is_soon_planned:
+        of_one = of_one.within(_ONE_STAGE_SHARE * of_one.left_seconds)
+    planner, tried = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), False
+
+    def one(most_seconds: float, seconds: float, attempts: int = ATTEMPTS) -> SearchResult:
+        del seconds
+        return planner.plan(faster_than_seconds=most_seconds, attempts=attempts)
+
+    def first(most_seconds: float, seconds: float) -> SearchResult:
+        nonlocal tried
+        found = one(most_seconds, seconds, 1)
+        tried = True
+        return found
 
     def several(most_seconds: float, seconds: float) -> SearchResult:
         del seconds
-        return plan_stages(replace(asked, several=one_first), None, faster_than_seconds=most_seconds)
+        return plan_stages(replace(asked, several=tried), None, faster_than_seconds=most_seconds)
 
-    first = Part(words="one stage", search=one, share=_ONE_STAGE_SHARE if one_first else 1.0)
-    second = Part(words="several stages", search=several)
-    return best_of_parts(
-        (first, second) if one_first else (second, first), left_seconds=lambda: asked.left_seconds,
-        floor=lambda: asked.least_work_seconds, faster_than_seconds=faster_than_seconds,
-    )  # fmt: skip
+    if is_soon_planned:
+        yield Part(words="one stage", search=first)
+    yield Part(words="several stages", search=several)
+    if not tried:
+        yield Part(words="one stage in less memory" if is_soon_planned else "one stage", search=one)
 
 
 def _inference(asked: PlanRequest, faster_than_seconds: float) -> SearchResult:

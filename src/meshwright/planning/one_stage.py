@@ -13,7 +13,7 @@ from ..search.one_stage.ways import Variant
 from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
-from .refine import MARGIN, Refinement
+from .refine import ATTEMPTS, MARGIN, Refinement
 from .request import PlanRequest
 
 # Microbatches. One stage first, Gemma 3 27B on 64 v5p takes 1.499 s a step after 41 CPU seconds of planning; several
@@ -21,34 +21,50 @@ from .request import PlanRequest
 _FEW = 4
 
 
-def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf, gap: float = GAP) -> SearchResult:
-    """The fastest plan of one stage, in as many microbatches as are best.
+def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf) -> SearchResult:
+    """The fastest plan of one stage; everything as of `OneStagePlanner.plan`."""
+    return OneStagePlanner(asked).plan(faster_than_seconds=faster_than_seconds)
+
+
+class OneStagePlanner:
+    """Plans of one stage, in as many microbatches as are best. What one call learns the next one knows.
 
     Args:
       asked: the request.
-      faster_than_seconds: a plan whose step takes longer is not wanted.
       gap: relative, to which layouts are solved.
-
-    Raises:
-      PlanError: if the request makes no sense, or nothing fits.
-      NothingFaster: if no plan is that fast.
     """
-    requests = _Requests(asked)
-    search = OneStageSearch(requests, time_limit_seconds=max(asked.left_seconds, 0.0), tell=asked.tell, gap=gap)
-    device = asked.cluster.device
 
-    def find(missed: MissedMemory) -> SearchResult:
-        found = search.run(
-            lambda count: missed(count).limit(device.usable_memory_bytes, last=True),
-            faster_than_seconds=faster_than_seconds,
-        )
-        return replace(found, program=asked.program(found.plan.microbatches))
+    def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
+        self._asked = asked
+        limit = max(asked.left_seconds, 0.0)
+        self._search = OneStageSearch(_Requests(asked), time_limit_seconds=limit, tell=asked.tell, gap=gap)
+        self._refinement = Refinement(asked.cluster.device, asked.tell)
 
-    return Refinement(device, asked.tell).run(
-        find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
-        try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
-        late=lambda: isfinite(faster_than_seconds) and asked.left_seconds < 0,
-    )  # fmt: skip
+    def plan(self, *, faster_than_seconds: float = inf, attempts: int = ATTEMPTS) -> SearchResult:
+        """The fastest plan.
+
+        Args:
+          faster_than_seconds: a plan whose step takes longer is not wanted.
+          attempts: how many plans may turn out to be too large.
+
+        Raises:
+          PlanError: if the request makes no sense, or nothing fits.
+          NothingFaster: if no plan is that fast.
+        """
+        asked, device = self._asked, self._asked.cluster.device
+
+        def find(missed: MissedMemory) -> SearchResult:
+            found = self._search.run(
+                lambda count: missed(count).limit(device.usable_memory_bytes, last=True),
+                faster_than_seconds=faster_than_seconds,
+            )
+            return replace(found, program=asked.program(found.plan.microbatches))
+
+        return self._refinement.run(
+            find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
+            try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
+            late=lambda: isfinite(faster_than_seconds) and asked.left_seconds < 0, attempts=attempts,
+        )  # fmt: skip
 
 
 def fits_in_few(asked: PlanRequest) -> bool:

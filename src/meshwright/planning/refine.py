@@ -28,7 +28,7 @@ from ..search.stages.reserve import MissedMemory
 MARGIN = 1.04
 
 # How often a search is repeated in less memory; most of it is known by then.
-_ATTEMPTS = 12
+ATTEMPTS = 12
 
 # So many repetitions may begin when the time is over and another plan is known.
 _LATE_ATTEMPTS = 3
@@ -70,7 +70,7 @@ class Refinement:
 
     def run(
         self, search: Callable[[MissedMemory], SearchResult], *, what: str, where: str, try_: str,
-        late: Callable[[], bool] = lambda: False,
+        late: Callable[[], bool] = lambda: False, attempts: int = ATTEMPTS,
     ) -> SearchResult:  # fmt: skip
         """The first plan of a search whose programs fit, with the memory that they need.
 
@@ -80,12 +80,13 @@ class Refinement:
           where: the same.
           try_: the same.
           late: whether the time is over and another plan is known.
+          attempts: how many plans may turn out to be too large.
 
         Raises:
           MemoryExceeded: if no plan fits.
           NothingFaster: if the search says so.
         """
-        attempts, least_seconds = _ATTEMPTS, inf
+        least_seconds = inf
         exceeded = partial(self._exceeded, what, where, try_)
         while attempts > 0:
             attempts = min(attempts, _LATE_ATTEMPTS) if late() else attempts
