@@ -99,10 +99,10 @@ def test_replicas_are_taken_where_stages_would_send_much() -> None:
     slow_link = replace(LINK, bandwidth_bytes_per_second=1e9)
     hosts = [replace(host(device), nic=slow_link) for device in (FAST, SLOW)]
     cluster = cluster_of(*hosts)
-    found = plan_for(chain, ARGS, cluster=cluster, microbatches=4, stages=None, remat="none")
+    found = plan_for(chain, ARGS, cluster=cluster, microbatches=3, stages=None, remat="none")
     assert found.plan.schedule == "replicas"
     assert any("layers x devices" in one.what for one in found.alternatives)
-    stages = plan_for(chain, ARGS, cluster=cluster, microbatches=4, stages=2, schedule="one_f_one_b", remat="none")
+    stages = plan_for(chain, ARGS, cluster=cluster, microbatches=3, stages=2, schedule="one_f_one_b", remat="none")
     assert found.step_seconds < stages.step_seconds
     # Where moving values is free, stages that keep their weights need not exchange gradients.
     free = plan_for(chain, ARGS, cluster=cluster_of(host(FAST), host(SLOW)), microbatches=4, stages=None)

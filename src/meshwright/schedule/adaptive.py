@@ -101,8 +101,9 @@ def filling_warm_up(
         if wanted * forward > waits:
             wanted = math.ceil(waits / forward - _ROUNDING)
         depths[source] = max(least, wanted, least_in_flight[source])
-        for n in mine:
-            found[n] = max(warm_up[n], depths[source] - depths[edges[n].target])
+        if depths[source] > least:
+            for n in mine:
+                found[n] = max(warm_up[n], depths[source] - depths[edges[n].target])
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ from ..stages.part_rows import OutOfTime
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from .candidate import Candidate, better, merged, scheduled
 from .finished import FinishedPlans
-from .given import first_seconds, restricted
+from .given import first_seconds, of_stages, restricted
 from .interleaving import Interleaving, considered_interleaving
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
@@ -384,6 +384,11 @@ class StageSearch:
         if found is not None:
             self.best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)
+            if "zero_bubble" in self._schedules and len(stages) > 1 and problem.order != "zero_bubble":
+                # With a split backward these stages may be the fastest too, where estimates of them are too high.
+                splitting = solve_inter_op(of_stages(replace(problem, order="zero_bubble"), found.stages))
+                if splitting is not None:
+                    self.finished.add(number, splitting, "zero_bubble")
 
     def _simulate(self, best: Candidate | None, *, again: bool = False) -> Candidate | None:
         """The best of the finished plans by simulation, and of interleaved ones.

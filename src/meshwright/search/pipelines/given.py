@@ -12,7 +12,7 @@ import numpy as np
 from ...program.layers import equation_flops
 from ...program.staged import StagedProgram
 from ..inter.dynamic_program import solve_inter_op
-from ..inter.problem import Found, InterOpProblem
+from ..inter.problem import Found, InterOpProblem, PlacedStage
 from ..inter.submeshes import Submesh
 from ..stages.costs import StageCosts
 
@@ -29,6 +29,17 @@ def restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], co
             inner(first, last, submesh, k) if (first, last, submesh) in chain else ()
         ),
         num_stages=count,
+    )
+
+
+def of_stages(problem: InterOpProblem, stages: Sequence[PlacedStage]) -> InterOpProblem:
+    """The problem whose only plan is the given stages as they are."""
+    options = {stage[:3]: (stage.option,) for stage in stages}
+    return replace(
+        problem,
+        submeshes=[stage.submesh for stage in stages],
+        options=lambda first, last, submesh, k: options.get((first, last, submesh), ()),
+        num_stages=len(stages),
     )
 
 
