@@ -1,15 +1,15 @@
-"""Replicas on unlike devices: each kind of device has the whole program, and a share of the microbatches by its speed.
+"""Replicas on unlike devices: each kind of device runs the whole program, on a share of the microbatches by its speed.
 
-What is chosen: for each group of like devices a plan of the whole program (the problem of one stage, run for its own
-microbatches), and the shares. With seconds s_i of a microbatch and o_i once a step, handing the microbatches out one by
-one, each to the group that is done first with it, gives the least max(a_i s_i + o_i): the time of each group grows with
-its share. The first shares are those of the estimates of the program's parts (`stages.estimates`); plans are solved for
-their shares, and where these plans want others, once more.
+The variables are, for each group of like devices, a plan of the whole program (the one-stage problem, for the group's
+own number of microbatches), and the shares. With seconds s_i of a microbatch and o_i once a step, handing microbatches
+out one by one, each to the group that finishes it first, minimises max(a_i s_i + o_i): the time of each group grows
+with its share. The first shares come from estimates of the program's parts (`stages.estimates`); plans are solved for
+them, and once more where the solved plans change the shares.
 
 After its last microbatch each group sends its gradients to all others, and each updates its own copy.
 
-Known limits: one replica for each kind of device; results of the loss function that grow with the batch are not handed
-together.
+Known limits: one replica for each kind of device; results of the loss function that grow with the batch are not
+gathered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRequest:
-    """What replicas are wanted of.
+    """The request of a search for replicas.
 
     Args:
       program: as one stage, at the size of one microbatch.
@@ -69,7 +69,7 @@ def like_groups(cluster: Cluster) -> tuple[Submesh, ...]:
 
 
 def shared_out(microbatches: int, seconds: Sequence[float], once: Sequence[float]) -> tuple[int, ...]:
-    """How many microbatches each runs so that the last is done as early as can be, at least one each.
+    """How many microbatches each group runs so that the last one finishes as early as possible, at least one each.
 
     >>> shared_out(8, (1.0, 3.0), (0.0, 0.0))
     (6, 2)
@@ -101,12 +101,12 @@ class Replicas:
 
     @property
     def usable_bytes(self) -> list[float]:
-        """Of each group what a device can hold."""
+        """The usable bytes of a device of each group."""
         return [self._submeshes.part(group).device.usable_memory_bytes for group in self.groups]
 
     @property
     def exchange_seconds(self) -> list[float]:
-        """Of each group what sending its gradients to all others takes."""
+        """The seconds in which each group sends its gradients to all others."""
         graph = self.request.program.graph
         size = sum(graph.values[graph.inputs[p]].bytes for p in graph.parameters)
         seconds = self._submeshes.transfer_seconds
@@ -126,7 +126,7 @@ class Replicas:
         return max(n * s + o for n, s, o in zip(shares, each, once, strict=True)), shares
 
     def plan(self, limit_bytes: Sequence[float]) -> Plan | None:
-        """The plan whose replicas share the microbatches out best; None if one does not fit.
+        """The plan with the best shares of the microbatches; None if a replica does not fit.
 
         Args:
           limit_bytes: of each group what may be counted on a device.
@@ -152,7 +152,7 @@ class Replicas:
         return self._assembled(shares, found) if len(found) == len(self.groups) else None
 
     def _solved(self, group: Submesh, share: int, limit_bytes: float) -> tuple[StageCosts, Option] | None:
-        """The fastest way of a group to run its share, with the costs that say so; None where nothing fits."""
+        """The fastest option of a group for its share, with its costs; None where nothing fits."""
         costs = self._run(share)
         option = costs.solve_within(0, len(self.request.program.layers), group, 1, limit_bytes)
         return (costs, option) if option is not None else None

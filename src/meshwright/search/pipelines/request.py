@@ -1,4 +1,4 @@
-"""What a stage search is asked for, and refusals of what makes no sense."""
+"""The request of a stage search, and its validation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIMULATED = ("one_f_one_b", "adaptive", "eager_one_f_one_b", "gpipe", "zero_bubb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRequest:
-    """What to plan.
+    """The request of a stage search.
 
     Args:
       programs: the program in layers, one for each number of microbatches to be considered; or by these numbers, of
@@ -73,7 +73,7 @@ class StageRequest:
 
     @property
     def stage_count(self) -> int | None:
-        """How many stages there are to be, whichever way that is said; None if it is not."""
+        """The given number of stages, whether as `stages`, `submeshes` or `layers`; None for any number."""
         told = next((given for given in (self.submeshes, self.layers) if given is not None), None)
         return self.stages if told is None else len(told)
 
@@ -112,7 +112,7 @@ def check_remat(remat: Any) -> None:
 
 
 def check_request(request: StageRequest) -> None:
-    """Refuse a request that makes no sense.
+    """Validate a request.
 
     Raises:
       PlanError: saying what is wrong with it.
@@ -241,7 +241,7 @@ def check_room(request: StageRequest, least_bytes: float) -> None:
 
 
 def nothing_fits(request: StageRequest, usable_bytes: float, least_bytes: float) -> MemoryExceeded:
-    """What to say where no plan fits.
+    """The error for a request of which no plan fits.
 
     Args:
       request: of the search.

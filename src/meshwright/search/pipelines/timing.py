@@ -21,7 +21,7 @@ ScheduleOptions = tuple[tuple[str, int | tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class StagedTiming:
-    """What simulating a staged plan takes.
+    """The numbers from which a staged plan is simulated.
 
     Args:
       timing: of its stages and edges.

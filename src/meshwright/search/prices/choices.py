@@ -1,4 +1,4 @@
-"""What each node of the intra-operator problem may choose from."""
+"""The choices of each node of the intra-operator problem."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ParameterChoice:
 
 
 class Choices(tuple[OperatorChoice, ...]):
-    """An operator's choices, with how they lay out what it reads and makes; many operators have the same."""
+    """An operator's choices, with the specs of its operands and results under each; many operators share one."""
 
     @cached_property
     def operands(self) -> tuple[SpecRow, ...]:

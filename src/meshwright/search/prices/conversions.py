@@ -1,12 +1,12 @@
 """Seconds of converting every spec of a value to every other, as tables: the edges of the search's problem.
 
-A search asks for a million pairs of specs, most of them over and over. What collectives a conversion is made of depends
-on nothing but the two specs, and there on the first dim and those that one of the two splits, in their order: a few
-hundred kinds of conversion stand for all pairs, on every mesh whose axes have the same names (`_Catalogue`). Among
-values of about one size the price of a collective is a line in the bytes of the value. So for a mesh and a size only
-the few dozen collectives are priced; the rest is looked up and added by NumPy.
+A search looks up a million pairs of specs, most of them repeatedly. The collectives of a conversion depend only on the
+two specs, and there only on the first dim and the dims that one of the two splits, in their order: a few hundred kinds
+of conversion stand for all pairs, on every mesh whose axes have the same names (`_Catalogue`). Among values of about
+one size the price of a collective is linear in the bytes of the value. So for a mesh and a size only a few dozen
+collectives are priced; the rest is looked up and added by NumPy.
 
-Sizes are told apart by powers of two: a collective is priced by the algorithm that is the fastest in the middle.
+Sizes are rounded to powers of two: a collective is priced by the algorithm that is the fastest at that size.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def conversion_prices(mesh: LogicalMesh, strided_seconds_per_byte: float) -> Con
 
 
 class _Catalogue:
-    """Conversions and their moves, numbered in the order in which they are met."""
+    """All kinds of conversion met so far, with their moves, numbered in order."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
@@ -224,7 +224,7 @@ class _Catalogue:
 
 
 class _Pairs:
-    """The specs of one rank met so far, and the number of the conversion of each pair; -1 where nobody has asked."""
+    """The specs of one rank met so far, and the number of each pair's conversion; -1 for pairs not looked up yet."""
 
     def __init__(self) -> None:
         self._position: dict[Spec, int] = {}

@@ -1,12 +1,11 @@
-"""An operator's kernels on shards: what it runs forward, and what its derivative runs for each operand.
+"""An operator's kernels on shards: one forward, and for the gradient of each operand those of its derivative.
 
-The one list that searched and stated plans are priced by (`cost.kernels`). A product's derivative is products of the
-same FLOPs in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's
-[K, M] x [M, N]. A convolution has no tiles here. A device may have code for one order of dims alone
-(`Device.transpose_bandwidth_bytes_per_second`): what a product or its derivative has in another is copied
-(`product_orders`); the gradient of a convolution's image is a convolution with the kernel turned, that of the kernel
-one of the image by the cotangent, both transposed, whose result is turned back. Everything else that is differentiated
-runs once more.
+Searched and stated plans are priced by this list (`cost.kernels`). A product's derivative is products of the same FLOPs
+in other shapes: of [M, K] x [K, N], the left operand's gradient is [M, N] x [N, K], the right one's [K, M] x [M, N].
+Convolutions have no tiles here. Where a device has code for one order of dims only
+(`Device.transpose_bandwidth_bytes_per_second`), operands in another order are copied (`product_orders`); the gradient
+of a convolution's image is a convolution with the kernel turned, that of the kernel one of the image by the cotangent,
+both transposed, whose result is turned back. The derivative of every other operator runs its kernel once more.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class OperatorKernels(NamedTuple):
 
 
 class KernelsOf:
-    """The kernels of an operator, by its algorithm: what is the same for all of them is looked up once.
+    """The kernels of an operator under any of its algorithms; what all algorithms share is computed once.
 
     Args:
       graph: it belongs to.
@@ -158,21 +157,20 @@ class KernelsOf:
 
 
 def is_plain(operator: Operator) -> bool:
-    """Whether what an operator takes follows from what it writes and how it is split, and nothing is moved inside it:
-    it runs one kernel, and once more for its derivative."""
+    """Whether an operator's seconds follow from its written bytes and its split, without collectives inside: it runs
+    one kernel, and once more for its derivative."""
     if operator.is_link or operator.matmul or operator.name in ("dot_general", "conv_general_dilated"):
         return False
     return moves_nothing(operator)
 
 
 def moves_nothing(operator: Operator) -> bool:
-    """Whether nothing is moved inside an operator, however it is split: there are no maxima to combine, and no borders
-    to exchange."""
+    """Whether no split of an operator has collectives inside: no maxima to combine, no borders to exchange."""
     return operator.combine not in ("max", "min") and all(one.kind != "spatial" for one in operator.rule.factors)
 
 
 def parts_of(algorithm: Algorithm, sizes: Mapping[str, int]) -> int:
-    """Over how many devices the work of an operator is split."""
+    """The number of devices that share the work of an operator."""
     return prod([sizes[axis] for split in algorithm.axes for axis in split])
 
 

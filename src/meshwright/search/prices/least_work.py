@@ -1,4 +1,4 @@
-"""What no plan of a program can take less than, whatever its layouts: all arithmetic, shared evenly by all devices."""
+"""A lower bound on the step of every plan of a program: all arithmetic, shared evenly by all devices."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class InnerCollective:
 
 @lru_cache(maxsize=512)
 def prices_of(mesh: LogicalMesh, device: Device) -> Prices:
-    """The one `Prices` of a mesh and a device: what one problem has looked up no other one has to."""
+    """The `Prices` of a mesh and a device, shared by all problems in a process."""
     return Prices(mesh, device)
 
 
@@ -129,7 +129,7 @@ class Prices:
     def of_operator(
         self, graph: Graph, operator: Operator, choices: Choices, of_parameters: Container[int | None]
     ) -> OperatorPrices:
-        """What is known of an operator that can be run in these ways; `of_parameters` as of `operator_parts`."""
+        """The prices of an operator with these choices."""
         if is_plain(operator):
             # What a device writes and computes says it all, and that is one of a few sizes.
             written = np.zeros(len(choices))
@@ -161,8 +161,8 @@ class Prices:
         )
 
     def shared(self, made: SpecRow, read: tuple[SpecRow, ...]) -> SpecRow:
-        """How a value with several readers may lie in between: as it is made or read, since any other spec would be
-        converted from and to one of these anyway."""
+        """The specs to which a value with several readers may be resharded once: those that it is made or read in,
+        since any other spec would be converted from and to one of these."""
         if (made, read) not in self._shared:
             wanted = [*(Spec(spec.dims) for spec in made), *(spec for row in read for spec in row)]
             self._shared[made, read] = SpecRow(dict.fromkeys(wanted))
@@ -242,7 +242,8 @@ class Prices:
         return self._kernels[kernel]
 
     def inner_collectives(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> tuple[InnerCollective, ...]:
-        """What an operator moves in one forward run: partial maxima combined, borders exchanged with neighbours."""
+        """The collectives inside one forward run of an operator: partial maxima combined, borders exchanged with
+        neighbours."""
         if moves_nothing(operator):
             return ()
         found = []

@@ -1,4 +1,4 @@
-"""What a parameter costs once a step in each of its layouts: sums of its gradient, its update, and where it lies."""
+"""The seconds of each layout of a parameter once a step, for gradient synchronisation and update, and its bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def central_messages(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moves:
-    """What moves between where a parameter is used and where it lies.
+    """The conversions between the use spec of a parameter and its storage spec.
 
     Args:
       steps: of its gradient, and then of itself.
@@ -72,7 +72,7 @@ def parameter_prices(
     prices: Prices, choices: Sequence[ParameterChoice], value_bytes: float, optimizer_bytes: float, *,
     parameters: int, central: bool,
 ) -> ParameterPrices:  # fmt: skip
-    """Of a parameter on one mesh.
+    """The prices of a parameter on one mesh.
 
     Args:
       prices: of the mesh.

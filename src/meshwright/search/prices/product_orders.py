@@ -1,12 +1,12 @@
-"""The dims of a product by what they are to it, and which operands a library with one order of them has to copy first.
+"""Which operands of a product are copied into another order of dims, where a library has code for one order only.
 
 XLA's CPU backend has code for [batch, M, K] x [batch, K, N]. The gradient of the left operand reads the right one as
 [batch, N, K], that of the right one the left as [batch, K, M], and each is made in the order that the product reads. A
-matrix is read by columns as well as by rows, and of many matrices right operands are, unless a loop slices them: what
-it slices is copied in one order alone.
+single matrix is read by columns as well as by rows; of batched matrices only right operands are, unless a loop slices
+them, since a slice is copied in one order.
 
-Dims of size one count: a microbatch of one example would else take less than half of one of two, and bounds of the
-search say that it does not.
+Dims of size one count: else a microbatch of one example would take less than half of one of two, and the bounds of the
+search rely on the contrary.
 """
 
 from __future__ import annotations

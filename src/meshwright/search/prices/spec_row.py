@@ -9,8 +9,8 @@ from ...sharding import Spec
 
 
 class SpecRow(tuple[Spec, ...]):
-    """A tuple of specs that is hashed once, and of which there is one in a process: tables are looked up by them a
-    hundred thousand times a search, and rows that are one object need not be compared.
+    """An interned tuple of specs, hashed once: tables are looked up by rows a hundred thousand times a search, and
+    equal rows are one object.
 
     >>> row = SpecRow([Spec.replicated(1)])
     >>> row == (Spec.replicated(1),), row is SpecRow([Spec.replicated(1)])

@@ -1,7 +1,7 @@
-"""What a mesh axis is for: the restriction of a search to the plans of a family (data, tensor or expert parallel).
+"""The roles of mesh axes: they restrict a search to the plans of a family (data, tensor or expert parallel).
 
-A preset is no planner of its own. It gives every axis a role, the roles leave out choices, and what is left is solved
-like any other problem. What an axis may split is told by `program.origins`, so models may be written in any way:
+A preset is no planner of its own. It gives every axis a role, roles remove choices, and the rest is solved like any
+other problem. `program.origins` says which dims an axis may split, so models may be written in any way:
 
 * `batch`: operators that have the batch split it over the axis, nothing else is split over it, and parameters are used
   whole; ZeRO-3 also lets a parameter, and a cast of it, be split until it is gathered.
@@ -11,7 +11,7 @@ like any other problem. What an axis may split is told by `program.origins`, so 
   and the sums become reduce-scatters (Korthikanti et al. 2022).
 * `expert`: products with a stack of experts split the stack, everything else the batch (GShard, Lepikhin et al. 2020).
 
-An operator that cannot do what is asked of it (a size that the axis does not divide) is left whole over the axis.
+An operator that cannot satisfy a role (the axis does not divide its size) is left whole over the axis.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Choice = TypeVar("_Choice")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """What each axis of the mesh is for.
+    """The role of each axis of the mesh.
 
     Args:
       axes: the role of each axis by its name.
@@ -51,7 +51,7 @@ class Roles:
 
     @property
     def key(self) -> Hashable:
-        """Equal for roles that allow the same."""
+        """Equal for roles that allow the same choices."""
         return type(self), tuple(self.axes.items()), self.batch, self.sequence_parallel, self.gathered
 
     @property
@@ -178,7 +178,7 @@ def _has(tensor: Sequence[Sequence[int]], factor: int) -> bool:
 
 
 def _leads_batch(operator: Operator, batch: set[int]) -> bool:
-    """Whether a product's operands all have the batch: then it is no product with a stack of parameters."""
+    """Whether all operands of a product have the batch: then none is a stack of parameters."""
     return any(all(_has(tensor, f) for tensor in operator.rule.operands) for f in batch)
 
 

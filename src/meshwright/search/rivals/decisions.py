@@ -1,7 +1,7 @@
-"""A choice as a sequence of decisions, for searches that take one after the other.
+"""A choice as a sequence of decisions, for searches that take one decision after another.
 
-First the structure (`choice.Structures`), then for each stage how its largest parameters are split and stored, as users
-of partitioners decide; what nobody has decided is what is fastest with that (`Layouts.complete`).
+First the structure (`choice.Structures`), then for each stage the split and storage of its largest parameters, as users
+of partitioners decide; the integer program finds the fastest layouts of everything else (`Layouts.complete`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXCESS = 4.0
 
 
 class State(NamedTuple):
-    """What is decided.
+    """The decisions taken so far.
 
     Args:
       partial: the structure.
@@ -48,8 +48,8 @@ class Decisions:
         self._completed: dict[State, Choice | None] = {}
 
     def next(self, state: State) -> tuple[tuple[str, int], tuple[Option, ...]] | None:
-        """What is decided next, as its name with the number of the stage or parameter, and the options; None where
-        nothing is left."""
+        """The next decision, as its name with the number of the stage or parameter, and its options; None for a
+        complete state."""
         decision = self.space.structures.decision(state.partial)
         if decision is not None:
             return (decision.about, len(state.partial.stages)), decision.options
@@ -131,5 +131,5 @@ class Decisions:
 
 
 def penalised_seconds(price: Price) -> float:
-    """Seconds, with what a choice counts for more that does not fit; infinite where it is none."""
+    """Seconds, with a penalty for memory beyond the limit; infinite for a choice without layouts."""
     return price.seconds * (1 + _EXCESS * price.excess) if isfinite(price.seconds) else price.seconds

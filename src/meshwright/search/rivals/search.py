@@ -105,7 +105,7 @@ class Budget:
         return self.evaluations >= self._most or self.left_seconds <= 0
 
     def price(self, space: Space, choice: Choice) -> Price:
-        """The price of a choice, counted; what the integer program solves of it has the time that is left."""
+        """The price of a choice, which counts as an evaluation; open layouts are solved in the time that is left."""
         self.evaluations += 1
         return space.price(choice, time_limit_seconds=max(min(self.left_seconds, SECONDS_PER_SOLVE), _LEAST_SECONDS))
 
@@ -122,13 +122,13 @@ class Incumbent:
         self.choice: Choice | None = None
 
     def offer(self, choice: Choice, price: Price) -> Iterator[Found]:
-        """Take a choice if it fits and is faster; one `Found` then, else none."""
+        """Record a choice if it fits and is faster than the incumbent; yields one `Found` then."""
         if price.fits and price.seconds < self.seconds:
             self.choice, self.seconds = choice, price.seconds
             yield self._found(choice)
 
     def prove(self, lower_bound: float) -> Iterator[Found]:
-        """Take a lower bound if it says more; one `Found` then where a choice is known, else none."""
+        """Record a lower bound if it is closer; yields one `Found` then, if there is an incumbent."""
         if lower_bound > self.lower_bound:
             self.lower_bound = lower_bound
             if self.choice is not None:

@@ -1,1 +1,1 @@
-"""The space of plans: choices as data, what each takes and holds, and their neighbours."""
+"""The space of plans: choices as data, their prices and their neighbours."""

@@ -143,7 +143,7 @@ class Structures:
         return Choice(partial.microbatches, partial.stages)
 
     def decision(self, partial: Partial) -> Decision | None:
-        """What is decided next; None where nothing is left."""
+        """The next decision; None for a complete choice."""
         if not partial.microbatches:
             return Decision("microbatches", tuple(self.counts))
         if self.is_complete(partial):

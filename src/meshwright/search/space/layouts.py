@@ -1,8 +1,8 @@
-"""The layouts of one stage as numbers: what searches over layouts look at and change.
+"""The layouts of one stage as numbers, for searches over layouts.
 
-A node is an operator with those that follow it, an input, a parameter or a shared value; it has a few choices, each
-with seconds and bytes, and pairs of choices on edges have seconds (`intra.problem`). Here are the two ways to choose
-that the literature builds on: node by node in program order, and exactly for all nodes that nobody has decided.
+A node is an operator with those merged into it, an input, a parameter or a shared value; it has a few choices, each
+with seconds and bytes, and pairs of choices on edges have seconds (`intra.problem`). The literature builds on two ways
+to choose: greedily, node by node in program order, and exactly for all nodes that are not decided.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GAP = 1e-2
 
 
 class Layouts:
-    """What a stage's nodes may choose from, and what that takes and holds.
+    """The choices of a stage's nodes, with their seconds and bytes.
 
     Args:
       problem: of the stage.
@@ -79,7 +79,7 @@ class Layouts:
         return found
 
     def seconds(self, layouts: LayoutNumbers) -> float:
-        """Of a step in these layouts; infinite where two of them cannot be together."""
+        """Seconds of a step in these layouts; infinite where an edge forbids a pair of them."""
         costs, edges = self.numbers.costs, self.numbers.edges
         total = sum(cost.item(one) for cost, one in zip(costs, layouts, strict=True))
         return total + sum(table.item(layouts[u], layouts[v]) for (u, v), table in edges.items())
@@ -90,15 +90,15 @@ class Layouts:
         return sum(size.item(one) for size, one in zip(memory or (), layouts, strict=True))
 
     def around(self, layouts: Sequence[int], node: int) -> np.ndarray:
-        """Seconds of each choice of a node, its edges included, where the others are as they are."""
+        """Seconds of each choice of a node with its edges, the other nodes fixed."""
         total = self.numbers.costs[node]
         for other, table in self.neighbours[node]:
             total = total + table[:, layouts[other]]
         return total
 
     def greedy(self) -> LayoutNumbers | None:
-        """Node by node in program order, each in what is fastest after those before it; inputs and parameters, which
-        have no operator before them, last. None where that leads to layouts that cannot be together."""
+        """Greedy layouts, node by node in program order, each the fastest after those before it; inputs and parameters,
+        which have no operator before them, last. None where an edge forbids the result."""
         decided = [-1] * len(self.sizes)
         inputs = sorted(set(range(len(self.sizes))) - set(self.operator_nodes))
         for node in (*self.operator_nodes, *inputs):
@@ -115,7 +115,7 @@ class Layouts:
         self, kept: Mapping[int, Sequence[int]], *, limit_bytes: float | None = None, gap: float = _GAP,
         time_limit_seconds: float = 5.0,
     ) -> LayoutNumbers | None:  # fmt: skip
-        """The fastest layouts within memory in which some nodes keep to some of their choices.
+        """The fastest layouts within memory, with some nodes restricted to some of their choices.
 
         Args:
           kept: by node the numbers of its choices that stay; the others have all of theirs.

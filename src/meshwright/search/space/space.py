@@ -1,15 +1,15 @@
-"""The space of plans that every search looks at, under the same costs and the same simulator.
+"""The space of plans that every search works on, under the same costs and the same simulator.
 
-A *choice* (`choice`) is priced in three steps. Each stage's layouts are those that the choice names, or those that the
-integer program finds within the memory that the stage may count at its place (`StageProblem`). Their seconds, forward
-and backward, and what crosses between stages make the timing of a pipeline (`pipelines.timing`). Of the schedules that
-fit the memory of all devices the one with the shortest simulated step is taken (`candidate.scheduled`). A stage that is
-alone in its plan is priced as a plan of one stage: it keeps what it has gathered for the backward pass.
+A *choice* (`choice`) is priced in three steps. Each stage's layouts are those of the choice, or those that the integer
+program finds within the stage's memory limit (`StageProblem`). Their seconds, forward and backward, and the transfers
+between stages are the timing of a pipeline (`pipelines.timing`). Of the schedules that fit on all devices the one with
+the shortest simulated step is taken (`candidate.scheduled`). A plan of one stage is priced as one program: it keeps
+gathered parameters for the backward pass.
 
-So a search needs to know nothing of operators, collectives or schedules; and what two searches find can be compared.
+So a search needs no knowledge of operators, collectives or schedules, and results of two searches can be compared.
 
-Known limits: stages of a plan have devices of their own (no interleaving), no copies of the program share the
-microbatches (no replicas), and hosts of several kinds stand in the order in which the cluster names them.
+Known limits: stages have devices of their own (no interleaving), there are no replicas, and hosts of several kinds
+stand in the cluster's order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_PRICES = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What a choice takes.
+    """The seconds and bytes of a choice.
 
     Args:
       seconds: of the simulated step; where it does not fit, of one with 1F1B as if it did; infinite where its layouts
@@ -57,7 +57,7 @@ class Price:
 
     @property
     def fits(self) -> bool:
-        """Whether it is a plan that can run."""
+        """Whether the choice fits memory."""
         return self.excess <= 0 and isfinite(self.seconds)
 
 
@@ -79,7 +79,7 @@ class Space(StageSpace):
     # Prices
 
     def price(self, choice: Choice, *, time_limit_seconds: float = SECONDS_PER_SOLVE) -> Price:
-        """What a choice takes and holds.
+        """The price of a choice.
 
         Args:
           choice: of this space.
@@ -147,10 +147,10 @@ class Space(StageSpace):
         return count * max(parts)
 
     def bound(self, partial: Partial) -> float:
-        """What every choice that a partial one may become takes at least; infinite where none fits. Seconds.
+        """A lower bound on the seconds of all choices that a partial one can become; infinite where none fits.
 
-        Each rank runs all microbatches of its stage: a step takes no less than the fastest layouts of any stage that is
-        decided, nor than the arithmetic of the layers that are left (`work_bound`).
+        Each rank runs all microbatches of its stage, so a step takes no less than the fastest layouts of any decided
+        stage, nor than the arithmetic of the undecided layers (`work_bound`).
         """
         longest, count = self.work_bound(partial), partial.microbatches
         if not partial.stages:
@@ -169,7 +169,7 @@ class Space(StageSpace):
         return longest
 
     def bound_within(self, choice: Choice) -> float:
-        """What every choice of this structure takes at least, by what is proven of its stages within memory; seconds.
+        """A lower bound on the seconds of this structure, from the bounds of its stages' problems within memory.
 
         Args:
           choice: whose layouts are left to the integer program.
@@ -190,7 +190,7 @@ class Space(StageSpace):
     # Plans
 
     def candidate(self, choice: Choice) -> Candidate | None:
-        """A choice as the stage search has it; None where it does not fit."""
+        """A choice as a candidate of the stage search; None where it does not fit."""
         placed = self._placed(choice)
         return scheduled(self.costs_of(choice), placed, self.schedules, chunks=1) if placed is not None else None
 
@@ -213,7 +213,7 @@ class Space(StageSpace):
         return (whole.plan(gap), whole.costs.program) if whole is not None else None
 
     def start(self, microbatches: int, stages: int) -> Choice | None:
-        """A simple choice to begin with: even stages, every node in what is fastest after those before it.
+        """A simple first choice: even stages with greedy layouts.
 
         Args:
           microbatches: in a step.

@@ -1,7 +1,7 @@
-"""The stages that plans of a request may have: their logical meshes, their layouts, and what these take.
+"""The stages of the plans of a request: their logical meshes, layouts and prices.
 
 A stage is a range of layers of the program in some number of microbatches, on a submesh. Its intra-operator problem is
-built once for all ranges that are the same program, and so is each solution.
+built once for all ranges that are the same program, and each solution is shared by them.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class StageSpace:
         return program
 
     def reserve_again(self) -> None:
-        """Look at what may not be counted once more, where `reserve` now says something else."""
+        """Apply the current `reserve`: where it has changed, results within memory limits are computed anew."""
         for (count, _), costs in self._costs.items():
             costs.reserve(self.reserve(count))
 
     def layouts(self, choice: Choice, number: int) -> Layouts:
-        """What the nodes of a stage may choose from, with the microbatches in flight that 1F1B keeps there.
+        """The layouts of a stage, for the microbatches in flight that 1F1B keeps there.
 
         Args:
           choice: with the stage.

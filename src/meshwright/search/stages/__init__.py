@@ -1,1 +1,1 @@
-"""Ranges of layers as stages: what one takes and holds on a submesh, estimated from its parts or solved."""
+"""Ranges of layers as stages: seconds and bytes on a submesh, estimated from parts or solved."""

@@ -1,9 +1,9 @@
-"""What stages send each other, and what the reshard planner needs to move it.
+"""The values that stages send each other, and their layouts for the reshard planner.
 
-The stage search prices an edge before it knows the layouts at its ends, by bytes and submeshes alone
-(`Submeshes.transfer_seconds`): that is what a move takes at least. Once stages are solved, their layouts are known, and
-an edge takes what `resharding.MoveCosts` says of moving these values from those layouts to these: more where devices
-want copies, or where blocks cut each other so that NICs are loaded unevenly.
+The stage search prices an edge before it knows the layouts at its ends, from bytes and submeshes alone
+(`Submeshes.transfer_seconds`): a lower bound. Once stages are solved, an edge takes the seconds that
+`resharding.MoveCosts` gives for these values and layouts: more where devices need copies, or where blocks cut each
+other so that NICs are loaded unevenly.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def edge_bytes(sent: Sequence[Sent], source: int, target: int) -> tuple[float, f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryLayouts:
-    """How the values that cross a stage's ends lie on its devices, by their index in the whole graph.
+    """The layouts of the values that cross a stage's ends, by their index in the whole graph.
 
     Args:
       received: what it reads and earlier stages compute.

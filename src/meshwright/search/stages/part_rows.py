@@ -1,4 +1,4 @@
-"""What parts of a program take by themselves, as rows of numbers that ranges of parts are summed up from."""
+"""Parts of a program priced by themselves, as rows of numbers that are summed to ranges of parts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _AT_LEAST = -1
 
 
 class OutOfTime(Exception):
-    """There was no time to find out what a part takes; what has been found out is kept."""
+    """The time limit ended the pricing of a part; finished rows are kept."""
 
 
 def may_be_loose(operators: int) -> float:
-    """How much of the seconds of a part of so many operators may be uncertain."""
+    """The gap to which a part of so many operators is solved, as a share of its seconds."""
     return _LOOSE_IF_LARGE if operators > _LARGE else _LOOSE
 
 
 class PartRows:
-    """The rows of all parts of a program, each found out when it is first asked for.
+    """The rows of all parts of a program, each computed on first use.
 
     Args:
       solver: of the program, whose layers are the parts.
@@ -50,8 +50,8 @@ class PartRows:
         self._rows: dict[tuple[Any, ...], PartRow] = {}
 
     def at_least(self, place: Place, remat: str) -> PartRow:
-        """Bytes that no layout of a part is below: throughout, for each microbatch in flight, and of that what it
-        receives; and its workspace.
+        """Lower bounds on the bytes of a part over all layouts: throughout, for each microbatch in flight, and of that
+        what it receives; and its workspace.
 
         Args:
           place: of the part.
@@ -78,7 +78,7 @@ class PartRows:
         self, place: Place, remat: str, prices: Sequence[float], number: int, in_flight: float,
         others: Sequence[float] = (),
     ) -> PartRow:  # fmt: skip
-        """A part at one price of memory: a row of a column, and its workspace.
+        """The row of a part at one price of memory, and its workspace.
 
         Args:
           place: of the part.
@@ -117,7 +117,7 @@ class PartRows:
 
 
 def part_row(seconds: StageSeconds, boundary: tuple[float, float], share: float) -> PartRow:
-    """Of a part what it takes at least.
+    """A part's row with the certain share of its seconds.
 
     Args:
       seconds: of the layouts that have been found.

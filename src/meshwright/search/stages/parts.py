@@ -1,4 +1,4 @@
-"""A program in smaller parts than its layers, for estimates: what repeats is a part of its own."""
+"""A program cut into smaller parts than its layers, for estimates: each repeated block is a part of its own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _MOST_BLOCKS = 8
 
 
 def in_parts(program: StagedProgram) -> StagedProgram:
-    """The program with blocks that repeat taken apart, wherever they are, and pieces of scans apart from what stands
-    before and after them.
+    """The program with repeated blocks as parts of their own, and pieces of scans apart from the equations around them.
 
-    A network of 48 blocks in 16 layers has 16 layers of three: solving a block is a third of the work. And the first
-    and the last layer of a network, or piece of a scan, are no more work then than the others.
+    A network of 48 blocks in 16 layers has 16 layers of three: solving a block is a third of the work, and the first
+    and last layer, or piece of a scan, then cost no more to solve than the others.
     """
     bounds = {a for a, _ in program.layers} | {program.equations} | _around_scans(program) | _between_blocks(program)
     if len(bounds) == len(program.layers) + 1:

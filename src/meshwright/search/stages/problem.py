@@ -1,8 +1,8 @@
-"""The intra-operator problem of one stage, and what its solution costs, forward and backward apart.
+"""The intra-operator problem of one stage, and the seconds of its solutions by pass.
 
-A stage differs from a whole program in its memory: what it keeps for the backward pass, and what it receives, it keeps
-for every microbatch *in flight*, while parameters, gradients, optimizer state and the batch's inputs are there once.
-And the stage search needs the two passes apart, since a pipeline's transfers and memory lie between them (`passes`).
+A stage differs from a whole program in its memory: activations and received values are held for every microbatch *in
+flight*, while parameters, gradients, optimizer state and the batch's inputs are held once. And the stage search needs
+the two passes apart, since a pipeline's transfers and memory lie between them (`passes`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..restrictions.constraints import Constraints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """What a solved stage takes.
+    """Seconds and bytes of a solved stage.
 
     Args:
       forward_seconds: of one microbatch.
@@ -53,7 +53,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastBytes:
-    """What no layout of a stage is below, on one device.
+    """Lower bounds on the memory of any layout of a stage, on one device.
 
     Args:
       constant: throughout.
@@ -68,7 +68,7 @@ class LeastBytes:
     received: float
 
     def held(self, in_flight: int) -> float:
-        """With so many microbatches in flight."""
+        """The bound with so many microbatches in flight."""
         return self.constant + self.workspace + in_flight * self.kept
 
 
@@ -142,7 +142,7 @@ class StageProblem(LimitedProblem):
 
     @cached_property
     def least_bytes(self) -> LeastBytes:
-        """No choice needs less on a device."""
+        """Lower bounds on the bytes of all choices, on one device."""
         return LeastBytes(
             constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._kept_by_node),
             received=_least(self._received_bytes),
@@ -158,7 +158,7 @@ class StageProblem(LimitedProblem):
         return FlatNodes(self._throughout, self._workspace, self._kept_by_node)
 
     def seconds(self, choices: tuple[int, ...], objective: float | None = None) -> StageSeconds:
-        """What choices of layouts take.
+        """Seconds and bytes of a choice for each node.
 
         Args:
           choices: of all nodes.
@@ -178,8 +178,8 @@ class StageProblem(LimitedProblem):
         )
 
     def as_part(self, choices: tuple[int, ...]) -> tuple[StageSeconds, tuple[float, float]]:
-        """What choices of layouts take, and what they save as a part of a longer range (`boundary_seconds`): found out
-        once, since many prices of memory have the same ones.
+        """Seconds and bytes of a choice for each node, and its savings as a part of a longer range
+        (`boundary_seconds`); cached, since many prices of memory have the same choices.
 
         Args:
           choices: of all nodes.
@@ -189,8 +189,8 @@ class StageProblem(LimitedProblem):
         return self._as_part[choices]
 
     def boundary_seconds(self, choices: tuple[int, ...]) -> tuple[float, float]:
-        """What a range of equations saves when it is no stage of its own but part of a larger one: the writing of what
-        it receives, a microbatch, and the fixed cost of the one collective that sums its gradients, a step.
+        """The seconds that a range saves as a part of a longer one: writing its received values, for each microbatch,
+        and the start of the one collective that sums its gradients, once a step.
 
         Args:
           choices: of all nodes.

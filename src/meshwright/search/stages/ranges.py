@@ -1,4 +1,4 @@
-"""Ranges of a program's layers as graphs: what they are, whatever is pinned and wherever they run."""
+"""Ranges of a program's layers as graphs, independent of constraints and meshes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .segments import stage_segments
 
 
 class Ranges:
-    """Each is made once, however many problems are made of it.
+    """The graphs of ranges, each made once for all problems built on it.
 
     Args:
       program: in layers, at the size of one microbatch.

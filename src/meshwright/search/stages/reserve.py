@@ -1,8 +1,8 @@
-"""What a search may not count on a device: for the stage that has the last layers apart.
+"""The memory that a search has to leave free, learned from plans that turned out too large.
 
-Searches count memory by layouts; what the programs then hold is found by tracing them. The two differ most for the head
-of a model, of whose scores, the largest array there is, several copies live at once. What is missed of it, of stages
-that rematerialise nothing and of all others is learned apart.
+Searches count bytes from layouts; the bytes of the resulting programs are known once these are traced. The two differ
+most for the head of a model, where several copies of the scores, the largest array, live at once. So the missing bytes
+are learned separately for the last stage, for stages that rematerialise nothing, and for all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TO_SPARE, _LEAST_STEP, _LARGEST_STEP = 1.1, 0.002, 0.1
 
 @dataclass(frozen=True, slots=True)
 class MemoryReserve:
-    """Bytes of a device that are left for what a search does not see.
+    """The bytes of a device that a search leaves free.
 
     >>> MemoryReserve(1e9, 2e9, margin=1.25).limit(10e9, last=True)
     6000000000.0
@@ -48,14 +48,14 @@ class MemoryReserve:
 
 
 def nothing_reserved(microbatches: int) -> MemoryReserve:
-    """All of a device may be counted, in however many microbatches."""
+    """No reserve, in any number of microbatches."""
     del microbatches
     return MemoryReserve()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Missed:
-    """A rank that is too large.
+    """A rank of a plan that was too large.
 
     Args:
       microbatches: of the plan.
@@ -79,11 +79,11 @@ class _Missed:
 
 
 class MissedMemory:
-    """What the search may not count on a device in so many microbatches, as traced peaks have shown it to count too
-    little.
+    """The reserve for each number of microbatches, learned from the traced peaks of plans that were too large.
 
-    What it misses is mostly a microbatch's: half of it in half a microbatch. In a larger one it may be more, or another
-    plan that keeps less; nothing is known of that until such a plan is found.
+    The bytes that a search misses are mostly those of a microbatch: half of them in half a microbatch. In larger
+    microbatches nothing is reserved until a plan there is too large: the search may miss more there, or find another
+    plan that keeps less.
 
     Args:
       margin: what peaks may be off by: a plan is too large from a device's memory over this on.
@@ -95,7 +95,7 @@ class MissedMemory:
         self._too_large: Counter[int] = Counter()
 
     def __call__(self, microbatches: int) -> MemoryReserve:
-        """What may not be counted."""
+        """The reserve for so many microbatches."""
         inner, final, plain = (
             self._of(microbatches, [one for one in self._missed if (one.last, one.plain) == kind])
             for kind in ((False, False), (True, False), (False, True))
@@ -103,8 +103,8 @@ class MissedMemory:
         return MemoryReserve(inner, final, self._margin, plain)
 
     def limit_of_rank(self, microbatches: int, rank: int, usable_bytes: float) -> float:
-        """Bytes that may be counted on a device of one rank, where all plans have the same ranks: all of it before
-        anything is known to be missed there, since what is counted too high may fit all the same.
+        """The bytes that may be counted on a device of one rank, where all plans have the same ranks: all of them until
+        a plan was too large there, since a count may also be too high.
 
         Args:
           microbatches: of the plans.
@@ -132,8 +132,8 @@ class MissedMemory:
         self, microbatches: int, counted: Sequence[float], peaks: Sequence[float], usable: Sequence[float],
         plain: Sequence[bool],
     ) -> None:  # fmt: skip
-        """Of a plan that is too large, by rank: what was counted, what it is, what there is for it, and whether some
-        stage computes nothing again. Ranks that fit say nothing."""
+        """Record a plan that was too large, by rank: the counted bytes, the traced peak, the usable bytes, and whether
+        some stage rematerialises nothing. Ranks that fit are ignored."""
         for rank, (seen, peak, most, keeps) in enumerate(zip(counted, peaks, usable, plain, strict=True)):
             if self._margin * peak > most:
                 last = rank == len(peaks) - 1

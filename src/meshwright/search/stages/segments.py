@@ -1,4 +1,4 @@
-"""What a stage computes again in its backward pass instead of keeping it."""
+"""The rematerialised segments of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A range of layers as it was solved: what a plan is assembled from, and what it holds."""
+"""Solved ranges of layers, from which plans are assembled, and the bytes they hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRIED_WORKSPACES = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SolvedStage:
-    """A solved range: what the plan is assembled from.
+    """A solved range of layers.
 
     Args:
       cut: the range as solved; a range elsewhere with the same fingerprint shares it.
@@ -40,7 +40,7 @@ class SolvedStage:
 
     @property
     def certain_share(self) -> float:
-        """Of its seconds, what the fastest way to run it takes at least."""
+        """The lower bound of its problem, as a share of its seconds."""
         solution = self.chosen.solution
         return solution.lower_bound / solution.objective if solution.objective > 0 else 1.0
 
@@ -83,7 +83,7 @@ class SolvedStage:
 
 
 def better_of(first: SolvedStage, second: SolvedStage) -> SolvedStage:
-    """Of two solutions of one problem the faster, with what either proves.
+    """The faster of two solutions of one problem, with the closer of their bounds.
 
     Args:
       first: is taken of equals.
@@ -98,7 +98,8 @@ def better_of(first: SolvedStage, second: SolvedStage) -> SolvedStage:
 def in_turn(
     solve: Callable[[float], SolvedStage | None], in_flight: int, stages: int, limit_bytes: float
 ) -> SolvedStage | None:
-    """One of several stages of a device, in its share of the memory: they run in turn and share a workspace.
+    """A stage solved for its share of the memory of a device with several stages: they run in turn and share a
+    workspace.
 
     Args:
       solve: the fastest way to run it in so many bytes; None if there is none.

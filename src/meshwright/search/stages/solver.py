@@ -1,4 +1,4 @@
-"""Ranges of layers as problems on logical meshes, each built once, and solved once for all places that it has."""
+"""Ranges of layers as problems on logical meshes, each built and solved once for all of its places."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Place:
 
 
 class Kinds:
-    """Submeshes on which a stage costs the same and has the same logical meshes, numbered as they are asked for.
+    """Classes of submeshes on which a stage costs the same and has the same logical meshes, numbered on first use.
 
     Args:
       submeshes: of the cluster.
@@ -157,8 +157,7 @@ class StageSolver:
         return self._identity[first, last]
 
     def _first_alike(self, first: int, last: int) -> tuple[int, int]:
-        """The range that was asked for first of those that are the same program: what is found out is of its equations,
-        and has their places."""
+        """The first range met that is the same program: cached results are in its equations."""
         return self._alike.setdefault(self.number(first, last), (first, last))
 
     def segments(self, first: int, last: int) -> Segments:
@@ -178,8 +177,8 @@ class StageSolver:
         return self._ranges.kept_bytes(*self._first_alike(first, last))
 
     def problem(self, place: Place, remat: str) -> tuple[StageProblem, Segments, Cut]:
-        """The problem of a range, built once for all ranges that are the same program, with the cut it was built of.
-        Where a range has nothing to rematerialise, "layer" is the same problem as "none"."""
+        """The problem of a range, built once for all ranges that are the same program, with the cut it was built from.
+        A range without anything to rematerialise has the same problem for "layer" and "none"."""
         key = self._key(place, remat)
         if key not in self._problems:
             cut = self.cut(*self._first_alike(place.first, place.last))
@@ -204,7 +203,7 @@ class StageSolver:
         return self.number(place.first, place.last), place.kind, place.mesh, remat
 
     def _relax(self, place: Place) -> bool:
-        """Whether the ZeRO stage that a range contradicts can be asked for less strictly; from now on it is."""
+        """Whether the ZeRO stage that a range cannot satisfy has a less strict form; from now on that is used."""
         key = self._key(place, "none")[:3]
         if self._constraints.zero not in (1, 2) or not self._constraints.strict or key in self._lenient:
             return False
@@ -228,7 +227,7 @@ class StageSolver:
         return self._free[key]
 
     def _freely(self, place: Place, remat: str) -> SolvedStage | None:
-        """What a forest finds where memory has no limit, if it finds anything."""
+        """The best layouts of a forest without a memory limit; None if it finds none."""
         built = self.problem(place, remat)
         try:
             found = built[0].fastest
@@ -375,9 +374,9 @@ class StageSolver:
 
 
 def meshes_of(part: Cluster, wanted: Sequence[WantedMesh], *, max_axes: int = 2) -> tuple[LogicalMesh, ...]:
-    """Logical meshes of a cluster; those whose axes differ in their order only give the same plans. The innermost axis
-    spans two hosts at most: what is exchanged in every layer does not go further; and two axes can do what one of as
-    many devices can.
+    """The logical meshes of a cluster, one for each set of axes: other orders of the same axes give the same plans. The
+    innermost axis spans two hosts at most, since collectives of every layer do not pay over more; and two axes can do
+    what one of as many devices can.
 
     Args:
       part: the cluster, or a submesh of it.
