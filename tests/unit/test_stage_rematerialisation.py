@@ -18,7 +18,7 @@ def test_a_stage_with_nothing_to_rematerialise_is_no_reason_to_refuse() -> None:
         value, grads = value_and_grad(loss)(state)
         return jax.tree.map(lambda p, g: p - g, state, grads), value
 
-    state = {"in": jax.ShapeDtypeStruct((64, 256), jnp.float32), "out": jax.ShapeDtypeStruct((256, 16), jnp.float32)}
+    state = {"in": jax.ShapeDtypeStruct((64, 256), jnp.float32), "out": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     wishes: dict[str, Any] = {"stages": 2, "microbatches": 2, "remat": "layer", "schedule": "gpipe"}
     example = (state, jax.ShapeDtypeStruct((32, 64), jnp.float32))
     plan = plan_for(step, example, cluster="p4d.24xlarge:1", **wishes).plan

@@ -78,8 +78,8 @@ def search_stages(request: StageRequest) -> SearchResult:
 
 
 class StageSearch:
-    """The search over one request, for as many limits of memory as are asked: what was found out of ranges without
-    looking at memory is found once.
+    """The search for plans of several stages over one request, run once for each memory limit: results that do not
+    depend on memory are kept between runs.
 
     Args:
       request: what is asked.
@@ -127,7 +127,7 @@ class StageSearch:
         return self.late and (bool(self.finished.seconds) or isfinite(self._known))
 
     def _check(self) -> None:
-        """End what may be broken off, where the time is over."""
+        """Raise `OutOfTime` where the time is over and work may be broken off."""
         if self._may_stop and self.over:
             raise OutOfTime
 
@@ -185,7 +185,7 @@ class StageSearch:
         )  # fmt: skip
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
-        """The best of the last run's plans in the memory that there is now: what they take bounds all others."""
+        """The best plan of the last run that fits in the memory of this run: the first incumbent."""
         for number, stages in last.ascending()[:_AGAIN]:
             if self.over:
                 break
@@ -258,14 +258,14 @@ class StageSearch:
         return refused
 
     def _bound_count(self, count: int, expected: dict[int, float]) -> None:
-        """Find out what a number of microbatches takes at least, as far as there is time and it may be the best."""
+        """Raise the lower bound of a number of microbatches, unless that already excludes it or the time is over."""
         if expected[count] <= self.best.worth_searching and not self.over:
             with self._in_time(expected[count]):
                 expected[count] = max(expected[count], self.bounds.of(count, self.best.seconds))
                 expected[count] = max(expected[count], self.bounds.with_split(count, self.best.seconds))
 
     def _is_slower(self, count: int, least: float) -> bool:
-        """Whether a number of microbatches takes too long at least to be worth a search, and say so."""
+        """Whether the lower bound of a number of microbatches excludes it; if so, record that."""
         if least <= self.best.worth_searching:
             return False
         self.unsearched = min(self.unsearched, least)
@@ -274,7 +274,7 @@ class StageSearch:
 
     @contextmanager
     def _in_time(self, least_seconds: float, *broken_off: Considered) -> Iterator[None]:
-        """Break off what is looked at when the time is over, and say so; it takes so long at least."""
+        """Run work that the time limit may break off; then record its lower bound, and what was broken off."""
         self._may_stop = True
         try:
             yield
@@ -286,14 +286,14 @@ class StageSearch:
             self._may_stop = False
 
     def near(self) -> int | None:
-        """The number of microbatches around which to look: that of the best plan."""
+        """The incumbent's number of microbatches, near which the search goes on."""
         if finished := self.finished.seconds:
             return min(finished, key=finished.__getitem__)[0]
         return self.taken
 
     def problems_of(self, costs: StageCosts, *, bounded: bool = True) -> Iterator[InterOpProblem]:
-        """What to solve for a number of microbatches; for a split backward by what the others have found, unless all
-        that is thought possible was not, and nothing is left out."""
+        """The problems of a number of microbatches, one for each order, or for each number of stages of a split
+        backward. `bounded` excludes by the incumbent."""
         crossings = costs.crossings()
         for order in ORDERS:
             if is_asked(order, self._schedules):
@@ -327,7 +327,8 @@ class StageSearch:
         return partial(scheduled, schedules=self._schedules)
 
     def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
-        """Search, solve what the best plan uses, and search again until it uses nothing else."""
+        """Solve a problem by estimates, then the ranges of its best plan, and repeat until that plan has only solved
+        ranges."""
         considered = partial(Considered, costs.program.microbatches, schedule=problem.order)
         if bounded:
             self._bound(costs, problem)
@@ -355,8 +356,8 @@ class StageSearch:
             self.unsearched = min(self.unsearched, least * handicap(problem.order))
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
-        """What is known to be possible bounds what is worth a look: first plans whose memory does not bind, or else
-        those of equal stages."""
+        """Exclude ranges that are too slow for any plan to beat the incumbent, or before there is one a first plan by
+        estimates."""
         bound = self.best.worth(problem.order)
         if not isfinite(bound):
             bound = self._slack * first_seconds(problem, costs)
@@ -376,7 +377,7 @@ class StageSearch:
         return costs
 
     def _keep(self, number: int, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> None:
-        """Remember the best way to run these stages, if all of them are solved."""
+        """Record the best options for these stages, if all of them are solved."""
         chain = {(s.first, s.last, s.submesh) for s in stages}
         if costs.unsolved(problem, stages):
             return
@@ -403,8 +404,7 @@ class StageSearch:
         return better(best, self._interleaved(self.best.simulated, again=again))
 
     def _interleaved(self, below_seconds: float, *, again: bool) -> Iterator[Candidate]:
-        """Plans of several stages a rank that are expected to take less than these seconds; of those of the last run
-        no more than there is time for."""
+        """Interleaved plans whose estimate beats these seconds; in a repeated run as far as time allows."""
         self.costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
             self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
