@@ -107,7 +107,8 @@ def test_options(options: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_a_mesh_of_another_number_of_devices() -> None:
-    assert "8 devices" in refusal(ClusterError, mesh=(3, 2))
+    assert "8 devices" in refusal(ClusterError, mesh=(3, 2), stages=1)
+    assert "8 devices" in refusal(PlanError, mesh=(3, 2))
 
 
 @pytest.mark.parametrize(

@@ -164,17 +164,24 @@ def _under_schedule(schedule: str | None, found: SearchResult) -> Plan:
 
 
 def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
-    """Refuse logical meshes that no stage can have.
+    """Refuse logical meshes that no stage can have, or that do not add up to the cluster.
 
     Raises:
       PlanError: saying how many devices a stage can have.
     """
-    most = asked.cluster.num_devices - ((stages or 1) - 1)
-    if asked.mesh and all(prod(sizes) > most for _, sizes in asked.mesh):
+    devices = asked.cluster.num_devices
+    most = devices - ((stages or 1) - 1)
+    sizes = {prod(sizes) for _, sizes in asked.mesh}
+    sums = {0}  # of stages with these meshes, their devices
+    for total in range(1, devices + 1):
+        if any(total - size in sums for size in sizes):
+            sums.add(total)
+    if sizes and (min(sizes) > most or devices not in sums):
         raise PlanError(
             refused="the logical mesh", got=" or ".join("x".join(map(str, sizes)) for _, sizes in asked.mesh),
-            needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}",
-            where="mesh=", try_="the mesh of one stage, or stages=1",
+            needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}, with "
+            f"{devices} devices together",
+            where="mesh=", try_=f"a mesh of all {devices} devices, which is one stage, or of a part of them",
         )  # fmt: skip
 
 
