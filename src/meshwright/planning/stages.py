@@ -179,8 +179,8 @@ def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
     if sizes and (min(sizes) > most or devices not in sums):
         raise PlanError(
             refused="the logical mesh", got=" or ".join("x".join(map(str, sizes)) for _, sizes in asked.mesh),
-            needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}, with "
-            f"{devices} devices together",
+            needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}, "
+            f"with {devices} devices together",
             where="mesh=", try_=f"a mesh of all {devices} devices, which is one stage, or of a part of them",
         )  # fmt: skip
 
