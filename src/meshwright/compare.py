@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from .cluster import Cluster, load_cluster
@@ -205,7 +206,7 @@ def comparison_text(compared: Sequence[Compared]) -> str:
             reasons.append(f"{one.name}: {one.reason}")
             continue
         rows.append((
-            one.name, format_seconds(one.step_seconds), f"{one.step_seconds / best:.2f}",
+            one.name, format_seconds(one.step_seconds), f"{one.step_seconds / best:.2f}" if isfinite(best) else "-",
             format_flops_rate(1e12 * plan.predicted.tflops_per_device), format_bytes(_peak(plan)), _meshes(plan),
             str(plan.microbatches),
         ))  # fmt: skip

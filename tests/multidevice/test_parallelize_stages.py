@@ -120,7 +120,7 @@ def test_a_donated_state_is_refused() -> None:
         ({"stages": 2, "preset": "megatron(tp=2)"}, "the preset megatron"),
         ({"preset": "megatron(tp=3)"}, "multiple of 3"),
         ({"preset": "megatrn"}, "megatron"),
-        ({"stages": 2, "mesh": (8,)}, "one of at most 7 devices"),
+        ({"stages": 2, "mesh": (8,)}, "of at most 7 devices"),
         ({"stages": 2, "schedule": "interleaved_one_f_one_b"}, "several stages for each of several equal ranks"),
         ({"stages": 2, "schedule": "inference"}, "a step that computes gradients"),
     ],

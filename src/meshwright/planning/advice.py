@@ -64,10 +64,10 @@ def _relaxed(options: PlanOptions, preset: Preset | None, devices: int) -> Itera
             if count is not None or remat == "none":
                 changed = {"preset": other, "microbatches": None, "remat": None}
                 yield f"preset={str(other)!r} without microbatches= and remat=", changed
-        yield "stages=None in place of preset=", {"preset": None, "stages": None}
+        yield "leaving out preset=", {"preset": None, "stages": None}
         return
     for name in ("zero", "mesh", "submeshes"):
         if getattr(options, name) is not None:
             yield f"leaving out {name}=", {name: None} if name != "submeshes" else {name: None, "stages": None}
     if options.stages is not None:
-        yield "stages=None", {"stages": None, "mesh": None, "submeshes": None}
+        yield "leaving out stages=", {"stages": None, "mesh": None, "submeshes": None}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf, prod
 
+from ..errors import PlanError
 from ..search.driver import WORTH, Part, best_of_parts
 from ..search.one_stage.driver import GAP
 from ..search.result import NothingFaster, SearchResult
@@ -24,7 +25,7 @@ def plan_in_stages(asked: PlanRequest, stages: int | None, *, faster_than_second
 
     Where one stage is soon planned and its first plan fits, it comes first, and bounds the search for several. Else
     several come first, in a search that prices one stage too, as a pipeline of one; then the best program of one stage,
-    whose layouts are priced as they run and need not be gathered again for the backward pass. (Beside a plan of several
+    which is priced as it runs: it need not gather parameters again for the backward pass. (Beside a plan of several
     stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
     `benchmarks/golden_plans.py` and `never_worse.py`. Where the first plan is too large, memory binds, and many more
     would be written out for a plan that is seldom the best: 36 of 64 CPU seconds for wresnet-13b on 64 V100, whose best
@@ -48,11 +49,11 @@ def plan_in_stages(asked: PlanRequest, stages: int | None, *, faster_than_second
     program = asked.program(count)
     devices = asked.cluster.num_devices
     of_all = [one for one in asked.mesh if prod(one[1]) == devices]
-    if asked.mesh and not of_all:
-        return plan_stages(asked, None, faster_than_seconds=faster_than_seconds)
     whole = devices == 1 or (asked.mesh and len(of_all) == len(asked.mesh))
     if whole or not program.marked or program.host_inputs or program.host_outputs:
         return plan_one_stage(asked, faster_than_seconds=faster_than_seconds)
+    if asked.mesh and not of_all:
+        return plan_stages(asked, None, faster_than_seconds=faster_than_seconds)
     return best_of_parts(
         _parts(asked, replace(asked, mesh=of_all), is_soon_planned=not is_large(program) or fits_in_few(asked)),
         left_seconds=lambda: asked.left_seconds, floor=lambda: asked.least_work_seconds,
@@ -68,29 +69,32 @@ def _parts(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) ->
       of_one: the same with the logical meshes that one stage may have.
       is_soon_planned: whether one stage is.
     """
-    if is_soon_planned:
-        of_one = of_one.within(_ONE_STAGE_SHARE * of_one.left_seconds)
     planner, tried = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), False
 
     def one(most_seconds: float, seconds: float, attempts: int = ATTEMPTS) -> SearchResult:
-        del seconds
-        return planner.plan(faster_than_seconds=most_seconds, attempts=attempts)
+        return planner.plan(
+            faster_than_seconds=most_seconds, time_limit_seconds=max(seconds, 0.0), attempts=attempts
+        )  # fmt: skip
 
     def first(most_seconds: float, seconds: float) -> SearchResult:
         nonlocal tried
-        found = one(most_seconds, seconds, 1)
         tried = True
-        return found
+        try:
+            return one(most_seconds, seconds, 1)
+        except PlanError:
+            tried = False
+            raise
 
     def several(most_seconds: float, seconds: float) -> SearchResult:
         del seconds
         return plan_stages(replace(asked, several=tried), None, faster_than_seconds=most_seconds)
 
     if is_soon_planned:
-        yield Part(words="one stage", search=first)
+        yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)
     yield Part(words="several stages", search=several)
     if not tried:
-        yield Part(words="one stage in less memory" if is_soon_planned else "one stage", search=one)
+        words = "one stage in less memory" if is_soon_planned else "one stage"
+        yield Part(words=words, search=one, goes_on=is_soon_planned)
 
 
 def _inference(asked: PlanRequest, faster_than_seconds: float) -> SearchResult:

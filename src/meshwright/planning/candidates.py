@@ -58,8 +58,10 @@ def candidates(
     for way in ways:
         name = ", ".join(f"{key}={value}" for key, value in way.items())
         tell(f"an alternative, {name}")
+        # A preset decides the number of stages.
+        free = replace(options, stages=None) if "preset" in way else options
         try:
-            found.append(Candidate(name=name, planning=plan(replace(options, **way, time_limit_seconds=share))))
+            found.append(Candidate(name=name, planning=plan(replace(free, **way, time_limit_seconds=share))))
         except PlanError:
             continue
     kept, seen = [asked], {_essence(asked.planning.plan)}
@@ -85,8 +87,8 @@ def alternatives(options: PlanOptions, cluster: Cluster, asked: Plan) -> Sequenc
         mine = tuple(size for _, size in asked.stages[0].mesh) if len(asked.stages) == 1 else ()
         ways += [{"mesh": shape} for shape in cluster.logical_shapes(max_axes=2) if shape != mine]
         if options.zero is None and options.pins is None and options.schedule is None:
-            ways += [{"preset": name} for name in ("data_parallel()", "zero(stage=3)")]
-            ways += [{"preset": f"megatron(tp={n})"} for n in _powers(min(host.devices for host in cluster.hosts))]
+            tensor = [f"megatron(tp={n})" for n in _powers(min(host.devices for host in cluster.hosts))]
+            ways += [{"preset": name} for name in ("data_parallel()", "zero(stage=3)", *tensor)]
     if options.microbatches is None:
         ways.append({"microbatches": 2 * asked.microbatches})
     return ways

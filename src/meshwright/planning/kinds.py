@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf, isfinite
 
 from ..cluster import Cluster, devices_by_kind, one_kind_alone
 from ..errors import PlanError, size_words
@@ -15,8 +16,8 @@ from .any_stages import plan_in_stages
 from .replicas import REPLICAS, may_have_replicas, plan_replicas
 from .request import PlanRequest, on_devices
 
-# Of the time: what stages over all devices may take where replicas are searched too, and what each of these and of the
-# plans for one kind alone are given at least, together.
+# Of the time: what stages over all devices may take where replicas are searched too; and what plans for one kind alone
+# are given at least, together.
 _STAGES_SHARE, _LEAST_SHARE = 0.75, 0.1
 
 
@@ -40,7 +41,7 @@ def plan_for_kinds(asked: PlanRequest, stages: int | None) -> SearchResult:
         parts.append(Part(words=REPLICAS, search=partial(_replicas, asked, stages)))
     clusters = told_apart(asked.cluster) if _may_leave_out(asked) else ()
     if not clusters and len(parts) == 1:
-        return parts[0].search(float("inf"), asked.left_seconds)
+        return parts[0].search(inf, asked.left_seconds)
     least = _LEAST_SHARE * asked.time_limit_seconds / max(len(clusters), 1)
     alone = [
         Part(
@@ -80,7 +81,8 @@ def _alone(
     )
     found = plan_in_stages(mine, stages, faster_than_seconds=faster_than_seconds)
     idle = asked.cluster.num_devices - len(devices)
-    note = f"{'1 device is' if idle == 1 else f'{idle} devices are'} idle: {cluster.name} alone are faster than all"
+    why = "are faster than all" if isfinite(faster_than_seconds) else "have a plan, and all together none"
+    note = f"{'1 device is' if idle == 1 else f'{idle} devices are'} idle: {cluster.name} alone {why}"
     plan = on_devices(found.plan, devices, asked.cluster)
     return replace(
         found, plan=replace(plan, notes=(*plan.notes, note)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf, isfinite
@@ -16,8 +17,9 @@ from .microbatch_counts import microbatch_counts
 from .refine import ATTEMPTS, MARGIN, Refinement
 from .request import PlanRequest
 
-# Microbatches. One stage first, Gemma 3 27B on 64 v5p takes 1.499 s a step after 41 CPU seconds of planning; several
-# first, it takes 116. Of gpt3-15b on 32 V100, which needs 64, one stage takes 75, and several first take 26.
+# A program that may fit in up to so many microbatches is searched in one stage first. Gemma 3 27B on 64 v5p takes
+# 1.499 s a step after 41 CPU seconds of planning so, and 116 with several stages first. gpt3-15b on 32 V100 needs 64
+# microbatches: 75 with one stage first, 26 with several first.
 _FEW = 4
 
 
@@ -36,15 +38,17 @@ class OneStagePlanner:
 
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
         self._asked = asked
-        limit = max(asked.left_seconds, 0.0)
-        self._search = OneStageSearch(_Requests(asked), time_limit_seconds=limit, tell=asked.tell, gap=gap)
+        self._search = OneStageSearch(_Requests(asked), tell=asked.tell, gap=gap)
         self._refinement = Refinement(asked.cluster.device, asked.tell)
 
-    def plan(self, *, faster_than_seconds: float = inf, attempts: int = ATTEMPTS) -> SearchResult:
+    def plan(
+        self, *, faster_than_seconds: float = inf, time_limit_seconds: float | None = None, attempts: int = ATTEMPTS
+    ) -> SearchResult:
         """The fastest plan.
 
         Args:
           faster_than_seconds: a plan whose step takes longer is not wanted.
+          time_limit_seconds: for the search; None for what is left of the request's.
           attempts: how many plans may turn out to be too large.
 
         Raises:
@@ -52,6 +56,8 @@ class OneStagePlanner:
           NothingFaster: if no plan is that fast.
         """
         asked, device = self._asked, self._asked.cluster.device
+        left = asked.left_seconds if time_limit_seconds is None else time_limit_seconds
+        self._search.deadline = time.perf_counter() + max(left, 0.0)
 
         def find(missed: MissedMemory) -> SearchResult:
             found = self._search.run(

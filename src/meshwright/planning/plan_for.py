@@ -168,7 +168,9 @@ def plan_without_advice(
     notes += storage_notes(found.plan, asked.constraints.zero, preset)
     notes += replicated_work(asked, found, asked.constraints_in(found.program).roles)
     if asked.schedule is not None and len(found.plan.stages) == 1:
-        notes += (f"the schedule {asked.schedule} is not used: one stage is faster than several (stages=2 for two)",)
+        searched = any(one.what == "several stages" for one in found.considered)
+        why = "one stage is faster than several (stages=2 for two)" if searched else "the plan can have one stage only"
+        notes += (f"the schedule {asked.schedule} is not used: {why}",)
     notes += effect_notes(found.program, found.plan.schedule)
     notes += row_notes(found.plan)
     if options.microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:

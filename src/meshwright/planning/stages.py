@@ -143,7 +143,10 @@ def _in_order(
                 continue
             if asked.schedule == "inference" and len(found.plan.stages) == 1:
                 raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline
-            return replace(found, plan=_under_schedule(asked.schedule, found))
+            as_asked = replace(found, plan=_under_schedule(asked.schedule, found)).bounded(found.least_seconds)
+            if as_asked.counted_seconds >= faster_than_seconds:
+                raise NothingFaster(found.least_seconds, found.considered)
+            return as_asked
 
     found = Refinement(asked.cluster.device, asked.tell).run(
         find, what=f"a plan of several stages for {asked.cluster.num_devices} x {asked.cluster.device.kind}",
@@ -179,9 +182,9 @@ def _check_mesh(asked: PlanRequest, stages: int | None) -> None:
     if sizes and (min(sizes) > most or devices not in sums):
         raise PlanError(
             refused="the logical mesh", got=" or ".join("x".join(map(str, sizes)) for _, sizes in asked.mesh),
-            needed=f"one of at most {most} devices: it is that of a stage, of which there are {stages or 'several'}, "
-            f"with {devices} devices together",
-            where="mesh=", try_=f"a mesh of all {devices} devices, which is one stage, or of a part of them",
+            needed=f"that of a stage, of which there are {stages or 'several'}: of at most {most} devices each, and of "
+            f"{devices} devices together",
+            where="mesh=", try_=f"a mesh of all {devices} devices, which is one stage",
         )  # fmt: skip
 
 

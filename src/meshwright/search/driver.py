@@ -30,12 +30,14 @@ class Part:
         take, the best plan of the part. Raises `NothingFaster`, `MemoryExceeded` or another `PlanError`.
       share: of the time that is left, what the search may take.
       least_seconds: what it is given even when the time is over.
+      goes_on: whether it goes on with what an earlier part has given up, so that its refusal says more.
     """
 
     words: str
     search: Callable[[float, float], SearchResult]
     share: float = 1.0
     least_seconds: float = 0.0
+    goes_on: bool = False
 
 
 def search_parts(
@@ -79,7 +81,7 @@ def search_parts(
             elif best is not None:
                 best = best.beside(bound).considering(part.words, "none that fits and is faster")
         except PlanError as error:
-            refused = refused or error
+            refused = error if refused is None or part.goes_on else refused
             if isinstance(error, MemoryExceeded):
                 bound = floor() if left_seconds() < 0 else error.least_seconds
                 least = min(least, bound)
@@ -93,12 +95,12 @@ def search_parts(
             yield best
     if best is not None:
         yield best
-    elif slower is not None:
-        raise NothingFaster(least, slower.considered)
-    elif refused is not None:
-        raise refused
+    elif slower is not None or refused is None or (isfinite(faster_than_seconds) and isfinite(least)):
+        raise NothingFaster(least, slower.considered if slower is not None else ())
     else:
-        raise NothingFaster(least, ())
+        if isinstance(refused, MemoryExceeded):
+            refused.least_seconds = least
+        raise refused
 
 
 def best_of_parts(

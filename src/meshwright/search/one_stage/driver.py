@@ -86,9 +86,12 @@ class OneStageSearch:
 
     Args:
       requests: the step in each number of microbatches to be considered; made when first asked for.
-      time_limit_seconds: for all runs together. The search goes on until there is a plan.
+      time_limit_seconds: from now on.
       tell: called with a few words at each part of the work.
       gap: to which problems are solved, relative.
+
+    Attributes:
+      deadline: when the time is over, by `time.perf_counter`. The search goes on until there is a plan.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class OneStageSearch:
     ) -> None:  # fmt: skip
         self._requests, self._tell, self.gap = requests, tell, gap
         self.counts = sorted(requests)
-        self._deadline = time.perf_counter() + time_limit_seconds
+        self.deadline = time.perf_counter() + time_limit_seconds
         self._ways: dict[int, tuple[Way, ...]] = {}
 
     def run(self, limit_bytes: Callable[[int], float], *, faster_than_seconds: float = inf) -> SearchResult:
@@ -128,12 +131,12 @@ class OneStageSearch:
     @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return time.perf_counter() > self._deadline
+        return time.perf_counter() > self.deadline
 
     @property
     def left_seconds(self) -> float:
         """What one problem may take now."""
-        return max(self._deadline - time.perf_counter(), _LEAST_SECONDS)
+        return max(self.deadline - time.perf_counter(), _LEAST_SECONDS)
 
     @property
     def known_counts(self) -> tuple[int, ...]:

@@ -176,10 +176,8 @@ class StageSearch:
             raise self.costs.nothing_fits()
         if best.penalised_seconds >= known:
             raise self._nothing_faster()
-        # Interleavings are tried, not bounded.
-        least = 0.0 if set(self.request.schedules) == {INTERLEAVED} else self.unsearched
         return SearchResult(
-            plan=best.plan(gap_of(best.penalised_seconds, max(least, self.bounds.floor))), program=best.costs.program,
+            plan=best.plan(gap_of(best.penalised_seconds, self._least_seconds)), program=best.costs.program,
             considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
             stages=stages,
         )  # fmt: skip
@@ -200,8 +198,14 @@ class StageSearch:
                     self._keep(number, costs, problem, stages)
         return self._simulate(None, again=True) if last.seconds else None
 
+    @property
+    def _least_seconds(self) -> float:
+        """Lower bound of all plans. Interleavings are tried, not bounded."""
+        least = 0.0 if set(self.request.schedules) == {INTERLEAVED} else self.unsearched
+        return max(least, self.bounds.floor)
+
     def _nothing_faster(self) -> NothingFaster:
-        return NothingFaster(max(self.unsearched, self.bounds.floor), tuple(dict.fromkeys(self.considered)))
+        return NothingFaster(self._least_seconds, tuple(dict.fromkeys(self.considered)))
 
     def _search(self, *, bounded: bool) -> None:
         expected = dict.fromkeys(self.counts, self.bounds.floor)

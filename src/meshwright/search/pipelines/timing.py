@@ -196,6 +196,7 @@ def _tries(staged: StagedTiming, microbatches: int, orders: Sequence[str]) -> It
         period = max(stage.forward_seconds + stage.backward_seconds for stage in timing.stages)
         both_ways = [edge.forward_seconds + edge.backward_seconds for edge in timing.edges]
         # The bound of what runs ahead counts on as many in flight as an eager pipeline has (`inter.dynamic_program`).
+        # Plain warm-ups have fewer only at edges that take no time at all.
         if period > 0 and {edge.source for edge in edges} == {*range(stages - 1)}:
             warm_up = adaptive_warm_up([seconds / 2 for seconds in both_ways], period_seconds=period)
             eager = [2 * place - 1 for place in range(stages, 0, -1)]
