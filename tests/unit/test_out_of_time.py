@@ -82,7 +82,7 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
     before = at_leisure()
     plain = pipeline.StageSearch._refine
 
-    def refine(self: StageSearch, *args: Any, **options: Any) -> None:
+    def refine(self: StageSearch, *args: Any, **options: Any) -> bool:
         costs: MicrobatchCosts = self.costs
         steps = [0]
 
@@ -99,7 +99,7 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
                 calls[0] += 1
         for one in costs.all:
             one.forget_estimates()
-        plain(self, *args, **options)
+        return plain(self, *args, **options)
 
     monkeypatch.setattr(StageSearch, "_refine", refine)
     assert planned().plan == before

@@ -68,6 +68,9 @@ _AGAIN = 3
 # code on 16 A100, in 60 s: 1 % instead of 78 %.)
 _BOUNDED_AT = 0.25
 
+# Orders whose steps the objective of adaptive pipelines bounds as well: where that excludes all, they need no search.
+_RUN_AHEAD: tuple[Order, ...] = ("eager_one_f_one_b", "gpipe")
+
 # Rounds of solving and searching again for one number of microbatches and one order.
 _MOST_ROUNDS = 24
 
@@ -252,12 +255,17 @@ class StageSearch:
             self.costs.searched.add(count)
             if not bounded:
                 costs.forget_estimates()
+            excluded: tuple[Order, ...] = ()
             for problem in self.problems_of(costs, bounded=bounded):
                 if self.over:
                     self.unsearched = min(self.unsearched, expected[count])
+                elif problem.order in excluded:
+                    self.considered.append(Considered(count, _NOTHING, schedule=problem.order))
                 else:
                     with self._in_time(expected[count], Considered(count, "broken off, out of time")):
-                        self._refine(count, costs, problem, bounded=bounded)
+                        possible = self._refine(count, costs, problem, bounded=bounded)
+                        if problem.order == "adaptive" and not possible:
+                            excluded = _RUN_AHEAD
             list(self.finished.simulate(self.best, count))  # what it takes bounds other numbers
         return refused
 
@@ -330,9 +338,9 @@ class StageSearch:
         """A candidate of costs and stages, `chunks` a rank; None if they do not fit."""
         return partial(scheduled, schedules=self._schedules)
 
-    def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> None:
+    def _refine(self, number: int, costs: StageCosts, problem: InterOpProblem, *, bounded: bool) -> bool:
         """Solve a problem by estimates, then the ranges of its best plan, and repeat until that plan has only solved
-        ranges."""
+        ranges. Returns whether there may be a plan that is faster than the incumbent."""
         considered = partial(Considered, costs.program.microbatches, schedule=problem.order)
         if bounded:
             self._bound(costs, problem)
@@ -344,7 +352,7 @@ class StageSearch:
                 self.considered.append(considered(_NOTHING))
                 if bounds(problem.order):
                     self.unsearched = min(self.unsearched, most * handicap(problem.order))
-                return
+                return not isfinite(most)
             left = costs.solve_all(problem, found.stages)
             for stages in (found.stages, *found.others):
                 self._keep(number, costs, problem, stages)
@@ -358,6 +366,7 @@ class StageSearch:
                 break
         if bounds(problem.order):
             self.unsearched = min(self.unsearched, least * handicap(problem.order))
+        return True
 
     def _bound(self, costs: StageCosts, problem: InterOpProblem) -> None:
         """Exclude ranges that are too slow for any plan to beat the incumbent, or before there is one a first plan by
