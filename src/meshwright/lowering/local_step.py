@@ -34,7 +34,7 @@ from .follow import Follower
 from .layouts import fitting
 from .local_value import LocalValue, planned_conversion
 from .microbatches import combined, finished, grown_dims, reduction_of, share_of_loss
-from .plan_fits import algorithms_of, settled_of
+from .plan_fits import algorithms_of, check_program, settled_of
 
 
 class LocalStep:
@@ -371,12 +371,7 @@ def partition(spec: Spec) -> PartitionSpec:
 
 
 def _check(program: Program, plan: Plan) -> None:
-    if plan.program != program.fingerprint:
-        raise PlanError(
-            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
-            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
-            try_="planning again: a step's code, shapes and microbatches are part of its plan",
-        )  # fmt: skip
+    check_program(program, plan)
     if len(plan.stages) != 1:
         raise PlanError(
             refused="the plan",

@@ -10,9 +10,24 @@ from __future__ import annotations
 from math import prod
 
 from ..errors import PlanError
-from ..plan import Stage
+from ..plan import Plan, Stage
 from ..program.graph import Graph, Operator
+from ..program.trace import Program
 from ..sharding import Algorithm, Spec, algorithm_of, with_broadcast
+
+
+def check_program(program: Program, plan: Plan) -> None:
+    """Refuse a plan of another program.
+
+    Raises:
+      PlanError: if the plan is not of this program in its number of microbatches.
+    """
+    if plan.program != program.fingerprint:
+        raise PlanError(
+            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
+            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
+            try_="planning again: a step's code, shapes and microbatches are part of its plan",
+        )  # fmt: skip
 
 
 def algorithms_of(graph: Graph, stage: Stage, number: int) -> list[Algorithm]:

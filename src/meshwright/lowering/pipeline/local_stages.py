@@ -17,6 +17,7 @@ from ...program.trace import Program
 from ...schedule import Edge, Mode, Schedule
 from ...simulate import EdgeTiming, StageTiming, Timeline, Timing, plan_schedule, plan_timing, simulate
 from ..microbatches import grown_dims
+from ..plan_fits import check_program
 from .alike import likeness
 from .asynchronous import check_asynchronous
 from .stage_memory import StageMemory, passed_on, stage_memory
@@ -226,12 +227,7 @@ def _staged(given: Program | StagedProgram, plan: Plan) -> StagedProgram:
 
 
 def _check(program: Program, plan: Plan) -> None:
-    if plan.program != program.fingerprint:
-        raise PlanError(
-            refused="the plan", got=f"a plan for program {plan.program} in {plan.microbatches} microbatches",
-            needed=f"one for program {program.fingerprint} in {program.microbatches}", where="plan=",
-            try_="planning again: a step's code, shapes and microbatches are part of its plan",
-        )  # fmt: skip
+    check_program(program, plan)
     if not program.marked:
         raise PlanError(
             refused="a pipeline", got=program.marks.got, needed="exactly one, outside of loops",
