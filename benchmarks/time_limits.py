@@ -128,7 +128,7 @@ def measured(program: str, path: str, limit: float) -> dict[str, Any]:
     else:
         assert found.plan.predicted is not None
         gap = found.plan.predicted.optimality_gap
-        said = [line for line in found.considered if "out of time" in line or "not searched" in line]
+        said = [line for line in map(str, found.considered) if "out of time" in line or "not searched" in line]
         row |= {
             "step": found.step_seconds, "gap": gap if isfinite(gap) else None, "stages": len(found.plan.stages),
             "said": bool(said) or not gap <= SMALL_GAP, "words": said[:3],
