@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -231,6 +232,26 @@ def test_estimates_are_close_and_mostly_too_low(name: str) -> None:
         solved = weight(costs.solve(first, last, submesh, 1))
         assert costs.is_solved(first, last, submesh, 1)
         assert 0.5 * solved <= estimate <= 1.05 * solved
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["stage", "one program"])
+@pytest.mark.parametrize("name", ["mlp-tiny", "llama-tiny", "gpt-tiny"])
+def test_bytes_of_a_range_are_those_of_its_parts_counted_once(name: str, alone: bool) -> None:
+    """On one device, where there is one layout: parameters of all (tied ones of gpt-tiny's first and last layer too),
+    and what the layers of the others keep and make beside it."""
+    costs = costs_of(name, alone=alone)
+    kind = costs.solver.kind_of[Submesh(0, 1)]
+    (sums,) = costs.estimates.free(kind)
+    *_, once, constant, kept, workspace = sums
+    for first, last in combinations(range(len(costs.program.layers) + 1), 2):
+        solved = costs.solver.free(Place(first, last, kind, 0), "none")
+        assert solved is not None
+        seconds = solved.seconds
+        assert constant[first, last] == pytest.approx(seconds.constant_bytes)
+        assert once[first, last] == pytest.approx(seconds.synchronise_seconds + seconds.update_seconds)
+        if name != "gpt-tiny":
+            assert kept[first, last] == pytest.approx(seconds.in_flight_bytes)
+            assert workspace[first, last] == pytest.approx(seconds.workspace_bytes, rel=0.1)
 
 
 def test_equal_ranges_are_solved_once() -> None:

@@ -187,6 +187,33 @@ def kept_in_one_program(graph: Graph) -> frozenset[int]:
     return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator))[0]
 
 
+def is_had_again(graph: Graph, value: int, *, one_program: bool) -> bool:
+    """Whether the backward pass has a value for nothing more than the graph stores anyway, for readers after it too.
+
+    Args:
+      graph: whose derivatives read what they read; the value leaves it.
+      value: that an operator of the graph makes.
+      one_program: whether forward and backward pass are one program: there what is written for a reader stays, even if
+        it could be made again.
+    """
+    if one_program:
+        return value in kept_in_one_program(graph)
+    stored = kept_values(graph) | kept_inputs(graph)
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if one in stored or graph.values[one].constant:
+            continue
+        made_by = graph.producer.get(one)
+        if made_by is None:
+            return False
+        operator = graph.operators[made_by[0]]
+        if operator.region is not None or not is_fusible(operator):
+            return False
+        stack.extend(v for v in operator.operands if v is not None)
+    return True
+
+
 def _is_made_twice(graph: Graph, operator: Operator) -> bool:
     """Whether a compiler that has both passes at hand fuses a cheap operator into the readers of both."""
     if len(operator.path) > 1:

@@ -13,9 +13,13 @@ and so are those on which no range can be a part of a plan that is fast enough (
 All ranges of layers are looked at together, for all numbers of microbatches in flight: sums over ranges are differences
 of running sums, so a table of all of them is a few operations on small arrays once the parts are solved.
 
+What several parts of a range have, a parameter that they read or a value that one makes and another one keeps, counts
+once (`shared_inputs`).
+
 Known limits: between equal parts that would rather leave their sums partial an estimate is too high, since every part
-alone has to finish them; a parameter that several parts of a range read counts in each; at a price of memory a part has
-the bytes of what a forest finds there, which may be more than those of the best by what `part_rows` leaves open.
+alone has to finish them; what a range rematerialises in one segment, its parts rematerialise in several and keep more;
+at a price of memory a part has the bytes of what a forest finds there, which may be more than those of the best by what
+`part_rows` leaves open.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ import numpy as np
 
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
-from .part_rows import PartRows
+from .part_rows import AT_LEAST, PartRow, PartRows
 from .reserve import MemoryReserve
+from .shared_inputs import SharedInputs
 from .solver import Place, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
@@ -47,22 +52,6 @@ _SAME = 1.01
 
 # What is summed up for a range, in this order. In a table the last is part of what is there throughout.
 _FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    """All parts on one logical mesh at one price of memory: running sums, one more than there are parts.
-
-    Args:
-      sums: `[parts + 1, 9]`: seconds forward, backward, of weight gradients, of receiving, once, shared once; bytes
-        throughout and in flight; parts that have no layout.
-      fixed: what each part spends on the one collective that a range shares, seconds.
-      workspace: bytes that each part takes while its backward pass runs.
-    """
-
-    sums: np.ndarray
-    fixed: tuple[float, ...]
-    workspace: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,9 +107,8 @@ class StageEstimates:
         self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
-        self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
+        self._shared_inputs: dict[tuple[str, bool], SharedInputs] = {}
         self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
-        self._leasts: dict[tuple[int, int, str], np.ndarray] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
@@ -338,7 +326,7 @@ class StageEstimates:
         over: np.ndarray | None = None
         limits = self._limits(kind, remat)
         for price in range(len(_PRICES) + 1):
-            now = self._shared(self._sum(kind, number, remat, price, about if price else 1.0, others), share)
+            now = self._of_share(self._sum(kind, number, remat, price, about if price else 1.0, others), share)
             held = now[_CONSTANT] + times * now[_KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
             wanted = wanted & np.isfinite(now[_FORWARD])
@@ -360,7 +348,7 @@ class StageEstimates:
             before, over = here, held
         return found
 
-    def _shared(self, sums: np.ndarray, share: float) -> np.ndarray:
+    def _of_share(self, sums: np.ndarray, share: float) -> np.ndarray:
         """The fields of microbatches of this share, workspace among what is there throughout."""
         forward, backward, weight, once, constant, kept, workspace = sums
         fixed = constant + share * workspace
@@ -374,19 +362,7 @@ class StageEstimates:
             share = self._coarser.program.microbatches / self.program.microbatches
             constant, kept, workspace = self._coarser._least(kind, number, remat)
             return np.array([constant, share * kept, share * workspace])
-        key = kind, number, remat
-        if key not in self._leasts:
-            rows: list[tuple[float, ...]] = [(0.0, 0.0, 0.0)]
-            again = []
-            for part in range(self._starts[-1]):
-                row, workspace = self.parts.at_least(Place(part, part + 1, kind, number), remat)
-                rows.append(row)
-                again.append(workspace)
-            constant, kept, _ = self._differences(np.cumsum(rows, axis=0)).transpose(2, 0, 1)
-            # Inside a range what a part receives another one keeps, or nobody.
-            kept = kept - self._after_first(np.cumsum(rows, axis=0)[:, 2])
-            self._leasts[key] = np.array([constant, kept, self._largest(again)])
-        return self._leasts[key]
+        return self._sum(kind, number, remat, AT_LEAST, 1)[_CONSTANT:]
 
     def _sum(
         self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
@@ -395,19 +371,25 @@ class StageEstimates:
         are infinite where there is no layout or no range; `others` as of `PartRows.priced`."""
         key = kind, number, remat, price, in_flight
         if key not in self._sums:
-            column = self._column(*key, others)
-            forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(
-                column.sums
-            ).transpose(2, 0, 1)
+            rows = self._rows(*key, others)
+            sums = np.cumsum([(0.0,) * len(rows[0].sums), *(row.sums for row in rows)], axis=0)
+            forward, backward, weight, _, once, fixed, constant, kept, missing = self._differences(sums).transpose(
+                2, 0, 1
+            )
+            twice, once_twice, constant_twice, kept_twice = self._inputs(remat, loosely=price == AT_LEAST).twice(
+                [row.inputs for row in rows]
+            )
             # Inside the range nothing is received, and gradients are summed by one collective.
-            forward = np.maximum(forward - self._after_first(column.sums[:, 3]), 0.0)
-            backward = np.maximum(backward, 0.0)
-            weight = np.minimum(np.maximum(weight, 0.0), backward)
-            once = np.maximum(once - shared + self._largest(column.fixed), 0.0)
+            forward = np.maximum(forward - self._after_first(sums[:, 3]), 0.0)
+            backward = np.maximum(backward - twice, 0.0)
+            weight = np.minimum(np.maximum(weight - twice, 0.0), backward)
+            once = np.maximum(once - once_twice - fixed + self._largest([row.sums[5] for row in rows]), 0.0)
             none = (missing > 0) | ~np.triu(np.ones_like(missing, dtype=bool), 1)
             forward = np.where(none, np.inf, forward)
+            received = np.array([*(row.cotangents for row in rows), 0.0])[self._starts]
+            workspace = received[:, None] + self._largest([row.workspace for row in rows])
             self._sums[key] = np.array(
-                [forward, backward, weight, once, constant, kept, self._largest(column.workspace)]
+                [forward, backward, weight, once, constant - constant_twice, kept - kept_twice, workspace]
             )
         return self._sums[key]
 
@@ -429,28 +411,26 @@ class StageEstimates:
         found[:, 1:] = np.maximum.accumulate(mine, axis=1)[:, starts[1:] - 1]
         return found
 
-    def _column(
-        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
-    ) -> _Column:
-        key = kind, number, remat, price, in_flight
-        if key not in self._columns:
-            rows: list[tuple[float, ...]] = [(0.0,) * 9]
-            fixed, workspace = [], []
-            unit = self._free_weight(kind, number) / self._usable(kind) if price else 0.0
-            prices = [unit * one for one in _PRICES]
-            for part in range(self._starts[-1]):
-                place = Place(part, part + 1, kind, number)
-                row, again = self.parts.priced(place, remat, prices, price, in_flight, others)
-                rows.append(row)
-                fixed.append(row[5])
-                workspace.append(again)
-            self._columns[key] = _Column(sums=np.cumsum(rows, axis=0), fixed=tuple(fixed), workspace=tuple(workspace))
-        return self._columns[key]
+    def _rows(
+        self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float]
+    ) -> list[PartRow]:
+        """All parts on one logical mesh at one price of memory."""
+        places = [Place(part, part + 1, kind, number) for part in range(self._starts[-1])]
+        if price == AT_LEAST:
+            return [self.parts.at_least(place, remat) for place in places]
+        unit = self._free_weight(kind, number) / self._usable(kind) if price else 0.0
+        prices = [unit * one for one in _PRICES]
+        return [self.parts.priced(place, remat, prices, price, in_flight, others) for place in places]
+
+    def _inputs(self, remat: str, *, loosely: bool) -> SharedInputs:
+        if (remat, loosely) not in self._shared_inputs:
+            self._shared_inputs[remat, loosely] = SharedInputs(self.solver, self._starts, remat, loosely=loosely)
+        return self._shared_inputs[remat, loosely]
 
     def _free_weight(self, kind: int, number: int) -> float:
         """Seconds a step of all parts on one logical mesh: with the limit, the scale of prices."""
         if (kind, number) not in self._weights:
-            total = self._column(kind, number, "none", 0, 1).sums[-1]
+            total = np.sum([row.sums for row in self._rows(kind, number, "none", 0, 1, ())], axis=0)
             self._weights[kind, number] = float(self.program.microbatches * (total[0] + total[1]) + total[4])
         return self._weights[kind, number]
 

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..intra.workspace import AS_BAD
-from .problem import StageSeconds
+from .problem import AsPart
 from .solver import Place, StageSolver
 
-# A row of a column of `estimates`: seconds forward, backward, of weight gradients, of receiving, once, shared
-# once; bytes throughout and in flight; 1 for a part that has no layout. And its workspace, bytes.
-PartRow = tuple[tuple[float, ...], float]
 
-NO_PART: PartRow = (*(0.0,) * 8, 1.0), 0.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRow:
+    """A part by itself.
+
+    Args:
+      sums: that add up over the parts of a range: seconds forward, backward, of weight gradients, of receiving, once,
+        once for the range; bytes throughout and in flight; 1 for a part that has no layout.
+      workspace: bytes while its backward pass runs, without `cotangents`.
+      cotangents: bytes of the cotangents of what it receives.
+      inputs: what of the sums a range has once however many parts read it (`AsPart.inputs`).
+    """
+
+    sums: tuple[float, ...]
+    workspace: float
+    cotangents: float
+    inputs: np.ndarray
+
 
 # A part counts as what it takes at least. Where more than this is uncertain it is solved to the end; of a large part,
 # for which that takes a tenth of a second, where more than the second is. What is left open, mostly less than 3
@@ -25,7 +41,7 @@ _LOOSE, _LOOSE_IF_LARGE = 0.2, 0.5
 _LARGE = 150
 
 # In place of the number of a price: the fewest bytes, whatever the seconds.
-_AT_LEAST = -1
+AT_LEAST = -1
 
 
 class OutOfTime(Exception):
@@ -50,8 +66,7 @@ class PartRows:
         self._rows: dict[tuple[Any, ...], PartRow] = {}
 
     def at_least(self, place: Place, remat: str) -> PartRow:
-        """Lower bounds on the bytes of a part over all layouts: throughout, for each microbatch in flight, and of that
-        what it receives; and its workspace.
+        """Lower bounds on the bytes of a part over all layouts; its seconds are zero.
 
         Args:
           place: of the part.
@@ -61,24 +76,28 @@ class PartRows:
           OutOfTime: if it is late.
         """
         solver = self._solver
-        key = *self._key(place, remat), _AT_LEAST, 1.0
+        key = *self._key(place, remat), AT_LEAST, 1.0
         if key not in self._rows:
             self._check()
-            least = solver.problem(place, "none")[0].least_bytes
+            problem = solver.problem(place, "none")[0]
+            least, inputs = problem.least_bytes, problem.least_input_bytes
             kept, workspace = least.kept, least.workspace
             if remat == "layer" and solver.segments(place.first, place.last):
                 # At best all of it is split over all devices: no problem need be built to know that.
                 devices = solver.meshes[place.kind][place.mesh].num_devices
-                kept = least.received + solver.kept_bytes(place.first, place.last) / devices
+                kept = inputs[:, 1].sum() + solver.kept_bytes(place.first, place.last) / devices
                 workspace = AS_BAD * solver.graph(place.first, place.last, remat)[1].bytes / devices
-            self._rows[key] = (least.constant, kept, least.received), workspace
+            self._rows[key] = PartRow(
+                sums=(*(0.0,) * 6, least.constant, kept, 0.0), workspace=workspace, cotangents=0.0,
+                inputs=np.concatenate([np.zeros((len(inputs), 2)), inputs], axis=1),
+            )  # fmt: skip
         return self._rows[key]
 
     def priced(
         self, place: Place, remat: str, prices: Sequence[float], number: int, in_flight: float,
         others: Sequence[float] = (),
     ) -> PartRow:  # fmt: skip
-        """The row of a part at one price of memory, and its workspace.
+        """The row of a part at one price of memory.
 
         Args:
           place: of the part.
@@ -107,27 +126,35 @@ class PartRows:
             built = solver.problem(place, wish)
             for key, one in zip(asked, found, strict=True):
                 if one is None or one.choices is None:
-                    self._rows[*about, *key] = NO_PART
+                    self._rows[*about, *key] = _no_part(len(built[2].inputs))
                     continue
-                self._rows[*about, *key] = part_row(*built[0].as_part(one.choices), one.share)
+                self._rows[*about, *key] = part_row(built[0].as_part(one.choices), one.share)
         return self._rows[*about, number, in_flight]
 
     def _key(self, place: Place, remat: str) -> tuple[Any, ...]:
         return self._solver.number(place.first, place.last), place.kind, place.mesh, remat
 
 
-def part_row(seconds: StageSeconds, boundary: tuple[float, float], share: float) -> PartRow:
+def _no_part(inputs: int) -> PartRow:
+    """The row of a part with so many inputs that has no layout."""
+    return PartRow(sums=(*(0.0,) * 8, 1.0), workspace=0.0, cotangents=0.0, inputs=np.zeros((inputs, 4)))
+
+
+def part_row(part: AsPart, share: float) -> PartRow:
     """A part's row with the certain share of its seconds.
 
     Args:
-      seconds: of the layouts that have been found.
-      boundary: what it saves as a part of a longer range (`StageProblem.boundary_seconds`).
+      part: in the layouts that have been found.
       share: of its seconds, what is certain to be needed.
     """
-    received, fixed = boundary
+    seconds = part.seconds
     each = (
-        seconds.forward_seconds, seconds.backward_seconds, seconds.weight_seconds, received,
-        seconds.synchronise_seconds + seconds.update_seconds, fixed,
+        seconds.forward_seconds, seconds.backward_seconds, seconds.weight_seconds, part.received_seconds,
+        seconds.synchronise_seconds + seconds.update_seconds, part.fixed_seconds,
     )  # fmt: skip
-    row = (*(share * one for one in each), seconds.constant_bytes, seconds.in_flight_bytes, 0.0)
-    return row, seconds.workspace_bytes
+    return PartRow(
+        sums=(*(share * one for one in each), seconds.constant_bytes, seconds.in_flight_bytes, 0.0),
+        workspace=seconds.workspace_bytes - part.cotangent_bytes,
+        cotangents=part.cotangent_bytes,
+        inputs=part.inputs * (share, share, 1.0, 1.0),
+    )

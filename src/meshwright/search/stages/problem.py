@@ -59,17 +59,35 @@ class LeastBytes:
       constant: throughout.
       workspace: while its backward pass runs.
       kept: for each microbatch in flight.
-      received: of that, what is sent to it.
     """
 
     constant: float
     workspace: float
     kept: float
-    received: float
 
     def held(self, in_flight: int) -> float:
         """The bound with so many microbatches in flight."""
         return self.constant + self.workspace + in_flight * self.kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsPart:
+    """A solved part of a longer range of layers, with what the range saves.
+
+    Args:
+      seconds: of the part by itself.
+      received_seconds: of writing what it receives, for each microbatch: in a longer range it is there.
+      fixed_seconds: of starting the collective that sums its gradients, once a step: a range has one.
+      cotangent_bytes: of its workspace, the cotangents of what it receives.
+      inputs: what each input of its graph takes, which a range has once however many parts read it: seconds for each
+        microbatch, seconds once a step, bytes throughout, bytes for each microbatch in flight; `[inputs, 4]`.
+    """
+
+    seconds: StageSeconds
+    received_seconds: float
+    fixed_seconds: float
+    cotangent_bytes: float
+    inputs: np.ndarray
 
 
 class StageProblem(LimitedProblem):
@@ -110,27 +128,29 @@ class StageProblem(LimitedProblem):
             graph, mesh, device, parameters=parameters, microbatches=microbatches, constraints=constraints, carried=0,
             split_dims=dims, workspace=workspace,
         )  # fmt: skip
-        self._as_part: dict[tuple[int, ...], tuple[StageSeconds, tuple[float, float]]] = {}
+        self._as_part: dict[tuple[int, ...], AsPart] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]
         constant = {node for value, node in self.input_node.items() if value not in self._received}
         # In a longer range its moments may count less beside those of others, and what it received it has itself.
         self._least_workspace = AS_BAD * _least(self._workspace)
+        nothing = [np.zeros(len(size)) for size in self._bytes]
+        self._cotangents = {}
         for value in self._received if workspace is not None else ():
             if graph.values[value].differentiated:  # its cotangent, on its way back
                 node, specs = self._defines[value]
-                self._workspace[node] = self._workspace[node] + self.local_bytes(value, specs)
-        nothing = [np.zeros(len(size)) for size in self._bytes]
+                self._cotangents[node] = self.local_bytes(value, specs)
+                self._workspace[node] = self._workspace[node] + self._cotangents[node]
         self._throughout = [self._input_bytes[n] if n in constant else nothing[n] for n in range(len(nothing))]
         self._constant_bytes = [a + b for a, b in zip(self._throughout, self._workspace, strict=True)]
         stays = kept_inputs(graph)
         self._kept_by_node = [*self._bytes]
-        self._received_bytes = []
+        self._received_bytes = {}
         for value in self._received:
             # The whole program's inputs are there for all microbatches; what is received, for those in flight, unless
             # only the forward pass reads it: a loop keeps its carry itself.
             node = self.input_node[value]
-            self._received_bytes.append(self._input_bytes[node] / microbatches * (value in stays))
-            self._kept_by_node[node] = self._kept_by_node[node] + self._received_bytes[-1]
+            self._received_bytes[node] = self._input_bytes[node] / microbatches * (value in stays)
+            self._kept_by_node[node] = self._kept_by_node[node] + self._received_bytes[node]
 
     @cached_property
     def _once_bytes(self) -> Sequence[np.ndarray]:
@@ -145,8 +165,16 @@ class StageProblem(LimitedProblem):
         """Lower bounds on the bytes of all choices, on one device."""
         return LeastBytes(
             constant=_least(self._throughout), workspace=self._least_workspace, kept=_least(self._kept_by_node),
-            received=_least(self._received_bytes),
         )  # fmt: skip
+
+    @property
+    def least_input_bytes(self) -> np.ndarray:
+        """Of each input of the graph the least bytes on one device: throughout, and for each microbatch in flight,
+        `[inputs, 2]`."""
+        nodes = [self.input_node[value] for value in self.graph.inputs]
+        none = np.zeros(1)
+        rows = [(self._throughout[node].min(), self._received_bytes.get(node, none).min()) for node in nodes]
+        return np.array(rows).reshape(-1, 2)
 
     @cached_property
     def _passes(self) -> Passes:
@@ -177,30 +205,36 @@ class StageProblem(LimitedProblem):
             in_flight_bytes=kept,
         )
 
-    def as_part(self, choices: tuple[int, ...]) -> tuple[StageSeconds, tuple[float, float]]:
-        """Seconds and bytes of a choice for each node, and its savings as a part of a longer range
-        (`boundary_seconds`); cached, since many prices of memory have the same choices.
+    def as_part(self, choices: tuple[int, ...]) -> AsPart:
+        """The same as a part of a longer range; cached, since many prices of memory have the same choices.
 
         Args:
           choices: of all nodes.
         """
         if choices not in self._as_part:
-            self._as_part[choices] = self.seconds(choices), self.boundary_seconds(choices)
+            written, inputs = 0.0, []
+            for value in self.graph.inputs:
+                node = self.input_node[value]
+                number = choices[node]
+                if value in self._received:
+                    shards = self.prices.shards(self._defines[value][1]).item(number)
+                    written += self.graph.values[value].bytes / shards
+                    inputs.append((0.0, 0.0, 0.0, self._received_bytes[node].item(number)))
+                    continue
+                accumulate = once = 0.0
+                if (known := self.parameter_prices.get(node)) is not None:
+                    accumulate = (self.microbatches > 1) * known.accumulate_seconds.item(number)
+                    synchronise = known.synchronise_seconds.item(number) - known.fixed_seconds.item(number)
+                    once = max(0.0, synchronise) + known.update_seconds.item(number)
+                inputs.append((accumulate, once, self._throughout[node].item(number), 0.0))
+            self._as_part[choices] = AsPart(
+                seconds=self.seconds(choices),
+                received_seconds=elementwise_seconds(written, self.prices.device),
+                fixed_seconds=sum(one.fixed_seconds.item(choices[n]) for n, one in self.parameter_prices.items()),
+                cotangent_bytes=sum(size.item(choices[node]) for node, size in self._cotangents.items()),
+                inputs=np.array(inputs).reshape(-1, 4),
+            )
         return self._as_part[choices]
-
-    def boundary_seconds(self, choices: tuple[int, ...]) -> tuple[float, float]:
-        """The seconds that a range saves as a part of a longer one: writing its received values, for each microbatch,
-        and the start of the one collective that sums its gradients, once a step.
-
-        Args:
-          choices: of all nodes.
-        """
-        written = 0.0
-        for value in self._received:
-            node, row = self._defines[value]
-            written += self.graph.values[value].bytes / self.prices.shards(row).item(choices[node])
-        fixed = sum(one.fixed_seconds.item(choices[node]) for node, one in self.parameter_prices.items())
-        return elementwise_seconds(written, self.prices.device), fixed
 
 
 def _least(rows: Sequence[np.ndarray]) -> float:

@@ -95,6 +95,7 @@ class StageSolver:
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
 
     Attributes:
+      alone: the same.
       adopted: of solutions of another program what they are here.
     """
 
@@ -109,7 +110,7 @@ class StageSolver:
         ranges: Ranges | None = None,
         alone: bool = False,
     ) -> None:
-        self.program, self._alone = program, alone
+        self.program, self.alone = program, alone
         self._ranges = ranges or Ranges(program, alone=alone)
         self.submeshes = submeshes
         self.parameters = parameters
@@ -194,7 +195,7 @@ class StageSolver:
                 constraints=replace(self._constraints, strict=False) if key[:3] in self._lenient else self._constraints,
                 split_dims=self.program.split_dims,
                 workspace=workspace,
-                alone=self._alone,
+                alone=self.alone,
             )
             self._problems[key] = problem, segments, cut
         return self._problems[key]

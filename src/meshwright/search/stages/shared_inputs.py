@@ -1,0 +1,67 @@
+"""What several parts of a range have, and the range has once: a parameter, an input of the program, a value that one
+part makes and another one keeps.
+
+Every part is priced by itself, with all that it reads. A range is the sum of its parts less what was counted before:
+the input of a part counts for nothing where an earlier part of the range has it (its *owner* is the last such part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+
+from ...program.cut import Cut
+from ...program.residuals import is_had_again, kept_inputs
+from .solver import StageSolver
+
+
+class SharedInputs:
+    """The inputs of parts that an earlier part has too.
+
+    Args:
+      solver: of the program whose layers are the parts.
+      starts: of each layer its first part, and the number of parts.
+      remat: "none" or "layer": what parts keep.
+      loosely: whether a value counts as kept wherever it is made or received. Sums are then lower bounds: where nobody
+        keeps it, a range may keep something smaller that it is made from.
+    """
+
+    def __init__(self, solver: StageSolver, starts: Sequence[int], remat: str, *, loosely: bool) -> None:
+        self._solver, self._layers = solver, len(starts)
+        cuts = [solver.cut(part, part + 1) for part in range(starts[-1])]
+        first_row = np.cumsum([0, *(len(cut.inputs) for cut in cuts)])
+        layer = np.searchsorted(starts, range(starts[-1]), side="right") - 1
+        pairs = [*self._pairs(cuts, remat, loosely=loosely)]
+        parts, inputs, owners = np.array(pairs, dtype=int).reshape(-1, 3).T
+        self._rows = first_row[parts] + inputs
+        self._first, self._last = layer[owners], layer[parts] + 1
+
+    def twice(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        """What the sums over the parts of each range count more than once: `[column, first, last]`.
+
+        Args:
+          inputs: of each part what its inputs take, `[inputs, columns]`.
+        """
+        rows = np.concatenate(inputs)
+        found = np.zeros((self._layers, self._layers, rows.shape[1]))
+        np.add.at(found, (self._first, self._last), rows[self._rows])
+        # A range has both the owner and the part if it begins no later than the one and ends no earlier than the other.
+        return np.cumsum(np.cumsum(found[::-1], axis=0)[::-1], axis=1).transpose(2, 0, 1)
+
+    def _pairs(self, cuts: Sequence[Cut], remat: str, *, loosely: bool) -> Iterator[tuple[int, int, int]]:
+        """Part, number of its input, and the owner."""
+        owners: dict[Hashable, int] = {}
+        for part, cut in enumerate(cuts):
+            graph, _ = self._solver.graph(part, part + 1, remat)
+            keys: list[Hashable] = [*cut.parameters, *(f"input {i}" for i in cut.program_inputs), *cut.received]
+            stays = kept_inputs(graph)
+            always = len(keys) - len(cut.received)
+            for number, (key, value) in enumerate(zip(keys, graph.inputs, strict=True)):
+                if key in owners:
+                    yield part, number, owners[key]
+                if number < always or loosely or value in stays:
+                    owners[key] = part
+            for value, made in zip(cut.sent, cut.sent_values, strict=True):
+                if loosely or is_had_again(graph, made, one_program=self._solver.alone):
+                    owners[value] = part
