@@ -100,24 +100,30 @@ def loop() -> tuple[Any, tuple[Any, ...]]:
     return step, ((params, params), {"inputs": tokens, "targets": tokens})
 
 
+def built(program: str) -> tuple[Any, tuple[Any, ...]]:
+    """A step and its arguments; a new function, of which JAX has no trace yet."""
+    from meshwright import zoo
+
+    if program == "loop":
+        return loop()
+    target = zoo.build(program)
+    return target.step, (target.example_state, target.example_batch)
+
+
 def measured(program: str, path: str, limit: float) -> dict[str, Any]:
     """A row, in this process."""
-    from meshwright import zoo
     from meshwright.errors import PlanError
     from meshwright.planning.plan_for import plan_without_advice
     from meshwright.planning.request import PlanOptions
     from meshwright.program.traces import traces_of
 
-    if program == "loop":
-        step, args = loop()
-    else:
-        target = zoo.build(program)
-        step, args = target.step, (target.example_state, target.example_batch)
     wanted = {"cluster": "p3.16xlarge:1", **PATHS[path]}
     if wanted.pop("tight", False):
         wanted["memory_per_device"] = PROGRAMS[program]
+    step, args = built(program)
     once = traces_of(step)
     once.staged(once.program(args))
+    step, args = built(program)
     traces = traces_of(step)
     begun, cpu = time.perf_counter(), time.process_time()
     row: dict[str, Any] = {"trace_once": once.seconds}

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import MemoryExceeded, PlanError, size_words
 from ..presets import Preset, leaner
+from .refine import NOT_COUNTED
 from .request import Planning, PlanOptions
 
 # Seconds that may be spent on advice, at most: what planning a large model takes; a refusal should not take longer.
@@ -41,6 +42,8 @@ def with_advice(
         try:
             found = plan(replace(options, **changed, time_limit_seconds=left))
         except PlanError:
+            continue
+        if NOT_COUNTED in found.plan.notes:
             continue
         held = max(stage.memory.total for stage in found.plan.stages)
         return MemoryExceeded(

@@ -86,8 +86,7 @@ def _parts(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) ->
             raise
 
     def several(most_seconds: float, seconds: float) -> SearchResult:
-        del seconds
-        return plan_stages(replace(asked, several=tried), None, faster_than_seconds=most_seconds)
+        return plan_stages(replace(asked.within(seconds), several=tried), None, faster_than_seconds=most_seconds)
 
     if is_soon_planned:
         yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)

@@ -25,9 +25,8 @@ from .refine import Refinement
 from .request import DEFAULT_METHOD, PlanOptions, PlanRequest
 from .stages import stage_request
 
-# What a search may take of the time that is left, so that some is left for another one in less memory; and what each is
-# given at least, of all time.
-_SHARE, _LEAST_SHARE = 0.75, 0.1
+# What a search is given at least, of all time: some methods find nothing at once.
+_LEAST_SHARE = 0.1
 
 
 def check_method(options: PlanOptions) -> None:
@@ -117,15 +116,15 @@ def plan_by_method(asked: PlanRequest, stages: int | None, method: str) -> Searc
 
 
 def _searched(asked: PlanRequest, stages: int | None, search: Search) -> SearchResult:
-    refinement = Refinement(asked.cluster.device, asked.tell)
+    refinement = Refinement(asked)
     space = space_of(asked, stages, refinement.missed)
     considered: list[Considered] = []
 
-    def find(missed: MissedMemory) -> SearchResult:
+    def find(missed: MissedMemory, seconds: float) -> SearchResult:
         asked.tell(f"searching by {search.name}")
         considered.clear()
         space.reserve_again()
-        seconds = max(_SHARE * asked.left_seconds, _LEAST_SHARE * asked.time_limit_seconds)
+        seconds = max(seconds, _LEAST_SHARE * asked.time_limit_seconds)
         budget = Budget(seconds=seconds)
         best: Found | None = None
         for best in search.run(space, budget):
@@ -145,5 +144,5 @@ def _searched(asked: PlanRequest, stages: int | None, search: Search) -> SearchR
 
     return refinement.run(
         find, what=f"a plan for {asked.cluster.num_devices} x {asked.cluster.device.kind}", where="method=",
-        try_=f"more devices, a smaller batch, or method={DEFAULT_METHOD!r}", late=lambda: asked.left_seconds < 0,
+        try_=f"more devices, a smaller batch, or method={DEFAULT_METHOD!r}",
     )  # fmt: skip

@@ -39,7 +39,7 @@ class OneStagePlanner:
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
         self._asked = asked
         self._search = OneStageSearch(_Requests(asked), tell=asked.tell, gap=gap)
-        self._refinement = Refinement(asked.cluster.device, asked.tell)
+        self._refinement = Refinement(asked)
 
     def plan(
         self, *, faster_than_seconds: float = inf, time_limit_seconds: float | None = None, attempts: int = ATTEMPTS
@@ -48,7 +48,7 @@ class OneStagePlanner:
 
         Args:
           faster_than_seconds: a plan whose step takes longer is not wanted.
-          time_limit_seconds: for the search; None for what is left of the request's.
+          time_limit_seconds: for all searches; None for what is left of the request's.
           attempts: how many plans may turn out to be too large.
 
         Raises:
@@ -56,10 +56,10 @@ class OneStagePlanner:
           NothingFaster: if no plan is that fast.
         """
         asked, device = self._asked, self._asked.cluster.device
-        left = asked.left_seconds if time_limit_seconds is None else time_limit_seconds
-        self._search.deadline = time.perf_counter() + max(left, 0.0)
+        until = time.perf_counter() + (inf if time_limit_seconds is None else time_limit_seconds)
 
-        def find(missed: MissedMemory) -> SearchResult:
+        def find(missed: MissedMemory, seconds: float) -> SearchResult:
+            self._search.deadline = min(time.perf_counter() + seconds, until)
             found = self._search.run(
                 lambda count: missed(count).limit(device.usable_memory_bytes, last=True),
                 faster_than_seconds=faster_than_seconds,
@@ -69,7 +69,7 @@ class OneStagePlanner:
         return self._refinement.run(
             find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
             try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
-            late=lambda: isfinite(faster_than_seconds) and asked.left_seconds < 0, attempts=attempts,
+            known=isfinite(faster_than_seconds), attempts=attempts,
         )  # fmt: skip
 
 

@@ -91,7 +91,8 @@ def plan_for(
       devices: a sequence of `jax.Device` or a mesh: what `cluster="local"` stands for, and what a step is run on. None
         for all; a step that is run takes those that its arguments lie on (`parallelize`).
       time_limit_seconds: when it is over, the best plan found so far is taken; the search goes on until there is one.
-        Tracing and writing the plan out come on top, and for devices of several kinds the plans for each kind alone.
+        Where no time is left to count the memory of the plan's programs, a note says so: the plan fits by what the
+        search counts. Tracing comes on top, and for devices of several kinds a tenth for plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
       method: the search method, by name (docs/searches.md); None for the default.

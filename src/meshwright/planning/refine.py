@@ -3,17 +3,21 @@
 Searches count memory by layouts. A plan that is found is therefore written out (nothing is compiled), and the peak of
 its programs is counted. Where a device cannot hold that, what the search missed is reserved (`MissedMemory`), and the
 search is repeated in less memory; what it knows by then makes that quick.
+
+The time limit, with one trace of the step on top, covers all of that: a search leaves time to write its plan out. Where
+no time is left for it and no other plan is known, the plan is returned with the memory that the search counts, and a
+note says so. A plan that was counted to be too large is never returned.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from ..cluster import Device
 from ..errors import MemoryExceeded, size_words
 from ..lowering.local_step import LocalStep
 from ..lowering.pipeline.local_stages import LocalStages
@@ -21,8 +25,10 @@ from ..lowering.pipeline.stage_memory import StageMemory
 from ..plan import Memory, Plan
 from ..program.staged import StagedProgram
 from ..program.trace import Program
-from ..search.result import NothingFaster, SearchResult
+from ..search.considered import Considered
+from ..search.result import NothingFaster, SearchResult, plan_words
 from ..search.stages.reserve import MissedMemory
+from .request import PlanRequest
 
 # A plan has to fit with this much to spare: predicted peaks are off by a percent or two (`benchmarks/memory.py`).
 MARGIN = 1.04
@@ -30,8 +36,19 @@ MARGIN = 1.04
 # How often a search is repeated in less memory; most of it is known by then.
 ATTEMPTS = 12
 
-# So many repetitions may begin when the time is over and another plan is known.
-_LATE_ATTEMPTS = 3
+# What a search may take of the time that writing its plan out leaves: the rest is for the next one, if that plan is too
+# large, as it is in six of nine rows of `benchmarks/time_limits.py` (gpt3-1.3b, and a loop in little memory).
+_SEARCH_SHARE = 0.75
+
+# Until a plan has been written out, what that takes, in traces of the step: a plan is traced with its derivatives, and
+# its buffers are counted. 1.5 to 3.1 CPU seconds a second of tracing for GPT, MoE, wide ResNets and U-Nets.
+_WRITING_TRACES = 3.0
+
+# A note on a plan that was not written out.
+NOT_COUNTED = (
+    "memory as the search counts it: no time was left to write the plan's programs out and count their peak, which a "
+    "longer time limit does"
+)
 
 
 class _TooLarge(NamedTuple):
@@ -54,45 +71,53 @@ class Refinement:
     """The loop for one request on one cluster. What plans have shown to be missed stays known between runs.
 
     Args:
-      device: what plans are for; of several kinds any, since their platform is what counts.
-      tell: called with a few words before programs are traced.
+      asked: the request, with its time limit.
 
     Attributes:
       missed: what a search may not count.
       leanest: of the plans that were too large, the one that exceeds the memory of its fullest device the least.
     """
 
-    def __init__(self, device: Device, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, asked: PlanRequest) -> None:
         self.missed = MissedMemory(MARGIN)
         self.leanest: _TooLarge | None = None
-        self._device, self._tell = device, tell
+        self._asked = asked
+        self._writing_seconds: float | None = None  # that the last plan took
         self._counted: dict[Hashable, StageMemory] = {}
 
+    @property
+    def spare_seconds(self) -> float:
+        """Of the time limit and one trace on top, beside what writing a plan out takes; negative where there is no time
+        for that."""
+        known, trace = self._writing_seconds, self._asked.traces.longest_seconds
+        expected = known if known is not None else _WRITING_TRACES * trace
+        return self._asked.left_seconds + trace - expected
+
     def run(
-        self, search: Callable[[MissedMemory], SearchResult], *, what: str, where: str, try_: str,
-        late: Callable[[], bool] = lambda: False, attempts: int = ATTEMPTS,
+        self, search: Callable[[MissedMemory, float], SearchResult], *, what: str, where: str, try_: str,
+        known: bool = False, attempts: int = ATTEMPTS,
     ) -> SearchResult:  # fmt: skip
-        """The first plan of a search whose programs fit, with the memory that they need.
+        """The first plan of a search whose programs fit, with the memory that they need; where no time is left to write
+        it out, the first one, with a note.
 
         Args:
-          search: finds the best plan in the memory that is left.
+          search: given what may not be counted on a device and the seconds that it may take, the best plan; once the
+            time is over, the first.
           what: is refused where no plan fits.
           where: the same.
           try_: the same.
-          late: whether the time is over and another plan is known.
+          known: whether another plan is known, so that one that is not written out is of no use.
           attempts: how many plans may turn out to be too large.
 
         Raises:
           MemoryExceeded: if no plan fits.
-          NothingFaster: if the search says so.
+          NothingFaster: if the search says so, or another plan is known and no time is left.
         """
         least_seconds = inf
         exceeded = partial(self._exceeded, what, where, try_)
-        while attempts > 0:
-            attempts = min(attempts, _LATE_ATTEMPTS) if late() else attempts
-            attempts -= 1
+        for _ in range(attempts):
             try:
-                found = search(self.missed)
+                found = search(self.missed, max(_SEARCH_SHARE * self.spare_seconds, 0.0))
             except NothingFaster as nothing:
                 raise NothingFaster(min(least_seconds, nothing.least_seconds), nothing.considered) from None
             except MemoryExceeded as error:
@@ -102,11 +127,33 @@ class Refinement:
             assert found.program is not None  # what is written out
             # What is reserved may rule out plans that fit: bounds of earlier runs, in more memory, hold for these too.
             least_seconds = min(least_seconds, found.least_seconds)
-            self._tell("predicting memory")
-            plan = written_out(found.plan, found.program, self._device.platform, counted=self._counted)
+            if self.spare_seconds < 0:
+                return self._not_written_out(found.beside(least_seconds), known=known)
+            plan = self._written_out(found.plan, found.program)
             if self._fits(plan, held_bytes(found.plan)):
                 return replace(found, plan=plan).beside(least_seconds)
         raise exceeded(least_seconds)
+
+    def _written_out(self, plan: Plan, program: Program | StagedProgram) -> Plan:
+        """A plan with the memory that its programs need."""
+        self._asked.tell("predicting memory")
+        begun = time.perf_counter()
+        # Of a cluster of several kinds any device: their platform is what counts.
+        plan = written_out(plan, program, self._asked.cluster.device.platform, counted=self._counted)
+        self._writing_seconds = time.perf_counter() - begun
+        return plan
+
+    @staticmethod
+    def _not_written_out(found: SearchResult, *, known: bool) -> SearchResult:
+        """A plan with a note that nothing but the search has counted its memory.
+
+        Raises:
+          NothingFaster: if another plan is known.
+        """
+        if known:
+            late = Considered(plan_words(found.plan), "not written out, out of time", seconds=found.step_seconds)
+            raise NothingFaster(found.least_seconds, (*found.considered, late))
+        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, NOT_COUNTED)))
 
     def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
         """Whether a plan fits that was written out; else what the search missed is learned.

@@ -68,10 +68,12 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
             needed=f"one for each of {kinds} kinds of device", where="microbatches=", try_="a larger batch",
         )  # fmt: skip
     asked.tell("sharing microbatches out")
-    tries = _Tries(asked, order, counts)
-    count = tries.best(faster_than_seconds)
+    tries = _Tries(asked, order, counts, faster_than_seconds)
+    count = tries.best()
     if count is None:
         if not tries.found and tries.refused is not None and not isfinite(faster_than_seconds):
+            if isinstance(tries.refused, MemoryExceeded):
+                tries.refused.least_seconds = tries.least_seconds
             raise tries.refused
         raise NothingFaster(tries.least_seconds, tries.considered)
     found = tries.found[count]
@@ -86,6 +88,7 @@ class _Tries:
       asked: the request.
       order: of the hosts, those of a kind together.
       counts: the numbers.
+      faster_than_seconds: a plan whose step takes longer is not wanted.
 
     Attributes:
       found: by number a plan that fits.
@@ -96,12 +99,15 @@ class _Tries:
       PlanError: if the step can be cut into none of them, or replicas cannot share it.
     """
 
-    def __init__(self, asked: PlanRequest, order: HostOrder, counts: Sequence[int]) -> None:
-        self._asked, self._order = asked, order
-        self._refinement = Refinement(asked.cluster.device)
+    def __init__(
+        self, asked: PlanRequest, order: HostOrder, counts: Sequence[int], faster_than_seconds: float
+    ) -> None:  # fmt: skip
+        self._asked, self._order, self._most_seconds = asked, order, faster_than_seconds
+        self._refinement = Refinement(asked)
         self._made: dict[int, Replicas] = {}
         self._looked_at: dict[int, Considered] = {}
         self._lost: dict[int, float] = {}  # by number, what its own estimates are beyond those of the fewest
+        self._bounds: dict[int, float] = {}  # by number that was solved, a lower bound in all of the memory
         self.found: dict[int, SearchResult] = {}
         self.refused: PlanError | None = None
         coarsest = self._coarsest(counts)
@@ -115,8 +121,10 @@ class _Tries:
     @property
     def least_seconds(self) -> float:
         """What any takes at least, by what is known now; infinite where nothing is left. That finer microbatches lose
-        what coarser ones do decides what is looked at, and is not told for certain."""
-        return min((seconds for seconds, _ in self._left.values()), default=inf)
+        what coarser ones do decides what is looked at, and is not told for certain. What memory was reserved rules out
+        may fit all the same, and counts."""
+        bounds = {count: seconds for count, (seconds, _) in self._left.items()} | self._bounds
+        return min(bounds.values(), default=inf)
 
     @property
     def considered(self) -> tuple[Considered, ...]:
@@ -125,33 +133,38 @@ class _Tries:
         rest = [Considered("replicas in other numbers", searched=False, least_seconds=min(others))] if others else []
         return *self._looked_at.values(), *rest
 
-    def best(self, faster_than_seconds: float) -> int | None:
-        """The number with the fastest plan; None if none is as fast, or is known to be when the time is over.
-
-        Args:
-          faster_than_seconds: what is wanted.
-        """
-        while (count := self._next(faster_than_seconds)) is not None:
-            known = self._left[count][1]
+    def best(self) -> int | None:
+        """The number with the fastest plan; None if none is as fast, or is known to be when the time is over."""
+        while (count := self._next()) is not None:
+            bound, known = self._left[count]
             if known == _FITS:
                 return count
             try:
                 self._left[count] = self._look(count, known), known - 1
+            except NothingFaster:
+                continue  # the time is over
             except PlanError as error:
                 del self._left[count]
+                if self._refinement.leanest is not None:
+                    self._bounds.setdefault(count, bound)
                 self.refused = self.refused or error
                 self._looked_at[count] = Considered(count, str(error), schedule=REPLICAS)
         return None
 
-    def _next(self, faster_than_seconds: float) -> int | None:
-        """The number that promises most; when the time is over and a plan is known, of those with a plan alone."""
-        late = self._asked.left_seconds < 0 and (self.found or isfinite(faster_than_seconds))
+    @property
+    def _is_known(self) -> bool:
+        """Whether a plan is known, here or before."""
+        return bool(self.found) or isfinite(self._most_seconds)
+
+    def _next(self) -> int | None:
+        """The number that promises most; when the time is over and a plan is known, of those with a plan that fits."""
+        late = self._refinement.spare_seconds < 0 and self._is_known
         bounds = {
             count: (self._bound(count), known, count)
             for count, (_, known) in self._left.items()
-            if not late or known <= _SOLVED
+            if not late or known == _FITS
         }
-        if not bounds or min(bounds.values())[0] >= faster_than_seconds:
+        if not bounds or min(bounds.values())[0] >= self._most_seconds:
             return None
         least, known, first = min(bounds.values())
         if known != _TOLD:
@@ -181,23 +194,27 @@ class _Tries:
             self._say(count, expected, shares, "by estimates")
             return expected
         if known == _EXPECTED:
-            plan = self._plan(replicas, self._refinement.missed).plan
+            found = self._plan(replicas, self._refinement.missed)
+            reserved = self._refinement.leanest is not None
+            plan, self._bounds[count] = found.plan, self._left[count][0] if reserved else found.least_seconds
         else:
             refused = _over(self._asked, replicas, count)
             found = self._refinement.run(
-                partial(self._plan, replicas), what=refused.refused, where=refused.where, try_=refused.try_
-            )
+                partial(self._plan, replicas), what=refused.refused, where=refused.where, try_=refused.try_,
+                known=self._is_known,
+            )  # fmt: skip
             plan, self.found[count] = found.plan, found
         assert plan.predicted is not None  # the search prices what it finds
         self._say(count, plan.predicted.step_seconds, plan.shares, "if it fits" if known == _EXPECTED else "")
         return plan.predicted.step_seconds
 
-    def _plan(self, replicas: Replicas, missed: MissedMemory) -> SearchResult:
-        """The best plan in the memory that is left.
+    def _plan(self, replicas: Replicas, missed: MissedMemory, seconds: float = 0.0) -> SearchResult:
+        """The best plan in the memory that is left; it takes as long as it does, whatever `seconds` there are.
 
         Raises:
           MemoryExceeded: if nothing fits.
         """
+        del seconds
         plan = replicas.plan(_limits(replicas, missed))
         if plan is None:
             raise _over(self._asked, replicas, replicas.request.program.microbatches)

@@ -31,10 +31,6 @@ from .refine import Refinement
 from .replicas import REPLICAS
 from .request import PlanRequest, in_cluster
 
-# What every attempt is given at least, as a share of the time limit: the plans of the one before, in the memory that
-# there is, are a beginning and seldom the best.
-_LEAST_SHARE = 0.25
-
 # Schedules that are not searched under their own name, and those that stand for them in the search.
 _SEARCHED: Mapping[str, tuple[str, ...]] = {"pipedream": ("one_f_one_b",), "inference": ("one_f_one_b",)}
 
@@ -121,19 +117,17 @@ def _in_order(
     asked: PlanRequest, stages: int | None, order: HostOrder, faster_than_seconds: float, seconds: float
 ) -> SearchResult:
     """The fastest plan whose stages follow the hosts in an order, on the cluster as it was given."""
-    del seconds  # of the request's time limit
-    whole, asked = asked.cluster, replace(asked, cluster=order.cluster)
+    whole, asked = asked.cluster, replace(asked.within(seconds), cluster=order.cluster)
     programs = StepPrograms(asked, stages, microbatch_counts(asked))
     request = replace(stage_request(asked, stages, programs), faster_than_seconds=faster_than_seconds)
-    search, known = StageSearch(request), isfinite(faster_than_seconds)
-    least_seconds = 0.0 if known else _LEAST_SHARE * asked.time_limit_seconds
+    search = StageSearch(request)
 
-    def find(missed: MissedMemory) -> SearchResult:
+    def find(missed: MissedMemory, seconds: float) -> SearchResult:
         nonlocal search
         while True:
             asked.tell("searching stages")
             try:
-                found = search.run(missed, time_limit_seconds=max(asked.left_seconds, least_seconds))
+                found = search.run(missed, time_limit_seconds=min(seconds, asked.left_seconds))
             except MemoryExceeded:
                 finer = finer_counts(asked, max(search.counts))
                 if not finer:
@@ -148,9 +142,9 @@ def _in_order(
                 raise NothingFaster(found.least_seconds, found.considered)
             return as_asked
 
-    found = Refinement(asked.cluster.device, asked.tell).run(
+    found = Refinement(asked).run(
         find, what=f"a plan of several stages for {asked.cluster.num_devices} x {asked.cluster.device.kind}",
-        where="the stage search", try_="more devices, a smaller batch", late=lambda: known and asked.left_seconds < 0,
+        where="the stage search", try_="more devices, a smaller batch", known=isfinite(faster_than_seconds),
     )  # fmt: skip
     return replace(found, plan=in_cluster(found.plan, order, whole))
 

@@ -35,13 +35,14 @@ class Traces:
 
     Attributes:
       seconds: that tracing and cutting into layers have taken.
+      longest_seconds: of one trace.
     """
 
     def __init__(self, step: Callable[..., Any], donate: Any = None) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step = step
         self._donate = donate
-        self.seconds = 0.0
+        self.seconds = self.longest_seconds = 0.0
         self._whole: dict[Any, TracedStep] = {}
         self._programs: dict[Any, Program] = {}
         self._reductions: dict[Any, list[warnings.WarningMessage]] = {}
@@ -104,7 +105,8 @@ class Traces:
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - begun
+            taken = time.perf_counter() - begun
+            self.seconds, self.longest_seconds = self.seconds + taken, max(self.longest_seconds, taken)
 
     def _traced(self, step: Callable[..., Any], shapes: tuple[Any, ...]) -> TracedStep:
         """As `trace_step`."""

@@ -74,7 +74,7 @@ def search_parts(
         try:
             found = part.search(most, max(part.share * left, part.least_seconds))
         except NothingFaster as nothing:
-            slower, bound, late = slower or nothing, nothing.least_seconds, left_seconds() < 0
+            slower, bound, late = slower or nothing, nothing.least_seconds or floor(), left_seconds() < 0
             least = min(least, bound)
             if best is not None and late:
                 best = best.unfinished(part.words, bound, "broken off, out of time")

@@ -1,0 +1,123 @@
+"""A search and the writing out of its plans share one time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwright import zoo
+from meshwright.cluster import load_cluster
+from meshwright.errors import MemoryExceeded
+from meshwright.planning import refine
+from meshwright.planning.advice import with_advice
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.refine import NOT_COUNTED, Refinement
+from meshwright.planning.request import PlanOptions
+from meshwright.search.result import NothingFaster, SearchResult
+
+CLUSTER = load_cluster("rtx4090-4")
+TRACE, WRITING = 1.0, 2.0
+WORDS = {"what": "a plan", "where": "here", "try_": "more"}
+
+
+@cache
+def small() -> Any:
+    target = zoo.mlp(width=32, layers=2, batch=32)
+    return target.step, (target.example_state, target.example_batch)
+
+
+@cache
+def found() -> SearchResult:
+    planning = plan_for(*small(), cluster=CLUSTER, stages=1, microbatches=1)
+    return SearchResult(plan=planning.plan, program=planning.program, considered=())
+
+
+class Clocked:
+    """A refinement whose seconds pass when plans are searched and written out, and the seconds of each search.
+
+    Args:
+      seconds: of the time limit; the step has been traced.
+      taken: by each search.
+      too_large: how many plans are too large.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, taken: float, too_large: int) -> None:
+        found()  # before anything is patched
+        self.now, self.given, self.written = 0.0, [], 0
+        self._taken, self._too_large = taken, too_large
+        monkeypatch.setattr(refine, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(refine, "written_out", self._write)
+        self.refinement = Refinement(Asked(lambda: seconds - self.now))
+
+    def search(self, missed: Any, seconds: float) -> SearchResult:
+        self.given.append(seconds)
+        self.now += self._taken
+        return found()
+
+    def _write(self, plan: Any, *args: Any, **options: Any) -> Any:
+        self.now += WRITING
+        self.written += 1
+        (stage,) = plan.stages
+        held = 2.0 * stage.memory_limit_bytes if self.written <= self._too_large else 1.0
+        return replace(plan, stages=(replace(stage, memory=replace(stage.memory, workspace=held)),))
+
+
+class Asked(SimpleNamespace):
+    """As much of a request as a refinement reads."""
+
+    def __init__(self, left: Callable[[], float]) -> None:
+        traces = SimpleNamespace(longest_seconds=TRACE)
+        super().__init__(traces=traces, cluster=CLUSTER, tell=lambda words: None)
+        self._left = left
+
+    @property
+    def left_seconds(self) -> float:
+        return self._left()
+
+
+def test_a_search_leaves_time_to_write_its_plan_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch, seconds=10.0, taken=1.0, too_large=1)
+    result = clocked.refinement.run(clocked.search, **WORDS)
+    assert clocked.written == 2
+    assert NOT_COUNTED not in result.plan.notes
+    first, second = clocked.given
+    assert first < 10.0 + TRACE - refine._WRITING_TRACES * TRACE
+    assert second < 10.0 + TRACE - 1.0 - 2 * WRITING, "what the first took is known"
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0.0, 0), (2.9, 0), (3.1, 1), (6.1, 2)])
+def test_without_time_to_write_it_out_a_plan_says_so(
+    seconds: float, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocked = Clocked(monkeypatch, seconds=seconds, taken=1.0, too_large=9)
+    result = clocked.refinement.run(clocked.search, **WORDS)
+    assert (clocked.written, NOT_COUNTED in result.plan.notes) == (written, True)
+    assert clocked.now <= seconds + TRACE + 1.0, "the last search"
+    clocked = Clocked(monkeypatch, seconds=seconds, taken=1.0, too_large=9)
+    with pytest.raises(NothingFaster) as caught:
+        clocked.refinement.run(clocked.search, known=True, **WORDS)
+    assert any("out of time" in str(one) for one in caught.value.considered)
+    assert caught.value.least_seconds <= found().counted_seconds
+
+
+def test_a_limit_of_no_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refine, "written_out", lambda *args, **options: pytest.fail("nothing is written out"))
+    for options in ({"stages": 1}, {"stages": 2}, {"stages": None}, {"preset": "data_parallel"}):
+        planning = plan_for(*small(), cluster=CLUSTER, time_limit_seconds=0, **options)
+        assert NOT_COUNTED in planning.plan.notes
+
+
+def test_advice_is_of_plans_that_were_counted() -> None:
+    refused = MemoryExceeded(refused="a plan", got="1", needed="2", where="here", try_="more")
+    options = PlanOptions(stages=2)
+    for notes, advised in (((), True), ((NOT_COUNTED,), False)):
+        plan = replace(found().plan, notes=notes)
+        given: Any = SimpleNamespace(plan=plan)
+        advice = with_advice(refused, lambda _, given=given: given, options, None, 4, time.perf_counter())
+        assert ("which fits" in advice.try_) == advised
