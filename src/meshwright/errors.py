@@ -15,6 +15,18 @@ def size_words(size_bytes: float) -> str:
     return f"{size:.4g} {units[0]}"
 
 
+def room_words(usable_bytes: float, counted_bytes: float) -> str:
+    """What a device can hold, and what of it a search may count, for an error message.
+
+    >>> room_words(2**30, 2**29), room_words(2**30, 2**30)
+    ('1 GiB usable on a device, 512 MiB of it by the count of the search', '1 GiB usable on a device')
+    """
+    usable = f"{size_words(usable_bytes)} usable on a device"
+    if counted_bytes >= usable_bytes:
+        return usable
+    return f"{usable}, {size_words(counted_bytes)} of it by the count of the search"
+
+
 class PlanError(ValueError):
     """A plan, or a request for one, that cannot be honoured.
 

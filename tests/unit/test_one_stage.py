@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,13 @@ import pytest
 from meshwright import zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.plan import Memory, Plan
+from meshwright.planning import refine
 from meshwright.planning.plan_for import plan_for
 from meshwright.planning.request import Planning
+from meshwright.search.intra.limited import LimitedProblem
+from meshwright.search.stages.reserve import MissedMemory
+from meshwright.solve import Unsolved
 
 CLUSTER = load_cluster("p3.16xlarge:1")
 
@@ -59,6 +65,44 @@ def test_pins_that_finer_microbatches_cannot_have_are_no_refusal() -> None:
 def test_what_fits_in_no_number_is_refused_by_the_one_that_needs_least() -> None:
     target = zoo.mlp(width=512, layers=4, batch=64)
     with pytest.raises(
-        MemoryExceeded, match=r"got 1\.907 MiB usable on a device; needed at least .* with 32 microbatches"
+        MemoryExceeded,
+        match=r"got 1\.907 MiB usable on a device, 1\.834 MiB of it by the count of the search; needed at least .* "
+        "with 32 microbatches",
     ):
         planned(target, memory_per_device=2e6)
+
+
+def test_a_refusal_says_what_was_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan has to fit with 4 % to spare: one whose peak is less than the memory may be refused."""
+    target = zoo.mlp(width=512, layers=4, batch=64)
+    monkeypatch.setattr(MissedMemory, "learn", lambda *args: None)
+    write = refine.written_out
+
+    def writing(*args: Any, **options: Any) -> Plan:
+        plan = write(*args, **options)
+        (stage,) = plan.stages
+        memory = Memory(
+            parameters=0.98 * stage.memory_limit_bytes, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0
+        )
+        return replace(plan, stages=(replace(stage, memory=memory),))
+
+    monkeypatch.setattr(refine, "written_out", writing)
+    with pytest.raises(MemoryExceeded) as caught:
+        planned(target, microbatches=1, stages=1, memory_per_device=2.0**30)
+    assert caught.value.got == "1 GiB usable on a device"
+    assert caught.value.needed.startswith("about 1.019 GiB on a device: 1004 MiB, the predicted peak")
+    assert caught.value.needed.endswith("and 4% to spare")
+
+
+def test_layouts_that_were_not_solved_in_time_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may fit, and be faster than what other parts of the space find."""
+    target = zoo.mlp(width=512, layers=4, batch=64)
+    best = planned(target, microbatches=1, stages=1)
+
+    def unsolved(*args: Any, **options: Any) -> Any:
+        raise Unsolved("the time is over")
+
+    monkeypatch.setattr(LimitedProblem, "bounded_within", unsolved)
+    with pytest.raises(MemoryExceeded, match="found none that fit in the time") as caught:
+        planned(target, microbatches=1, stages=1)
+    assert 0 < caught.value.least_seconds <= best.step_seconds * (1 + 1e-9)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.cluster import load_cluster
+from meshwright.errors import MemoryExceeded
 from meshwright.plan import Plan
 from meshwright.planning.plan_for import plan_for
 from meshwright.search.inter import dynamic_program as inter_op
@@ -17,6 +18,7 @@ from meshwright.search.inter.submeshes import Submesh
 from meshwright.search.pipelines import driver as pipeline
 from meshwright.search.pipelines.driver import StageSearch
 from meshwright.search.pipelines.microbatch_costs import MicrobatchCosts
+from meshwright.search.result import Priced
 from meshwright.search.stages import part_rows
 from meshwright.search.stages.part_rows import OutOfTime
 from meshwright.zoo import gpt
@@ -122,6 +124,27 @@ def test_bounds_of_all_numbers_are_broken_off_where_a_plan_is_known(monkeypatch:
     )
     assert extended[0] == 3
     assert len(planning.plan.stages) == 1
+
+
+def test_a_plan_that_does_not_fit_with_its_scans_merged_is_left_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, refused = pipeline.merged, list[Any]()
+
+    def merging(best: Any, *args: Any) -> Any:
+        if len(refused) < 2:
+            refused.append(best.key)
+            return None
+        return merge(best, *args)
+
+    monkeypatch.setattr(pipeline, "merged", merging)
+    found = planned()
+    assert len({*refused}) == 2
+    best = Priced(plan=at_leisure()).counted_seconds
+    assert found.counted_seconds >= best
+    assert found.least_seconds <= best * (1 + 1e-9)
+    monkeypatch.setattr(pipeline, "merged", lambda *args: None)
+    with pytest.raises(MemoryExceeded) as caught:
+        planned()
+    assert caught.value.least_seconds <= best * (1 + 1e-9)
 
 
 def test_whoever_solves_numbers_can_be_stopped() -> None:

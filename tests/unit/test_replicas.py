@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -246,6 +247,24 @@ def test_when_the_time_is_over_the_gap_says_what_replicas_might_take() -> None:
     assert short.plan.predicted is not None
     assert (1 - short.plan.predicted.optimality_gap) * short.step_seconds <= at_leisure.step_seconds
     assert any(str(one).startswith("replicas: not searched, out of time, ") for one in short.considered)
+
+
+def test_a_number_that_turns_out_too_large_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In less memory it takes longer, or has no plan; in all of it there may be another that fits."""
+    options: dict[str, Any] = {"cluster": cluster_of(host(FAST), host(SLOW)), "stages": 2, "schedule": "replicas"}
+    best, fits = plan_for(chain, ARGS, **options), refine.Refinement._fits
+
+    def fitting(self: refine.Refinement, plan: Plan, counted: Sequence[float]) -> bool:
+        assert fits(self, plan, counted)
+        if plan.microbatches != best.plan.microbatches:
+            return True
+        self.leanest = refine._TooLarge(share=2.0, peak_bytes=2.0, usable_bytes=1.0, microbatches=plan.microbatches)
+        return False
+
+    monkeypatch.setattr(refine.Refinement, "_fits", fitting)
+    other = plan_for(chain, ARGS, **options)
+    assert other.plan.microbatches != best.plan.microbatches
+    assert other.least_seconds <= best.step_seconds * (1 + 1e-9)
 
 
 def test_groups() -> None:

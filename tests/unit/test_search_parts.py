@@ -13,6 +13,8 @@ import pytest
 from meshwright import zoo
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning.plan_for import plan_for
+from meshwright.report.considered import considered_lines
+from meshwright.search.considered import Considered
 from meshwright.search.driver import Part, best_of_parts
 from meshwright.search.result import NothingFaster, SearchResult
 
@@ -86,6 +88,40 @@ def test_parts_that_there_is_no_time_for_are_bounded_by_the_floor() -> None:
     assert [one for one in found.considered if one.what == "b" and not one.searched]
     # But for those that have time of their own.
     assert best(part("a", 3.0, 2.9), part("b", 2.0, 2.0, least_seconds=1.0), left=-1.0).step_seconds == 2.0
+
+
+def test_what_was_considered_in_parts_whose_plan_is_not_taken_is_told() -> None:
+    def told(seconds: float, outcome: str) -> Part:
+        search = part(outcome, seconds, seconds).search
+
+        def telling(faster_than_seconds: float, time_limit_seconds: float) -> SearchResult:
+            try:
+                found = search(faster_than_seconds, time_limit_seconds)
+            except NothingFaster as nothing:
+                raise NothingFaster(nothing.least_seconds, (Considered(8, outcome),)) from None
+            return found.beside_candidates([Considered(8, outcome)])
+
+        return Part(words=outcome, search=telling)
+
+    parts = [refused("x", inf), told(4.0, "a"), told(3.0, "b"), told(5.0, "c")]
+    considered = [*map(str, best(*parts).considered)]
+    assert considered[0] == "8 microbatches: b"
+    assert {"a, 8 microbatches: a", "a: 4 s", "c, 8 microbatches: c"} < {*considered}
+    assert any(line.startswith("x: refused x") for line in considered)
+    assert "c: none that fits and is faster" in considered
+    with pytest.raises(NothingFaster) as caught:
+        best(*parts, faster_than_seconds=1.0)
+    assert "a, 8 microbatches: a" in map(str, caught.value.considered)
+    assert [line for line in considered_lines(best(*parts).considered) if line.startswith("a, ")]
+
+
+def test_a_search_that_ran_out_of_time_is_not_said_to_have_none_that_is_faster() -> None:
+    def late(faster_than_seconds: float, time_limit_seconds: float) -> SearchResult:
+        raise NothingFaster(0.0, (Considered(8, "not written out, out of time"),))
+
+    found = best(part("a", 4.0, 3.0), Part(words="b", search=late))
+    assert any(str(one).startswith("b: broken off, out of time") for one in found.considered)
+    assert found.least_seconds == pytest.approx(FLOOR), "where the part knows no bound"
 
 
 def test_where_nothing_is_wanted_the_bound_is_of_all_parts() -> None:

@@ -46,10 +46,8 @@ def with_advice(
         if NOT_COUNTED in found.plan.notes:
             continue
         held = max(stage.memory.total for stage in found.plan.stages)
-        return MemoryExceeded(
-            refused=refused.refused, got=refused.got, needed=refused.needed, where=refused.where,
-            try_=f"{words}, which fits ({size_words(held)} on a device); or {refused.try_}",
-        )  # fmt: skip
+        fits = f"{words}, which fits ({size_words(held)} on a device)"
+        return refused.named(refused.refused, f"{fits}; or {refused.try_}")
     return refused
 
 

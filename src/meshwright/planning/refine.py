@@ -55,14 +55,14 @@ class _TooLarge(NamedTuple):
     """A plan that was too large, by the rank that exceeds its memory the most.
 
     Args:
-      share: of what a device of it can hold, what it needs.
-      needed_bytes: on a device, with what is to spare.
+      share: of what a device of it can hold, what it needs with what is to spare.
+      peak_bytes: predicted, on a device.
       usable_bytes: of a device.
       microbatches: of the plan.
     """
 
     share: float
-    needed_bytes: float
+    peak_bytes: float
     usable_bytes: float
     microbatches: int
 
@@ -123,7 +123,7 @@ class Refinement:
             except MemoryExceeded as error:
                 if self.leanest is None:
                     raise
-                raise exceeded(least_seconds) from error
+                raise exceeded(min(least_seconds, error.least_seconds)) from error
             assert found.program is not None  # what is written out
             # What is reserved may rule out plans that fit: bounds of earlier runs, in more memory, hold for these too.
             least_seconds = min(least_seconds, found.least_seconds)
@@ -169,7 +169,7 @@ class Refinement:
             (MARGIN * peak / most, rank) for rank, (peak, most) in enumerate(zip(peaks, usable, strict=True))
         )
         if self.leanest is None or share < self.leanest.share:
-            self.leanest = _TooLarge(share, MARGIN * peaks[rank], usable[rank], plan.microbatches)
+            self.leanest = _TooLarge(share, peaks[rank], usable[rank], plan.microbatches)
         self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
         return False
 
@@ -178,8 +178,9 @@ class Refinement:
         lean = self.leanest
         error = MemoryExceeded(
             refused=what, got=f"{size_words(lean.usable_bytes)} usable on a device",
-            needed=f"about {size_words(lean.needed_bytes)} on a device, the predicted peak of the leanest plan found "
-            f"with {lean.microbatches} microbatches",
+            needed=f"about {size_words(MARGIN * lean.peak_bytes)} on a device: {size_words(lean.peak_bytes)}, the "
+            f"predicted peak of the leanest plan found, with {lean.microbatches} microbatches, and {MARGIN - 1:.0%} to "
+            "spare",
             where=where, try_=try_,
         )  # fmt: skip
         error.least_seconds = least_seconds

@@ -65,7 +65,7 @@ def plan_stages(asked: PlanRequest, stages: int | None, *, faster_than_seconds: 
     ]
     try:
         try:
-            found = best_of_parts(
+            found = parts[0].search(faster_than_seconds, asked.left_seconds) if len(parts) == 1 else best_of_parts(
                 parts, left_seconds=lambda: asked.left_seconds, floor=lambda: asked.least_work_seconds,
                 faster_than_seconds=faster_than_seconds, worth=0.0,
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import inf
 
 from ..search.considered import Considered
@@ -10,7 +11,7 @@ from .table import format_seconds
 
 
 def considered_lines(considered: Iterable[Considered]) -> Iterator[str]:
-    """The candidates of a search put together.
+    """The candidates of a search put together, those of each part of the space apart.
 
     Of a schedule that was tried with several numbers of stages the fastest is told; where the stages lie is left to
     `meshwright plan --json`. Candidates that are no number of microbatches are told one by one.
@@ -29,6 +30,14 @@ def considered_lines(considered: Iterable[Considered]) -> Iterator[str]:
     Args:
       considered: by the search.
     """
+    parts: dict[str, list[Considered]] = {}
+    for one in considered:
+        parts.setdefault(one.part, []).append(replace(one, part=""))
+    for part, mine in parts.items():
+        yield from (f"{part}, {line}" if part else line for line in _lines(mine))
+
+
+def _lines(considered: Iterable[Considered]) -> Iterator[str]:
     priced: dict[int, dict[str, float]] = {}
     failed: dict[int, dict[str, list[str]]] = {}
     said: dict[str, list[int]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Considered:
       seconds: of a step of its plan; None without one.
       searched: whether it was looked at.
       least_seconds: of a step of all its plans; 0 where no bound is known.
+      part: of the space of plans, which another part's plan was preferred to; "" for that of the plan.
     """
 
     what: int | str
@@ -28,6 +29,11 @@ class Considered:
     seconds: float | None = None
     searched: bool = True
     least_seconds: float = 0.0
+    part: str = ""
+
+    def within(self, part: str) -> Considered:
+        """As a candidate of this part of the space."""
+        return replace(self, part=", ".join(filter(None, [part, self.part])))
 
     @property
     def words(self) -> str:
@@ -37,6 +43,6 @@ class Considered:
 
     def __str__(self) -> str:
         name = f"{self.what} microbatches" if isinstance(self.what, int) else self.what
-        name += f", {self.schedule}" if self.schedule else ""
+        name = ", ".join(filter(None, [self.part, name, self.schedule]))
         least = f", {self.least_seconds:.6g} s at the very least" if self.least_seconds else ""
         return f"{name}: {self.words}{least}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from ..errors import MemoryExceeded, PlanError
+from .considered import Considered
 from .result import NothingFaster, SearchResult
 
 # A later part of the space has to be faster by this share, less than predictions are off by: the first is the simpler
@@ -60,43 +61,49 @@ def search_parts(
     """
     best: SearchResult | None = None
     known = ""  # the part of the best plan
+    others: list[Considered] = []  # in parts without the best plan, and what came of those
     least = inf  # of all parts that have no plan
     refused: PlanError | None = None
-    slower: NothingFaster | None = None
+    slower = False  # whether a part has nothing that is faster
     for part in parts:
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
         left = left_seconds()
         if left < 0 and part.least_seconds == 0 and isfinite(most):
             bound = floor()
+            others.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
             least = min(least, bound)
-            best = best.unfinished(part.words, bound) if best is not None else None
+            best = best.beside(bound) if best is not None else None
             continue
         try:
             found = part.search(most, max(part.share * left, part.least_seconds))
         except NothingFaster as nothing:
-            slower, bound, late = slower or nothing, nothing.least_seconds or floor(), left_seconds() < 0
-            least = min(least, bound)
-            if best is not None and late:
-                best = best.unfinished(part.words, bound, "broken off, out of time")
+            slower, bound = True, nothing.least_seconds or floor()
+            late = left_seconds() < 0 or any("out of time" in one.words for one in nothing.considered)
+            others += [one.within(part.words) for one in nothing.considered]
+            if late:
+                others.append(Considered(part.words, "broken off, out of time", least_seconds=bound))
             elif best is not None:
-                best = best.beside(bound).considering(part.words, "none that fits and is faster")
+                others.append(Considered(part.words, "none that fits and is faster"))
+            least = min(least, bound)
+            best = best.beside(bound) if best is not None else None
         except PlanError as error:
             refused = error if refused is None or part.goes_on else refused
+            others.append(Considered(part.words, str(error)))
             if isinstance(error, MemoryExceeded):
                 bound = floor() if left_seconds() < 0 else error.least_seconds
                 least = min(least, bound)
                 best = best.beside(bound) if best is not None else None
-            best = best.considering(part.words, error) if best is not None else None
         else:
             if best is not None:
                 found = found.preferred_to(best).beside(best.least_seconds)
-                found = found.considering(known, f"{best.step_seconds:.6g} s")
+                others += [one.within(known) for one in best.considered]
+                others.append(Considered(known, seconds=best.step_seconds))
             best, known = found.beside(least), part.words
-            yield best
+            yield best.beside_candidates(others)
     if best is not None:
-        yield best
-    elif slower is not None or refused is None or (isfinite(faster_than_seconds) and isfinite(least)):
-        raise NothingFaster(least, slower.considered if slower is not None else ())
+        yield best.beside_candidates(others)
+    elif slower or refused is None or (isfinite(faster_than_seconds) and isfinite(least)):
+        raise NothingFaster(least, tuple(others))
     else:
         if isinstance(refused, MemoryExceeded):
             refused.least_seconds = least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..plan import Plan
@@ -76,20 +77,9 @@ class SearchResult(Priced):
         """The same plan, its gap extended to further plans of which `least_seconds` is a lower bound."""
         return self if least_seconds >= self.least_seconds else self.bounded(least_seconds)
 
-    def unfinished(self, what: str, least_seconds: float, why: str = "") -> SearchResult:
-        """The same plan, its gap extended to candidates that were not searched, or not to the end.
-
-        Args:
-          what: the candidates, in words.
-          least_seconds: their lower bound.
-          why: the search of them was broken off; "" where it was not begun, since the time was over.
-        """
-        others = Considered(what, why or "out of time", searched=bool(why), least_seconds=least_seconds)
-        return replace(self.beside(least_seconds), considered=(*self.considered, others))
-
-    def considering(self, what: str, outcome: object) -> SearchResult:
-        """The same plan, and what came of another candidate."""
-        return replace(self, considered=(*self.considered, Considered(what, str(outcome))))
+    def beside_candidates(self, others: Iterable[Considered]) -> SearchResult:
+        """The same plan, with what came of further candidates."""
+        return replace(self, considered=(*self.considered, *others))
 
     def preferred_to(self, *others: SearchResult) -> SearchResult:
         """This plan, with the others, and what they were preferred to, among its alternatives."""

@@ -17,7 +17,7 @@ from math import inf, isfinite
 from typing import Literal, get_args
 
 from ...cluster import LogicalMesh
-from ...errors import MemoryExceeded, PlanError, size_words
+from ...errors import MemoryExceeded, PlanError, room_words, size_words
 from ...program.segments import layer_segments
 from ...solve import Infeasible, Unsolved
 from ..alternative import nearest
@@ -118,7 +118,7 @@ class OneStageSearch:
         run = _Run(self, limit_bytes, faster_than_seconds)
         best = run.best()
         if best is None and isfinite(faster_than_seconds):
-            raise NothingFaster(min(run.least_seconds, faster_than_seconds), ())
+            raise NothingFaster(min(run.least_seconds, faster_than_seconds), tuple(run.considered(None)))
         if best is None:
             raise run.nothing()
         way = best.way
@@ -338,13 +338,13 @@ class _Run:
         """What every plan takes at least."""
         return min(self._left_open, *(one.least_seconds for one in (*self.solved, *self._queue)), inf)
 
-    def considered(self, best: _Solved) -> Iterator[Considered]:
-        """Each solution, and what was not searched."""
+    def considered(self, best: _Solved | None) -> Iterator[Considered]:
+        """Each solution, the `best` of which was chosen, and what was not searched."""
         for one in sorted(self.solved, key=lambda one: one.seconds):
             why = ""
             if one is best:
                 why = "(chosen)"
-            elif one.seconds < best.seconds:
+            elif best is not None and one.seconds < best.seconds:
                 why = "(hardly faster: the simpler mesh is taken)"
             yield Considered(one.way.words, why, seconds=one.seconds)
         late = "out of time" if self._search.late else ""
@@ -358,14 +358,15 @@ class _Run:
             yield Considered(what, late, searched=False, least_seconds=entry.least_seconds)
 
     def nothing(self) -> PlanError:
-        """Why there is no plan."""
+        """Why there is no plan; a refusal for memory has the bound of what was left open."""
         if not self._least_bytes and isfinite(self._left_open):
-            return _unsolved(self._search.ways(self._search.counts[0])[0].request)
+            return _unsolved(self._search.ways(self._search.counts[0])[0].request, self._left_open)
         if not self._least_bytes:
             return _contradiction(self._search.ways(self._search.counts[0])[0].request)
         count = min(self._least_bytes, key=lambda count: (self._least_bytes[count], count))
         (way, *_) = self._search.ways(min(self._search.known_counts, key=lambda known: abs(known - count)))
-        error = _nothing_fits(way.request, count, self._least_bytes[count])
+        error = _nothing_fits(way.request, count, self._least_bytes[count], self._limit_bytes(count))
+        error.least_seconds = self._left_open
         if self._refused is not None:
             return error.but(f"more microbatches are out of the question: {self._refused}")
         return error
@@ -381,26 +382,28 @@ def _meshes(request: SearchRequest) -> tuple[LogicalMesh, ...]:
     return meshes_of(request.cluster, (), max_axes=3 if len(request.graph.operators) <= THREE_AXES_OPERATORS else 2)
 
 
-def _nothing_fits(request: SearchRequest, count: int, least: float) -> MemoryExceeded:
+def _nothing_fits(request: SearchRequest, count: int, least: float, limit_bytes: float) -> MemoryExceeded:
     device = request.cluster.device
     graph = request.graph
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
     what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
     return MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
-        got=f"{size_words(device.usable_memory_bytes)} usable on a device",
+        got=room_words(device.usable_memory_bytes, limit_bytes),
         needed=f"at least {size_words(least)} on a device, with {count} microbatches{what}",
         where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )  # fmt: skip
 
 
-def _unsolved(request: SearchRequest) -> PlanError:
-    return PlanError(
+def _unsolved(request: SearchRequest, least_seconds: float) -> MemoryExceeded:
+    error = MemoryExceeded(
         refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
         got="layouts of which the solver found none that fit in the time that it had",
         needed="more time, or more memory", where="time_limit_seconds=", try_="a longer time limit, or more devices",
     )  # fmt: skip
+    error.least_seconds = least_seconds
+    return error
 
 
 def _contradiction(request: SearchRequest) -> PlanError:

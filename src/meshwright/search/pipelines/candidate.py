@@ -36,6 +36,11 @@ class Candidate:
     scheduled: Scheduled
 
     @property
+    def key(self) -> tuple[int, tuple[PlacedStage, ...]]:
+        """Its number of microbatches and its stages."""
+        return self.costs.program.microbatches, self.stages
+
+    @property
     def penalised_seconds(self) -> float:
         """Its seconds, with the penalty of a split backward."""
         return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))

@@ -171,19 +171,37 @@ class StageSearch:
             best = self._simulate(None)
         if best is None:
             raise self.costs.nothing_fits()
+        best, whole = self._merged(best)
+        if whole.penalised_seconds >= known:
+            raise self._nothing_faster()
         stages, taken = best.stages, best.words(best.scheduled.name)
         self.taken = best.costs.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
-        best = merged(best, self._costs_of, self._scheduled)
-        if best is None:
-            raise self.costs.nothing_fits()
-        if best.penalised_seconds >= known:
-            raise self._nothing_faster()
         return SearchResult(
-            plan=best.plan(gap_of(best.penalised_seconds, self._least_seconds)), program=best.costs.program,
+            plan=whole.plan(gap_of(whole.penalised_seconds, self._least_seconds)), program=whole.costs.program,
             considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),
             stages=stages,
         )  # fmt: skip
+
+    def _merged(self, best: Candidate | None) -> tuple[Candidate, Candidate]:
+        """The best plan that fits with the pieces of its scans merged too: as it was searched, and merged.
+
+        Raises:
+          MemoryExceeded: if no plan does.
+          NothingFaster: the same, where another plan is known.
+        """
+        while best is not None:
+            whole = merged(best, self._costs_of, self._scheduled)
+            if whole is not None:
+                return best, whole
+            self.finished.drop(best)
+            self.best = BestKnown(self._known)
+            best = self._simulate(None)
+        if isfinite(self._known):
+            raise self._nothing_faster()
+        error = self.costs.nothing_fits()
+        error.least_seconds = self._least_seconds
+        raise error
 
     def _again(self, last: FinishedPlans) -> Candidate | None:
         """The best plan of the last run that fits in the memory of this run: the first incumbent."""
@@ -423,6 +441,7 @@ class StageSearch:
             self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
         ):  # fmt: skip
-            self.finished.compare(candidate)
-            self.considered.append(considered_interleaving(candidate))
-            yield candidate
+            if candidate.key not in self.finished.dropped:
+                self.finished.compare(candidate)
+                self.considered.append(considered_interleaving(candidate))
+                yield candidate

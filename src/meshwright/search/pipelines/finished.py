@@ -27,6 +27,7 @@ class FinishedPlans:
       seconds: what each counts for by the objective of the search.
       order: in which each was found.
       simulated: the least seconds of all that was simulated, by what is said of it.
+      dropped: plans that do not fit after all.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class FinishedPlans:
         self.seconds: dict[PlanKey, float] = {}
         self.order: dict[PlanKey, Order] = {}
         self.simulated: dict[str, float] = {}
+        self.dropped: set[PlanKey] = set()
         self._candidates: dict[PlanKey, Candidate | None] = {}
         self._costs, self._scheduled, self._over = costs, scheduled, over
 
@@ -70,6 +72,11 @@ class FinishedPlans:
             if candidate is not None:
                 best.simulate(candidate.penalised_seconds)
                 yield candidate
+
+    def drop(self, candidate: Candidate) -> None:
+        """Leave out a plan that does not fit after all."""
+        self.dropped.add(candidate.key)
+        self._candidates[candidate.key] = None
 
     def compare(self, candidate: Candidate) -> None:
         """Record a candidate's seconds for the alternatives that a report shows."""

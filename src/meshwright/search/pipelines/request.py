@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ...cluster import Cluster
-from ...errors import MemoryExceeded, PlanError, size_words
+from ...errors import MemoryExceeded, PlanError, room_words, size_words
 from ...program.staged import StagedProgram
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import ParameterInfo
@@ -237,21 +237,24 @@ def check_room(request: StageRequest, least_bytes: float) -> None:
     cluster = request.cluster
     room = sum(host.devices * host.device.usable_memory_bytes for host in cluster.hosts) / cluster.num_devices
     if least_bytes > room:
-        raise nothing_fits(request, room, least_bytes)
+        raise nothing_fits(request, room, room, least_bytes)
 
 
-def nothing_fits(request: StageRequest, usable_bytes: float, least_bytes: float) -> MemoryExceeded:
+def nothing_fits(
+    request: StageRequest, usable_bytes: float, counted_bytes: float, least_bytes: float
+) -> MemoryExceeded:  # fmt: skip
     """The error for a request of which no plan fits.
 
     Args:
       request: of the search.
       usable_bytes: of a device.
+      counted_bytes: what of it the search may count.
       least_bytes: of parameters, gradients and optimizer state spread over all devices.
     """
     counts = ", ".join(map(str, sorted(request.by_microbatches)))
     return MemoryExceeded(
         refused=f"a staged plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got=f"{size_words(usable_bytes)} usable on a device",
+        got=room_words(usable_bytes, counted_bytes),
         needed=f"more in every plan: {size_words(least_bytes)} for parameters, gradients and optimizer state, if split "
         f"evenly, and what {counts} microbatches keep",
         where="the stage search",
