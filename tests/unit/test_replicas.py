@@ -251,19 +251,29 @@ def test_when_the_time_is_over_the_gap_says_what_replicas_might_take() -> None:
 
 def test_a_number_that_turns_out_too_large_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """In less memory it takes longer, or has no plan; in all of it there may be another that fits."""
-    options: dict[str, Any] = {"cluster": cluster_of(host(FAST), host(SLOW)), "stages": 2, "schedule": "replicas"}
-    best, fits = plan_for(chain, ARGS, **options), refine.Refinement._fits
+    slow_start = [replace(device, kernel_launch_seconds=2e-3) for device in (FAST, SLOW)]
+
+    def step(weights: Any, x: Any) -> Any:
+        """In two microbatches or four."""
+        value, grads = value_and_grad(lambda w: jnp.sum(jnp.tanh(x.reshape(-1, 8, 256) @ w)))(weights)
+        return weights - 1e-3 * grads, value
+
+    args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((32, 256), jnp.float32)
+    options: dict[str, Any] = {"cluster": cluster_of(*map(host, slow_start)), "stages": 2, "schedule": "replicas"}
+    best, fits = plan_for(step, args, **options), refine.Refinement._fits
+    assert best.plan.microbatches == 2
 
     def fitting(self: refine.Refinement, plan: Plan, counted: Sequence[float]) -> bool:
         assert fits(self, plan, counted)
-        if plan.microbatches != best.plan.microbatches:
+        if plan.microbatches != 2:
             return True
         self.leanest = refine._TooLarge(share=2.0, peak_bytes=2.0, usable_bytes=1.0, microbatches=plan.microbatches)
         return False
 
     monkeypatch.setattr(refine.Refinement, "_fits", fitting)
-    other = plan_for(chain, ARGS, **options)
-    assert other.plan.microbatches != best.plan.microbatches
+    other = plan_for(step, args, **options)
+    assert other.plan.microbatches != 2
+    assert other.step_seconds > best.step_seconds
     assert other.least_seconds <= best.step_seconds * (1 + 1e-9)
 
 
