@@ -106,6 +106,25 @@ def test_without_time_to_write_it_out_a_plan_says_so(
     assert caught.value.least_seconds <= found().counted_seconds
 
 
+def test_one_stage_is_not_returned_as_a_pipeline_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = plan_for(*small(), cluster=CLUSTER, stages=2, microbatches=2).plan
+    clocked = Clocked(monkeypatch, seconds=0.0, taken=1.0, too_large=0)
+    staged: Any = replace(found(), stages=(SimpleNamespace(),))
+    with pytest.raises(NothingFaster):
+        clocked.refinement.run(lambda missed, seconds: staged, **WORDS)
+    several = replace(staged, plan=two)
+    assert NOT_COUNTED in clocked.refinement.run(lambda missed, seconds: several, **WORDS).plan.notes
+
+
+def test_a_search_for_one_plan_is_repeated_once_no_time_is_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(monkeypatch, seconds=100.0, taken=1.0, too_large=9)
+    with pytest.raises(MemoryExceeded):
+        clocked.refinement.run(clocked.search, attempts=1, **WORDS)
+    clocked = Clocked(monkeypatch, seconds=3.1, taken=1.0, too_large=9)
+    result = clocked.refinement.run(clocked.search, attempts=1, **WORDS)
+    assert (clocked.written, NOT_COUNTED in result.plan.notes) == (1, True)
+
+
 def test_a_limit_of_no_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refine, "written_out", lambda *args, **options: pytest.fail("nothing is written out"))
     for options in ({"stages": 1}, {"stages": 2}, {"stages": None}, {"preset": "data_parallel"}):

@@ -115,10 +115,12 @@ def test_what_was_considered_in_parts_whose_plan_is_not_taken_is_told() -> None:
     assert [line for line in considered_lines(best(*parts).considered) if line.startswith("a, ")]
 
 
-def test_a_search_that_ran_out_of_time_is_not_said_to_have_none_that_is_faster() -> None:
-    def late(faster_than_seconds: float, time_limit_seconds: float) -> SearchResult:
-        raise NothingFaster(0.0, (Considered(8, "not written out, out of time"),))
+def late(faster_than_seconds: float, time_limit_seconds: float) -> SearchResult:
+    """A search that runs out of time."""
+    raise NothingFaster(0.0, (Considered(8, "not written out, out of time"),))
 
+
+def test_a_search_that_ran_out_of_time_is_not_said_to_have_none_that_is_faster() -> None:
     found = best(part("a", 4.0, 3.0), Part(words="b", search=late))
     assert any(str(one).startswith("b: broken off, out of time") for one in found.considered)
     assert found.least_seconds == pytest.approx(FLOOR), "where the part knows no bound"
@@ -138,5 +140,7 @@ def test_where_nothing_fits_the_first_says_so_or_who_went_on_with_it() -> None:
         best(refused("first", inf), refused("second", 5.0))
     assert caught.value.least_seconds == 5.0
     again = replace(refused("first again", 4.0), goes_on=True)
+    with pytest.raises(MemoryExceeded, match="second"):  # of a part that ran out of time nothing is known
+        best(Part(words="late", search=late), refused("second", inf))
     with pytest.raises(MemoryExceeded, match="first again"):
         best(refused("first", inf), refused("second", inf), again)

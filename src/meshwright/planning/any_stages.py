@@ -88,6 +88,8 @@ def _parts(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) ->
     def several(most_seconds: float, seconds: float) -> SearchResult:
         return plan_stages(replace(asked.within(seconds), several=tried), None, faster_than_seconds=most_seconds)
 
+    # Without time to write a plan out one stage is the answer: a pipeline of one is counted otherwise than its program.
+    is_soon_planned = is_soon_planned or planner.is_late
     if is_soon_planned:
         yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)
     yield Part(words="several stages", search=several)

@@ -41,6 +41,11 @@ class OneStagePlanner:
         self._search = OneStageSearch(_Requests(asked), tell=asked.tell, gap=gap)
         self._refinement = Refinement(asked)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether no time is left to write a plan out."""
+        return self._refinement.spare_seconds < 0
+
     def plan(
         self, *, faster_than_seconds: float = inf, time_limit_seconds: float | None = None, attempts: int = ATTEMPTS
     ) -> SearchResult:

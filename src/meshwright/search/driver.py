@@ -102,7 +102,7 @@ def search_parts(
             yield best.beside_candidates(others)
     if best is not None:
         yield best.beside_candidates(others)
-    elif slower or refused is None or (isfinite(faster_than_seconds) and isfinite(least)):
+    elif refused is None or (isfinite(faster_than_seconds) and (slower or isfinite(least))):
         raise NothingFaster(least, tuple(others))
     else:
         if isinstance(refused, MemoryExceeded):
