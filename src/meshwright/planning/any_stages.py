@@ -88,8 +88,9 @@ def _parts(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) ->
     def several(most_seconds: float, seconds: float) -> SearchResult:
         return plan_stages(replace(asked.within(seconds), several=tried), None, faster_than_seconds=most_seconds)
 
-    # Without time to write a plan out one stage is the answer: a pipeline of one is counted otherwise than its program.
-    is_soon_planned = is_soon_planned or planner.is_late
+    # Without time to write a plan out one stage is the answer, since a pipeline of one is counted otherwise than its
+    # program; not over unlike devices, where several stages are most of what there is to gain.
+    is_soon_planned |= planner.is_late and len({host.device for host in asked.cluster.hosts}) == 1
     if is_soon_planned:
         yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)
     yield Part(words="several stages", search=several)
