@@ -203,7 +203,7 @@ class _Run:
             if known is not None:
                 done = (1 - search.gap) * _weight(known) <= self._queue[0].weight
             else:
-                done = self._most_seconds <= self.least_seconds
+                done = self._most_seconds <= min(one.least_seconds for one in self._queue)
             if done or (search.late and (known is not None or isfinite(self._most_seconds))):
                 break
             entry = heapq.heappop(self._queue) if not search.late else self._nearest()
