@@ -10,8 +10,9 @@ fit and the first at which they do: what one multiplier for the whole range woul
 rematerialisation. Meshes whose fastest layouts, whatever their memory, are slower than what fits on another are left,
 and so are those on which no range can be a part of a plan that is fast enough (`focus`).
 
-All ranges of layers are looked at together, for all numbers of microbatches in flight: sums over ranges are differences
-of running sums, so a table of all of them is a few operations on small arrays once the parts are solved.
+All ranges of layers that may be of interest are looked at together, for all numbers of microbatches in flight: sums
+over ranges are differences of running sums, so a table of them is a few operations on small arrays once the parts are
+solved. Tables are held of the ranges that fit alone, a tenth of all pairs of layers where a plan is known.
 
 What several parts of a range have, a parameter that they read or a value that one makes and another one keeps, counts
 once (`shared_inputs`).
@@ -26,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil, inf, log
 
 import numpy as np
@@ -34,6 +34,7 @@ import numpy as np
 from ...program.staged import StagedProgram
 from ..inter.problem import Option, best_of
 from .part_rows import AT_LEAST, PartRow, PartRows
+from .range_table import BACKWARD, CONSTANT, FORWARD, KEPT, ONCE, PARTS_ALONE, WORKSPACE, Ranges, RangeTable
 from .reserve import MemoryReserve
 from .shared_inputs import SharedInputs
 from .solver import Place, StageSolver
@@ -44,40 +45,24 @@ _PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 # Below this share of the memory limit rematerialisation is not tried.
 _EASY = 0.5
 
-# Ranges solved whole can be faster than their parts by themselves, by no more than this.
-_PARTS_ALONE = 0.97
-
 # Less than this between two ways is no difference worth looking at.
 _SAME = 1.01
 
-# What is summed up for a range, in this order. In a table the last is part of what is there throughout.
-_FORWARD, _BACKWARD, _WEIGHT, _ONCE, _CONSTANT, _KEPT, _WORKSPACE = range(7)
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Table:
-    """Ways to run all ranges of layers on submeshes of one kind.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """All parts on one logical mesh at one price of memory; one entry more than there are parts.
 
     Args:
-      ways: number of the logical mesh, and rematerialisation.
-      fields: `[way, field, in flight, first, last]`, seconds infinite where a way is none.
-      left: further logical meshes with what they take at least, `[first, last]`: another one is better on every range
-        of interest.
+      sums: `[parts + 1, 9]`, running sums of `PartRow.sums`.
+      each: `[3, parts + 1]`: what each part spends on the one collective that a range shares, seconds; and what it
+        takes while its backward pass runs, and the cotangents of what it receives, bytes.
+      twice: what these sums count more than once (`SharedInputs.running_sums`).
     """
 
-    ways: tuple[tuple[int, str], ...]
-    fields: np.ndarray
-    left: tuple[tuple[int, np.ndarray], ...]
-
-    @cached_property
-    def fastest(self) -> np.ndarray:
-        """Seconds of a microbatch that no way is below, `[in flight, first, last]`."""
-        return _PARTS_ALONE * (self.fields[:, _FORWARD] + self.fields[:, _BACKWARD]).min(axis=0, initial=np.inf)
-
-    @cached_property
-    def fastest_forward(self) -> np.ndarray:
-        """The same, forward alone."""
-        return _PARTS_ALONE * self.fields[:, _FORWARD].min(axis=0, initial=np.inf)
+    sums: np.ndarray
+    each: np.ndarray
+    twice: np.ndarray
 
 
 class StageEstimates:
@@ -103,16 +88,19 @@ class StageEstimates:
         self.parts = PartRows(solver, check)
         self._wishes = [one for one in ("none", "layer") if remat in (None, one)]
         starts = {start: number for number, (start, _) in enumerate(solver.program.layers)}
-        self._starts = [starts[start] for start, _ in program.layers] + [len(solver.program.layers)]
-        self._coarser = coarser if coarser is not None and coarser._starts == self._starts else None
+        # Of each layer the number of its first part, and the number of all parts.
+        self._starts = np.array([*(starts[start] for start, _ in program.layers), len(solver.program.layers)])
+        same = coarser is not None and np.array_equal(coarser._starts, self._starts)
+        self._coarser = coarser if same else None
         self._reserve = MemoryReserve()
         self._most: Mapping[int, np.ndarray] = {}
         self._shared_inputs: dict[tuple[str, bool], SharedInputs] = {}
-        self._sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
+        self._columns: dict[tuple[int, int, str, int, float], _Column] = {}
+        self._free: dict[int, list[tuple[float, int, np.ndarray]]] = {}
         self._weights: dict[tuple[int, int], float] = {}
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._tables: dict[tuple[int, tuple[int, ...], float, bool], _Table] = {}
-        self._places: dict[tuple[int, int, float, bool], tuple[_Table, int]] = {}
+        self._tables: dict[tuple[int, tuple[int, ...], float, bool], RangeTable] = {}
+        self._places: dict[tuple[int, int, float, bool], tuple[RangeTable, int]] = {}
 
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted; prices stay what they are."""
@@ -151,16 +139,29 @@ class StageEstimates:
             both, forward = self._coarser.least(kind)
             return share * both, share * forward
         if kind not in self._fastest:
-            sums = self.free(kind)
-            none = np.full((1, len(self._starts), len(self._starts)), np.inf)
-            forward = np.concatenate([none, *(one[None, _FORWARD] for one in sums)]).min(axis=0)
-            both = np.concatenate([none, *(one[None, _FORWARD] + one[None, _BACKWARD] for one in sums)]).min(axis=0)
-            self._fastest[kind] = _PARTS_ALONE * both, _PARTS_ALONE * forward
+            none = np.full((1, 3, len(self._starts), len(self._starts)), np.inf)
+            both, forward, _ = np.concatenate([none, *(one[None] for _, _, one in self._freely(kind))]).min(axis=0)
+            self._fastest[kind] = PARTS_ALONE * both, PARTS_ALONE * forward
         return self._fastest[kind]
 
-    def free(self, kind: int) -> list[np.ndarray]:
-        """What all ranges take on each logical mesh of a kind where memory has no price: `[field, first, last]`."""
-        return [self._sum(kind, n, self._wishes[0], 0, 1) for n in range(len(self.solver.meshes[kind]))]
+    def _freely(self, kind: int) -> list[tuple[float, int, np.ndarray]]:
+        """Of each logical mesh of a kind that has layouts, the fastest first: seconds of all ranges together, its
+        number, and what each range takes where memory has no price: `[seconds of both passes, forward and once, first,
+        last]`."""
+        if kind not in self._free:
+            found, layers = [], len(self._starts)
+            ranges = np.array(np.triu_indices(layers, 1))
+            for number in range(len(self.solver.meshes[kind])):
+                sums = self._sum(kind, number, self._wishes[0], 0, 1, ranges)
+                seconds, once = sums[FORWARD] + sums[BACKWARD], sums[ONCE]
+                finite = np.isfinite(seconds)
+                if finite.any():
+                    every = np.full((3, layers, layers), np.inf)
+                    every[:, *ranges] = seconds, sums[FORWARD], once
+                    weight = self.program.microbatches * seconds[finite] + once[finite]
+                    found.append((float(weight.sum()), number, every))
+            self._free[kind] = sorted(found, key=lambda one: one[:2])
+        return self._free[kind]
 
     def fastest(self, kind: int, in_flight: Sequence[int], share: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """As `least`, of estimates that fit memory with so many microbatches in flight: each `[in flight, layers + 1,
@@ -173,23 +174,15 @@ class StageEstimates:
     ) -> list[float]:
         """Seconds of a microbatch of this share that each of these ranges of layers takes, by the fastest estimate that
         fits memory; infinite for what takes longer than `most_seconds`."""
-        rows, columns = np.array(ranges).T
-        most = np.full((len(self._starts), len(self._starts)), -np.inf)
-        most[rows, columns] = most_seconds
-        table = self._made(kind, (in_flight,), share, most)
-        return (table.fastest[0, rows, columns] / _PARTS_ALONE).tolist()
+        asked = np.array(ranges).T
+        table = self._made(kind, (in_flight,), share, asked, np.full(asked.shape[1], most_seconds))
+        return (table.fastest[0, *asked] / PARTS_ALONE).tolist()
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
         the program's: as if these took and kept that share of what its own do."""
         table, at = self._place(kind, in_flight, share)
-        return best_of(
-            [
-                _option(way, number)
-                for (number, _), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
-                if np.isfinite(way[_FORWARD])
-            ]
-        )
+        return best_of([_option(way, number) for number, _, way in table.ways_of(first, last, at)])
 
     def ranked(
         self, first: int, last: int, kind: int, in_flight: int, *, all_ways: bool = False
@@ -208,10 +201,9 @@ class StageEstimates:
         table, at = self._place(kind, in_flight, 1.0)
         found = [
             (self.step_seconds(_option(way, number)), number, remat)
-            for (number, remat), way in zip(table.ways, table.fields[:, :, at, first, last], strict=True)
-            if np.isfinite(way[_FORWARD])
+            for number, remat, way in table.ways_of(first, last, at)
         ]
-        left = [(float(low[first, last]), number) for number, low in table.left if np.isfinite(low[first, last])]
+        left = table.left_of(first, last)
         if all_ways:  # nothing is faster for being computed twice
             told = {(number, remat) for _, number, remat in found}
             found += [
@@ -234,105 +226,107 @@ class StageEstimates:
 
     # Tables
 
-    def _place(self, kind: int, in_flight: int, share: float) -> tuple[_Table, int]:
+    def _place(self, kind: int, in_flight: int, share: float) -> tuple[RangeTable, int]:
         """A table that has so many in flight, and where."""
         key = kind, in_flight, share, self.only_easy
         if key not in self._places:
             self._table(kind, (in_flight,), share)
         return self._places[key]
 
-    def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> _Table:
+    def _table(self, kind: int, in_flight: tuple[int, ...], share: float) -> RangeTable:
         key = kind, in_flight, share, self.only_easy
         if key not in self._tables:
-            layers = len(self._starts)
-            most = self._most.get(kind, np.full((layers, layers), np.inf))
-            self._tables[key] = table = self._made(kind, in_flight, share, most)
+            ranges = np.array(np.triu_indices(len(self._starts), 1))
+            most = self._most[kind][*ranges] if kind in self._most else np.full(ranges.shape[1], np.inf)
+            self._tables[key] = table = self._made(kind, in_flight, share, ranges, most)
             for place, number in enumerate(in_flight):
                 self._places[kind, number, share, self.only_easy] = table, place
         return self._tables[key]
 
-    def _made(self, kind: int, in_flight: tuple[int, ...], share: float, most: np.ndarray) -> _Table:
-        times = np.array(in_flight, dtype=float)[:, None, None]
-        layers = len(self._starts)
+    def _made(
+        self, kind: int, in_flight: tuple[int, ...], share: float, ranges: Ranges, most: np.ndarray
+    ) -> RangeTable:  # fmt: skip
+        """The table of these ranges, as far as they take no longer than `most` in one microbatch."""
+        times = np.array(in_flight, dtype=float)[:, None]
         steps = self.program.microbatches / share
-        best = np.full((2, len(in_flight), layers, layers), np.inf)
+        of = self._coarser if self._coarser is not None else self
+        scale = share * of.program.microbatches / self.program.microbatches
+        bounds = [(number, scale * every[0, *ranges], every[2, *ranges]) for _, number, every in of._freely(kind)]
+        open_ranges = np.any([low <= most for _, low, _ in bounds], axis=0) if bounds else np.zeros(len(most), bool)
+        ranges, most = ranges[:, open_ranges], most[open_ranges]
+        best = np.full((2, len(in_flight), len(most)), np.inf)
         ways, fields, left = [], [], []
-        for _, number, low in self._bounds(kind, share):
-            weight = steps * low[0] + low[1]
-            better = (best[0] <= _SAME * low[0]) & (best[1] <= _SAME * weight)
-            open_ = (low[0] <= most) & ~better
+        for number, every_low, every_once in bounds:
+            low = every_low[open_ranges]
+            weight = steps * low + every_once[open_ranges]
+            better = (best[0] <= _SAME * low) & (best[1] <= _SAME * weight)
+            open_ = (low <= most) & ~better
             looked_at = False
             for remat in self._wishes:
-                limits = self._limits(kind, remat)
-                constant, kept, workspace = self._least(kind, number, remat)
+                limits = self._limits(kind, remat)[ranges[1]]
+                constant, kept, workspace = self._least(kind, number, remat, ranges)
                 wanted = open_ & (constant + share * (times * kept + workspace) <= limits)
                 if not wanted.any():
                     continue
-                found = self._priced(kind, number, remat, in_flight, share, wanted, most)
+                found = self._priced(kind, number, remat, in_flight, share, ranges, wanted, limits, most)
                 looked_at = True
                 ways.append((number, remat))
                 fields.append(found)
-                seconds = found[_FORWARD] + found[_BACKWARD]
-                held = found[_CONSTANT] + times * found[_KEPT]
+                seconds = found[FORWARD] + found[BACKWARD]
+                held = found[CONSTANT] + times * found[KEPT]
                 np.minimum(best[0], seconds, out=best[0])
-                np.minimum(best[1], steps * seconds + found[_ONCE], out=best[1])
+                np.minimum(best[1], steps * seconds + found[ONCE], out=best[1])
                 # Where memory does not bind there is nothing to gain by computing anything twice.
                 open_ = open_ & ~(np.isfinite(seconds) & (held <= _EASY * limits))
             if not looked_at:
-                left.append((number, np.where(low[0] <= most, weight, np.inf)))
-        shape = (0, _WORKSPACE, len(in_flight), layers, layers)
-        return _Table(ways=tuple(ways), fields=np.array(fields) if fields else np.zeros(shape), left=tuple(left))
-
-    def _bounds(self, kind: int, share: float) -> list[tuple[float, int, np.ndarray]]:
-        """Of each logical mesh, the fastest first, its number and what each range takes on it at least: `[seconds of
-        a microbatch and seconds once, first, last]`."""
-        of = self._coarser if self._coarser is not None else self
-        share = share * of.program.microbatches / self.program.microbatches
-        found = []
-        for number in range(len(self.solver.meshes[kind])):
-            sums = of._sum(kind, number, self._wishes[0], 0, 1)
-            seconds = sums[_FORWARD] + sums[_BACKWARD]
-            finite = np.isfinite(seconds)
-            if finite.any():
-                low = np.array([share * seconds, sums[_ONCE]])
-                weight = of.program.microbatches * seconds[finite] + sums[_ONCE][finite]
-                found.append((float(weight.sum()), number, low))
-        return sorted(found, key=lambda one: one[:2])
+                left.append((number, np.where(low <= most, weight, np.inf)))
+        fit = np.isfinite(best[0]).any(axis=0)
+        order = np.argsort(~fit, kind="stable")
+        none = np.zeros((0, WORKSPACE, len(in_flight), fit.sum()))
+        return RangeTable(
+            ways=tuple(ways), ranges=ranges[:, order], layers=len(self._starts),
+            fields=np.array([one[:, :, fit] for one in fields]) if fields else none,
+            left=tuple((number, low[order]) for number, low in left),
+        )  # fmt: skip
 
     def _priced(
-        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float,
-        wanted: np.ndarray, most: np.ndarray,
+        self, kind: int, number: int, remat: str, in_flight: tuple[int, ...], share: float, ranges: Ranges,
+        wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, first, last]`,
+        """Ranges on one logical mesh at the least price of memory at which they fit: `[field, in flight, range]`,
         infinite for those that are not wanted or never fit."""
-        fits = np.full((_WORKSPACE, *wanted.shape), np.inf)
+        fits = np.full((WORKSPACE, *wanted.shape), np.inf)
         # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the one that is asked for.
-        about = [4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight]
-        levels = sorted(set(about))
+        about = np.array([4.0 ** ceil(log(count * share, 4) - 1e-9) for count in in_flight])
+        levels = sorted(set(about.tolist()))
         for level in levels:
-            rows = np.array([one == level for one in about])
-            times = np.array([count for count in in_flight if about[in_flight.index(count)] == level], dtype=float)
-            fits[:, rows] = self._least_price(
-                kind, number, remat, level, levels, times[:, None, None], share, wanted[rows], most
-            )
+            rows = np.flatnonzero(about == level)
+            columns = np.flatnonzero(wanted[rows].any(axis=0))
+            if len(columns):
+                times = np.array(in_flight, dtype=float)[rows, None]
+                here = rows[:, None], columns
+                fits[:, *here] = self._least_price(
+                    kind, number, remat, level, levels, times, share, ranges[:, columns], wanted[here],
+                    limits[columns], most[columns],
+                )  # fmt: skip
         return fits
 
     def _least_price(
         self, kind: int, number: int, remat: str, about: float, others: Sequence[float], times: np.ndarray,
-        share: float, wanted: np.ndarray, most: np.ndarray,
+        share: float, ranges: Ranges, wanted: np.ndarray, limits: np.ndarray, most: np.ndarray,
     ) -> np.ndarray:  # fmt: skip
-        found = np.full((_WORKSPACE, *wanted.shape), np.inf)
+        found = np.full((WORKSPACE, *wanted.shape), np.inf)
         before: np.ndarray | None = None
         over: np.ndarray | None = None
-        limits = self._limits(kind, remat)
         for price in range(len(_PRICES) + 1):
-            now = self._of_share(self._sum(kind, number, remat, price, about if price else 1.0, others), share)
-            held = now[_CONSTANT] + times * now[_KEPT]
+            sums = self._sum(kind, number, remat, price, about if price else 1.0, ranges, others)
+            now = self._of_share(sums, share)
+            held = now[CONSTANT] + times * now[KEPT]
             here = np.broadcast_to(now[:, None], found.shape)
-            wanted = wanted & np.isfinite(now[_FORWARD])
+            wanted = wanted & np.isfinite(now[FORWARD])
             take = wanted & (held <= limits)
             if before is None or over is None:
-                wanted = wanted & (now[_FORWARD] + now[_BACKWARD] <= most)
+                wanted = wanted & (now[FORWARD] + now[BACKWARD] <= most)
                 take = take & wanted
                 found[:, take] = here[:, take]
                 if self.only_easy:
@@ -354,77 +348,81 @@ class StageEstimates:
         fixed = constant + share * workspace
         return np.array([share * forward, share * backward, share * weight, once, fixed, share * kept])
 
-    def _least(self, kind: int, number: int, remat: str) -> np.ndarray:
+    def _least(self, kind: int, number: int, remat: str, ranges: Ranges) -> np.ndarray:
         """Bytes on a device that no layout of a range is below: throughout, for each microbatch in flight, and while
-        it is computed again: `[3, first, last]`. From fewer microbatches where there are any: what a microbatch keeps
-        shrinks with it at most."""
+        it is computed again: `[3, range]`. From fewer microbatches where there are any: what a microbatch keeps shrinks
+        with it at most."""
         if self._coarser is not None:
             share = self._coarser.program.microbatches / self.program.microbatches
-            constant, kept, workspace = self._coarser._least(kind, number, remat)
+            constant, kept, workspace = self._coarser._least(kind, number, remat, ranges)
             return np.array([constant, share * kept, share * workspace])
-        return self._sum(kind, number, remat, AT_LEAST, 1)[_CONSTANT:]
+        return self._sum(kind, number, remat, AT_LEAST, 1, ranges)[CONSTANT:]
 
     def _sum(
+        self, kind: int, number: int, remat: str, price: int, in_flight: float, ranges: Ranges,
+        others: Sequence[float] = (),
+    ) -> np.ndarray:  # fmt: skip
+        """The parts of ranges, each by itself at one price of memory: `[field, range]`, with seconds that are infinite
+        where there is no layout; `others` as of `PartRows.priced`."""
+        column = self._column(kind, number, remat, price, in_flight, others)
+        forward, backward, weight, _, once, shared, constant, kept, missing = self._differences(column.sums, ranges)
+        twice, once_twice, constant_twice, kept_twice = self._inputs(remat, price).twice(column.twice, ranges)
+        # Inside the range nothing is received, and gradients are summed by one collective.
+        forward = np.maximum(forward - self._after_first(column.sums[:, 3], ranges), 0.0)
+        backward = np.maximum(backward - twice, 0.0)
+        weight = np.minimum(np.maximum(weight - twice, 0.0), backward)
+        fixed, workspace = self._largest(column.each[:2], ranges)
+        once = np.maximum(once - once_twice - shared + fixed, 0.0)
+        workspace = workspace + column.each[2][self._starts[ranges[0]]]
+        forward = np.where(missing > 0, np.inf, forward)
+        constant, kept = constant - constant_twice, kept - kept_twice
+        return np.array([forward, backward, weight, once, constant, kept, workspace])
+
+    def _differences(self, sums: np.ndarray, ranges: Ranges) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers, `[..., range]`."""
+        first, last = self._starts[ranges]
+        return (sums[last] - sums[first]).T
+
+    def _after_first(self, sums: np.ndarray, ranges: Ranges) -> np.ndarray:
+        """Of running sums over parts those over ranges of layers without their first part, `[range]`."""
+        first, last = self._starts[ranges]
+        return sums[last] - sums[first + 1]
+
+    def _largest(self, each: np.ndarray, ranges: Ranges) -> np.ndarray:
+        """Of numbers of the parts, with one more, the largest in each range of layers, `[..., range]`."""
+        ends = self._starts[ranges].T.ravel()
+        return np.maximum.reduceat(each, ends, axis=-1)[..., ::2]
+
+    def _column(
         self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float] = ()
-    ) -> np.ndarray:
-        """The parts of every range, each by itself at one price of memory: `[field, first, last]`, with seconds that
-        are infinite where there is no layout or no range; `others` as of `PartRows.priced`."""
+    ) -> _Column:
         key = kind, number, remat, price, in_flight
-        if key not in self._sums:
+        if key not in self._columns:
             rows = self._rows(*key, others)
-            sums = np.cumsum([(0.0,) * len(rows[0].sums), *(row.sums for row in rows)], axis=0)
-            forward, backward, weight, _, once, fixed, constant, kept, missing = self._differences(sums).transpose(
-                2, 0, 1
+            each = [*((row.sums[5], row.workspace, row.cotangents) for row in rows), (0.0,) * 3]
+            self._columns[key] = _Column(
+                sums=np.cumsum([(0.0,) * len(rows[0].sums), *(row.sums for row in rows)], axis=0),
+                each=np.array(each).T.copy(),
+                twice=self._inputs(remat, price).running_sums([row.inputs for row in rows]),
             )
-            twice, once_twice, constant_twice, kept_twice = self._inputs(remat, loosely=price == AT_LEAST).twice(
-                [row.inputs for row in rows]
-            )
-            # Inside the range nothing is received, and gradients are summed by one collective.
-            forward = np.maximum(forward - self._after_first(sums[:, 3]), 0.0)
-            backward = np.maximum(backward - twice, 0.0)
-            weight = np.minimum(np.maximum(weight - twice, 0.0), backward)
-            once = np.maximum(once - once_twice - fixed + self._largest([row.sums[5] for row in rows]), 0.0)
-            none = (missing > 0) | ~np.triu(np.ones_like(missing, dtype=bool), 1)
-            forward = np.where(none, np.inf, forward)
-            received = np.array([*(row.cotangents for row in rows), 0.0])[self._starts]
-            workspace = received[:, None] + self._largest([row.workspace for row in rows])
-            self._sums[key] = np.array(
-                [forward, backward, weight, once, constant - constant_twice, kept - kept_twice, workspace]
-            )
-        return self._sums[key]
-
-    def _differences(self, sums: np.ndarray) -> np.ndarray:
-        """Of running sums over parts those over ranges of layers, `[first, last, ...]`."""
-        at = sums[self._starts]
-        return at[None, :] - at[:, None]
-
-    def _after_first(self, sums: np.ndarray) -> np.ndarray:
-        """Of running sums over parts those over ranges of layers without their first part, `[first, last]`."""
-        second = np.minimum(np.array(self._starts) + 1, len(sums) - 1)
-        return sums[self._starts][None, :] - sums[second][:, None]
-
-    def _largest(self, values: Sequence[float]) -> np.ndarray:
-        """The largest of the parts of every range of layers, `[first, last]`; 0 for no range."""
-        starts = np.array(self._starts)
-        mine = np.where(np.arange(len(values)) >= starts[:, None], values, 0.0)
-        found = np.zeros((len(starts), len(starts)))
-        found[:, 1:] = np.maximum.accumulate(mine, axis=1)[:, starts[1:] - 1]
-        return found
+        return self._columns[key]
 
     def _rows(
         self, kind: int, number: int, remat: str, price: int, in_flight: float, others: Sequence[float]
     ) -> list[PartRow]:
         """All parts on one logical mesh at one price of memory."""
-        places = [Place(part, part + 1, kind, number) for part in range(self._starts[-1])]
+        places = [Place(part, part + 1, kind, number) for part in range(int(self._starts[-1]))]
         if price == AT_LEAST:
             return [self.parts.at_least(place, remat) for place in places]
         unit = self._free_weight(kind, number) / self._usable(kind) if price else 0.0
         prices = [unit * one for one in _PRICES]
         return [self.parts.priced(place, remat, prices, price, in_flight, others) for place in places]
 
-    def _inputs(self, remat: str, *, loosely: bool) -> SharedInputs:
+    def _inputs(self, remat: str, price: int) -> SharedInputs:
+        loosely = price == AT_LEAST
         if (remat, loosely) not in self._shared_inputs:
-            self._shared_inputs[remat, loosely] = SharedInputs(self.solver, self._starts, remat, loosely=loosely)
+            starts = self._starts.tolist()
+            self._shared_inputs[remat, loosely] = SharedInputs(self.solver, starts, remat, loosely=loosely)
         return self._shared_inputs[remat, loosely]
 
     def _free_weight(self, kind: int, number: int) -> float:
@@ -435,8 +433,8 @@ class StageEstimates:
         return self._weights[kind, number]
 
 
-def _option(fields: np.ndarray, number: int) -> Option:
-    forward, backward, weight, once, constant, kept = fields.tolist()
+def _option(fields: Sequence[float], number: int) -> Option:
+    forward, backward, weight, once, constant, kept = fields
     return Option(
         forward_seconds=forward, backward_seconds=backward, weight_seconds=weight, per_step_seconds=once,
         constant_bytes=constant, in_flight_bytes=kept, tag=number,

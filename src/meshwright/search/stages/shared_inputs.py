@@ -35,19 +35,33 @@ class SharedInputs:
         pairs = [*self._pairs(cuts, remat, loosely=loosely)]
         parts, inputs, owners = np.array(pairs, dtype=int).reshape(-1, 3).T
         self._rows = first_row[parts] + inputs
-        self._first, self._last = layer[owners], layer[parts] + 1
+        self._last = layer[parts] + 1
+        # Layers from the owner's to the part's: mostly none or one, more for tied parameters and skip connections.
+        self._distances, self._which = np.unique(layer[parts] - layer[owners], return_inverse=True)
 
-    def twice(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
-        """What the sums over the parts of each range count more than once: `[column, first, last]`.
+    def running_sums(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        """What owners have too, by distance from them and by layer: running sums, `[distance, layers + 1, column]`.
 
         Args:
           inputs: of each part what its inputs take, `[inputs, columns]`.
         """
         rows = np.concatenate(inputs)
-        found = np.zeros((self._layers, self._layers, rows.shape[1]))
-        np.add.at(found, (self._first, self._last), rows[self._rows])
-        # A range has both the owner and the part if it begins no later than the one and ends no earlier than the other.
-        return np.cumsum(np.cumsum(found[::-1], axis=0)[::-1], axis=1).transpose(2, 0, 1)
+        found = np.zeros((len(self._distances), self._layers, rows.shape[1]))
+        np.add.at(found, (self._which, self._last), rows[self._rows])
+        return np.cumsum(found, axis=1)
+
+    def twice(self, sums: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+        """What the sums over the parts of ranges of layers count more than once: `[column, range]`.
+
+        Args:
+          sums: as of `running_sums`.
+          ranges: `[2, range]`: the first layer of each, and one past the last.
+        """
+        first, last = ranges
+        found = np.zeros((len(first), sums.shape[2]))
+        for one, distance in zip(sums, self._distances, strict=True):
+            found += one[last] - one[np.minimum(first + distance, last)]  # of parts whose owner is in the range as well
+        return found.T
 
     def _pairs(self, cuts: Sequence[Cut], remat: str, *, loosely: bool) -> Iterator[tuple[int, int, int]]:
         """Part, number of its input, and the owner."""

@@ -1,0 +1,74 @@
+"""Tables of ways to run ranges of layers, estimated from their parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+# Ranges solved whole can be faster than their parts by themselves, by no more than this.
+PARTS_ALONE = 0.97
+
+# What is summed up for a range, in this order. In a table the last is part of what is there throughout.
+FORWARD, BACKWARD, WEIGHT, ONCE, CONSTANT, KEPT, WORKSPACE = range(7)
+
+# Ranges of layers, `[2, range]`: the first layer of each, and one past the last.
+Ranges = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RangeTable:
+    """Ways to run ranges of layers on submeshes of one kind.
+
+    Args:
+      ways: number of the logical mesh, and rematerialisation.
+      ranges: that are of interest; those for which there is a way first.
+      fields: `[way, field, in flight, range]`, of those alone; seconds infinite where a way is none.
+      left: further logical meshes with what they take at least, by range: another one is better on every range of
+        interest.
+      layers: of the program, and one more.
+    """
+
+    ways: tuple[tuple[int, str], ...]
+    ranges: Ranges
+    fields: np.ndarray
+    left: tuple[tuple[int, np.ndarray], ...]
+    layers: int
+
+    @cached_property
+    def fastest(self) -> np.ndarray:
+        """Seconds of a microbatch that no way is below, `[in flight, first, last]`."""
+        return self._least(self.fields[:, FORWARD] + self.fields[:, BACKWARD])
+
+    @cached_property
+    def fastest_forward(self) -> np.ndarray:
+        """The same, forward alone."""
+        return self._least(self.fields[:, FORWARD])
+
+    def _least(self, seconds: np.ndarray) -> np.ndarray:
+        _, in_flight, ranges = seconds.shape
+        found = np.full((in_flight, self.layers, self.layers), np.inf)
+        found[:, *self.ranges[:, :ranges]] = PARTS_ALONE * seconds.min(axis=0, initial=np.inf)
+        return found
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """Where each range is, `[first, last]`; -1 where it is not."""
+        found = np.full((self.layers, self.layers), -1, dtype=np.int32)
+        found[*self.ranges] = np.arange(self.ranges.shape[1])
+        return found
+
+    def ways_of(self, first: int, last: int, in_flight: int) -> list[tuple[int, str, list[float]]]:
+        """The ways of a range with their fields, at a place among the numbers in flight."""
+        place = int(self._places[first, last])
+        if not 0 <= place < self.fields.shape[3]:
+            return []
+        fields = self.fields[:, :, in_flight, place].tolist()
+        return [(*way, one) for way, one in zip(self.ways, fields, strict=True) if one[FORWARD] < inf]
+
+    def left_of(self, first: int, last: int) -> list[tuple[float, int]]:
+        """What a range takes at least on the meshes that are left."""
+        place = int(self._places[first, last])
+        return [(float(low[place]), number) for number, low in self.left if place >= 0 and np.isfinite(low[place])]
