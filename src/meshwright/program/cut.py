@@ -16,7 +16,7 @@ Pure data, no JAX. Cost: one pass over the program for `Cutter`, then each cut i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,10 +77,11 @@ class Cut:
     made: tuple[int, ...]
     program_outputs: tuple[int, ...]
 
-    @cached_property
+    @property
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for ranges that are the same program, whatever their place and their names."""
-        base, renumbered = self.equations[0], self._renumbered
+        """Equal for ranges that are the same program, whatever their place and their names. Made anew each time: of
+        hundreds of ranges a few dozen are different programs."""
+        base, renumbered = self.equations[0], self._renumbering()
 
         def place(path: tuple[int, ...] | None) -> tuple[int, ...] | None:
             return None if path is None else (path[0] - base, *path[1:])
@@ -107,7 +108,7 @@ class Cut:
     def graph(self) -> Graph:
         """The range as a graph of its own, made when it is asked for: of ranges that are the same program one is
         enough. Operators keep their paths, values are numbered anew."""
-        renumbered, whole = self._renumbered, self.whole
+        renumbered, whole = self._renumbering(), self.whole
         return Graph(
             values=tuple(
                 whole.values[v].placed(i, self.shapes.get(v, whole.values[v].shape)) for i, v in enumerate(self.values)
@@ -115,7 +116,7 @@ class Cut:
             operators=tuple(
                 op.placed(i, renumbered(op.operands), renumbered(op.results)) for i, op in enumerate(self.inside)
             ),
-            inputs=tuple(self._numbers[v] for v in self.inputs),
+            inputs=renumbered(self.inputs),
             outputs=renumbered(self.outputs),
             parameters=tuple(range(len(self.parameters))),
             part_of=(whole, self.operators),
@@ -130,15 +131,12 @@ class Cut:
     @cached_property
     def sent_values(self) -> tuple[int, ...]:
         """For each value that is sent the value of `graph` that it is; pieces of one scan are one there."""
-        return tuple(self._numbers[v] for v in self.made)
+        return tuple(map(self.values.index, self.made))
 
-    @cached_property
-    def _numbers(self) -> Mapping[int, int]:
-        return {v: i for i, v in enumerate(self.values)}
-
-    def _renumbered(self, values: Sequence[int | None]) -> tuple[int | None, ...]:
-        numbers = self._numbers
-        return tuple(None if v is None else numbers[v] for v in values)
+    def _renumbering(self) -> Callable[[Sequence[int | None]], tuple[Any, ...]]:
+        """What gives each value of the whole graph its number in this one."""
+        numbers: dict[int | None, int | None] = {None: None, **{v: i for i, v in enumerate(self.values)}}
+        return lambda values: tuple(map(numbers.__getitem__, values))
 
 
 class Cutter:

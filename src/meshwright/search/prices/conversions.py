@@ -49,8 +49,6 @@ class ConversionPrices:
         self._known_moves = np.zeros((2, 0, 1)), np.zeros(0), np.zeros(0)
         # By size: fixed seconds and seconds per byte of every conversion, forward and backward.
         self._terms: dict[int, np.ndarray] = {}
-        # Seconds of every conversion, by bytes and by how often it runs forward and backward.
-        self._seconds: dict[tuple[float, float, bool, float], np.ndarray] = {}
 
     def table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool, forward_runs: float,
@@ -70,15 +68,12 @@ class ConversionPrices:
         if not differentiated:
             sources, targets = sources.without_broadcast, targets.without_broadcast
         numbers = _CATALOGUE.numbers(sources, targets)
-        key = value_bytes, forward_runs, backward, times
-        known = self._seconds.get(key)
-        if known is None or len(known) < len(_CATALOGUE):
-            terms = self._terms_of(self._size(value_bytes))
-            known = forward_runs * (terms[0] + terms[1] * value_bytes)
-            if backward:
-                known += terms[2] + terms[3] * value_bytes
-            self._seconds[key] = known = times * known
-        return known[numbers]
+        # Of these pairs alone: of a whole catalogue for every number of bytes they were a tenth of a search's memory.
+        fixed, rate, back_fixed, back_rate = self._terms_of(self._size(value_bytes)).take(numbers, axis=1)
+        seconds = forward_runs * (fixed + rate * value_bytes)
+        if backward:
+            seconds += back_fixed + back_rate * value_bytes
+        return times * seconds
 
     def _size(self, value_bytes: float) -> int:
         """The nearest power of two; where every collective is one line, all sizes are one."""
