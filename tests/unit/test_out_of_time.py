@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from math import isfinite
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from meshwright.search.inter import dynamic_program as inter_op
 from meshwright.search.inter.problem import InterOpProblem, Option
 from meshwright.search.inter.submeshes import Submesh
 from meshwright.search.pipelines import driver as pipeline
+from meshwright.search.pipelines.deadline import Deadline
 from meshwright.search.pipelines.driver import StageSearch
 from meshwright.search.pipelines.microbatch_costs import MicrobatchCosts
 from meshwright.search.result import Priced
@@ -53,8 +53,8 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
     left = [parts]
     found: list[int] = []
 
-    def over(self: StageSearch) -> bool:
-        return bool(self.finished.seconds) and left[0] <= 0
+    def over(self: Deadline) -> bool:
+        return self.has_plan and left[0] <= 0
 
     plain = part_rows.part_row
 
@@ -68,7 +68,7 @@ def test_what_is_found_is_a_plan_and_its_gap_holds(parts: int, monkeypatch: pyte
         keep(self, *args)
         found.extend([1] * bool(self.finished.seconds))
 
-    monkeypatch.setattr(StageSearch, "over", property(over))
+    monkeypatch.setattr(Deadline, "over", property(over))
     monkeypatch.setattr(StageSearch, "_keep", kept)
     monkeypatch.setattr(part_rows, "part_row", part_row)
     short = planned()
@@ -88,13 +88,13 @@ def test_what_was_broken_off_is_found_out_later(monkeypatch: pytest.MonkeyPatch)
         costs: MicrobatchCosts = self.costs
         steps = [0]
 
-        def late(self: StageSearch) -> None:
+        def late(self: Deadline) -> None:
             steps[0] += 1
             if steps[0] > 3:
                 raise OutOfTime
 
         with monkeypatch.context() as hurried:
-            hurried.setattr(StageSearch, "over", property(late))
+            hurried.setattr(Deadline, "over", property(late))
             try:
                 plain(self, *args, **options)
             except OutOfTime:
@@ -118,7 +118,7 @@ def test_bounds_of_all_numbers_are_broken_off_where_a_plan_is_known(monkeypatch:
         extend(self, *args)
 
     monkeypatch.setattr(inter_op._Search, "_extend", extending)
-    monkeypatch.setattr(StageSearch, "over", property(lambda self: extended[0] >= 3 and isfinite(self._known)))
+    monkeypatch.setattr(Deadline, "over", property(lambda self: extended[0] >= 3 and self.has_plan))
     planning = plan_for(
         target.step, (target.example_state, target.example_batch), cluster=CLUSTER, stages=None, time_limit_seconds=600
     )

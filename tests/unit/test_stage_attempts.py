@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -11,6 +13,7 @@ from meshwright.cluster import load_cluster
 from meshwright.planning import stages as stage_planning
 from meshwright.planning.plan_for import plan_for
 from meshwright.planning.refine import Refinement, held_bytes
+from meshwright.search.stages.problem import StageProblem
 from meshwright.search.stages.reserve import MissedMemory
 
 
@@ -50,3 +53,29 @@ def test_presets_reserve_what_each_rank_misses(memory: float) -> None:
         memory_per_device=memory,
     )  # fmt: skip
     assert max(held_bytes(found.plan)) <= memory
+
+
+def test_a_search_is_freed_with_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reference counts alone free the problems of a search: waiting for the garbage collector, which comes seldom,
+    they would be there beside those of the next one."""
+    made: WeakSet[StageProblem] = WeakSet()
+    build = StageProblem.__init__
+
+    def building(self: StageProblem, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        made.add(self)
+        seen.append(1)
+
+    seen: list[int] = []
+    monkeypatch.setattr(StageProblem, "__init__", building)
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        target = zoo.mlp(width=1024, layers=8, batch=32)
+        args = target.example_state, target.example_batch
+        plan_for(target.step, args, cluster=load_cluster("p3.16xlarge:2"), stages=2)
+        assert seen
+        assert not made
+    finally:
+        if was:
+            gc.enable()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -46,7 +45,16 @@ class Passes:
     """
 
     def __init__(self, problem: IntraOpProblem) -> None:
-        self._problem = problem
+        # Not the problem itself, which may hold these: it is freed with whoever built it.
+        self._microbatches, self._operators = problem.microbatches, problem.operators
+        self._operator_prices, self._operator_node = problem.operator_prices, problem.operator_node
+        self._inputs, self._conversions = _inputs_of(problem), _conversions_of(problem)
+        known = problem.parameter_prices.values()
+        # The nodes of parameters, each with its seconds of synchronisation, update and gradient accumulation.
+        self._parameters = np.array(list(problem.parameter_prices), dtype=int), FlatNodes(
+            [one.synchronise_seconds for one in known], [one.update_seconds for one in known],
+            [one.accumulate_seconds for one in known],
+        )  # fmt: skip
 
     def seconds(self, picked: Sequence[int], objective: float) -> PassSeconds:
         """The seconds of a solution by pass; together they are the objective.
@@ -56,10 +64,10 @@ class Passes:
           objective: its seconds in a step.
         """
         choices = np.array(picked, dtype=int)
-        microbatches = self._problem.microbatches
+        microbatches = self._microbatches
         nodes, once = self._parameters
         synchronise, update, accumulate = once.sum(choices[nodes]).tolist()
-        made, weight = self._operators(picked)
+        made, weight = self._made(picked)
         written = sum(row.item(picked[node]) for node, row in self._inputs)
         moved = sum(times * once.item(picked[u], picked[v]) for u, v, times, once in self._conversions)
         forward = made + written + moved
@@ -70,48 +78,37 @@ class Passes:
             synchronise=max(0.0, synchronise), update=update,
         )  # fmt: skip
 
-    @cached_property
-    def _inputs(self) -> list[tuple[int, np.ndarray]]:
-        """The nodes of inputs that are no parameters, each with the seconds in which its choices write a microbatch."""
-        problem, found = self._problem, []
-        write = elementwise_seconds(1.0, problem.prices.device)
-        for position, value in enumerate(problem.graph.inputs):
-            if position not in problem.graph.parameters:
-                node = problem.input_node[value]
-                shards = problem.prices.shards(SpecRow(problem.choices[node]))
-                found.append((node, write * problem.graph.values[value].bytes / shards))
-        return found
-
-    @cached_property
-    def _conversions(self) -> list[tuple[int, int, float, np.ndarray]]:
-        """The nodes of each conversion, how often a microbatch makes it, and its forward seconds. Few solutions of a
-        problem are split by pass, so only the pairs that they choose are looked up."""
-        problem, found = self._problem, []
-        for move in problem.moves:
-            value = problem.graph.values[move.value]
-            once = problem.prices.forward_table(
-                move.sources, move.targets, value.bytes, differentiated=value.differentiated
-            )
-            found.append((move.source, move.target, move.times, once))
-        return found
-
-    @cached_property
-    def _parameters(self) -> tuple[np.ndarray, FlatNodes]:
-        """The nodes of parameters, each with its seconds of synchronisation, update and gradient accumulation."""
-        prices = self._problem.parameter_prices
-        known = prices.values()
-        return np.array(list(prices), dtype=int), FlatNodes(
-            [one.synchronise_seconds for one in known], [one.update_seconds for one in known],
-            [one.accumulate_seconds for one in known],
-        )  # fmt: skip
-
-    def _operators(self, picked: Sequence[int]) -> tuple[float, float]:
+    def _made(self, picked: Sequence[int]) -> tuple[float, float]:
         """Seconds of one microbatch: of the forward pass, and of the backward pass's gradients of parameters."""
-        problem = self._problem
-        prices, nodes = problem.operator_prices, problem.operator_node
+        prices, nodes = self._operator_prices, self._operator_node
         forward = weight = 0.0
-        for operator in problem.operators:
+        for operator in self._operators:
             known, number = prices[operator.index], picked[nodes[operator.index]]
             forward += operator.repeats * known.forward_seconds.item(number)
             weight += operator.repeats * known.weight_seconds.item(number)
         return forward, weight
+
+
+def _inputs_of(problem: IntraOpProblem) -> list[tuple[int, np.ndarray]]:
+    """The nodes of inputs that are no parameters, each with the seconds in which its choices write a microbatch."""
+    found = []
+    write = elementwise_seconds(1.0, problem.prices.device)
+    for position, value in enumerate(problem.graph.inputs):
+        if position not in problem.graph.parameters:
+            node = problem.input_node[value]
+            shards = problem.prices.shards(SpecRow(problem.choices[node]))
+            found.append((node, write * problem.graph.values[value].bytes / shards))
+    return found
+
+
+def _conversions_of(problem: IntraOpProblem) -> list[tuple[int, int, float, np.ndarray]]:
+    """The nodes of each conversion, how often a microbatch makes it, and its forward seconds. Few solutions of a
+    problem are split by pass, so only the pairs that they choose are looked up."""
+    found = []
+    for move in problem.moves:
+        value = problem.graph.values[move.value]
+        once = problem.prices.forward_table(
+            move.sources, move.targets, value.bytes, differentiated=value.differentiated
+        )
+        found.append((move.source, move.target, move.times, once))
+    return found

@@ -12,7 +12,6 @@ Nothing here needs a device: the cluster is a description, and programs are shap
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +32,7 @@ from ..stages.costs import StageCosts
 from ..stages.part_rows import OutOfTime
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from .candidate import Candidate, better, merged, scheduled
+from .deadline import Deadline
 from .finished import FinishedPlans
 from .given import first_seconds, of_stages, restricted
 from .interleaving import Interleaving, considered_interleaving
@@ -96,43 +96,28 @@ class StageSearch:
         self.request = request
         self.submeshes = Submeshes(request.cluster)
         self.places = placements(request, self.submeshes)
-        self.costs = MicrobatchCosts(request, self.submeshes, self.places, self._check)
+        self.deadline = Deadline()
+        self.costs = MicrobatchCosts(request, self.submeshes, self.places, self.deadline.check)
         self.counts = self.costs.counts
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
         self._interleaving = Interleaving(request, self.costs.of_program)
-        self._seconds, self._known = request.time_limit_seconds, request.faster_than_seconds
+        self._known = request.faster_than_seconds
         self.taken: int | None = None  # microbatches of the last run's plan
-        self._taken_interleaved = self._may_stop = False
-        self.bounds = MicrobatchBounds(self.costs, lambda costs, n, order: self._problem(costs, order, (), n))
+        self._taken_interleaved = False
+        places = self.places
+        self.bounds = MicrobatchBounds(
+            self.costs, lambda costs, share, order: problem_of(request, places, costs, order, (), share)
+        )
         self._slack = _ESTIMATE_SLACK[0]
-        self._reset()
+        self._reset(request.time_limit_seconds)
 
-    def _reset(self) -> None:
-        self.start = time.perf_counter()
+    def _reset(self, seconds: float) -> None:
+        self.deadline.begin(seconds, has_plan=isfinite(self._known))
         self.best = BestKnown(self._known)
-        self.finished = FinishedPlans(self.costs, self._scheduled, lambda: self.over)
+        self.finished = FinishedPlans(self.costs, self._scheduled, self.deadline)
         self.considered: list[Considered] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
-
-    @property
-    def late(self) -> bool:
-        """Whether the time is over."""
-        return self._share_of_time > 1
-
-    @property
-    def _share_of_time(self) -> float:
-        return (time.perf_counter() - self.start) / self._seconds if self._seconds > 0 else inf
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is over and there is a plan: until then the search goes on."""
-        return self.late and (bool(self.finished.seconds) or isfinite(self._known))
-
-    def _check(self) -> None:
-        """Raise `OutOfTime` where the time is over and work may be broken off."""
-        if self._may_stop and self.over:
-            raise OutOfTime
 
     def run(
         self,
@@ -151,8 +136,7 @@ class StageSearch:
           NothingFaster: if none is faster than what is known.
         """
         last, known = self.finished, self._known
-        self._reset()
-        self._seconds = self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds
+        self._reset(self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds)
         self.costs.reserve = reserve if reserve is not None else nothing_reserved
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
@@ -206,7 +190,7 @@ class StageSearch:
     def _again(self, last: FinishedPlans) -> Candidate | None:
         """The best plan of the last run that fits in the memory of this run: the first incumbent."""
         for number, stages in last.ascending()[:_AGAIN]:
-            if self.over:
+            if self.deadline.over:
                 break
             costs = self.costs(number)
             found = last.order[number, stages]
@@ -246,7 +230,7 @@ class StageSearch:
         refused: PlanError | None = None
         all_bounded = not bounded
         while left:
-            if not all_bounded and self._share_of_time > _BOUNDED_AT and isfinite(self.best.seconds):
+            if not all_bounded and self.deadline.share > _BOUNDED_AT and isfinite(self.best.seconds):
                 all_bounded = True
                 for count in left:
                     self._bound_count(count, expected)
@@ -257,7 +241,7 @@ class StageSearch:
                 self._bound_count(count, expected)
             if self._is_slower(count, expected[count]):
                 continue
-            if self.over:
+            if self.deadline.over:
                 searched = any(number == count for number, _ in self.finished.seconds)
                 how = "searched no further, out of time" if searched else "out of time"
                 self.considered.append(Considered(count, how, searched=searched))
@@ -275,7 +259,7 @@ class StageSearch:
                 costs.forget_estimates()
             excluded: tuple[Order, ...] = ()
             for problem in self.problems_of(costs, bounded=bounded):
-                if self.over:
+                if self.deadline.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 elif problem.order in excluded:
                     self.considered.append(Considered(count, _NOTHING, schedule=problem.order))
@@ -289,7 +273,7 @@ class StageSearch:
 
     def _bound_count(self, count: int, expected: dict[int, float]) -> None:
         """Raise the lower bound of a number of microbatches, unless that already excludes it or the time is over."""
-        if expected[count] <= self.best.worth_searching and not self.over:
+        if expected[count] <= self.best.worth_searching and not self.deadline.over:
             with self._in_time(expected[count]):
                 expected[count] = max(expected[count], self.bounds.of(count, self.best.seconds))
                 expected[count] = max(expected[count], self.bounds.with_split(count, self.best.seconds))
@@ -305,7 +289,7 @@ class StageSearch:
     @contextmanager
     def _in_time(self, least_seconds: float, *broken_off: Considered) -> Iterator[None]:
         """Run work that the time limit may break off; then record its lower bound, and what was broken off."""
-        self._may_stop = True
+        self.deadline.may_stop = True
         try:
             yield
         except OutOfTime:
@@ -313,7 +297,7 @@ class StageSearch:
             self.considered += broken_off
             self.costs.forget_estimates()
         finally:
-            self._may_stop = False
+            self.deadline.may_stop = False
 
     def near(self) -> int | None:
         """The incumbent's number of microbatches, near which the search goes on."""
@@ -339,7 +323,8 @@ class StageSearch:
         if bounded and not self._only_splits:
             # Of any number of stages it is a bound, which seldom leaves anything.
             self._bound(costs, problem)
-            if solve_inter_op(problem, beam=_FEW, upper_bound=self.best.worth(order), check=self._check) is None:
+            most = self.best.worth(order)
+            if solve_inter_op(problem, beam=_FEW, upper_bound=most, check=self.deadline.check) is None:
                 return []
         return in_every_number(problem)
 
@@ -365,7 +350,7 @@ class StageSearch:
         least = inf
         for _ in range(_MOST_ROUNDS):
             most = self.best.worth(problem.order)
-            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, check=self._check)
+            found = solve_inter_op(problem, beam=self._beam, upper_bound=most, check=self.deadline.check)
             if found is None:
                 self.considered.append(considered(_NOTHING))
                 if bounds(problem.order):
@@ -379,7 +364,7 @@ class StageSearch:
                 sizes = " ".join(f"{s.last - s.first}x{s.submesh.size}" for s in found.stages)
                 self.considered.append(considered(f"with layers x devices {sizes}", seconds=found.seconds))
                 break
-            if self.over:
+            if self.deadline.over:
                 self.considered.append(considered(f"{found.seconds:.6g} s by estimates, out of time"))
                 break
         if bounds(problem.order):
@@ -396,10 +381,8 @@ class StageSearch:
         if bounds(problem.order):
             self.unsearched = min(self.unsearched, bound * handicap(problem.order))
 
-    def _problem(
-        self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], share: float = 1.0
-    ) -> InterOpProblem:
-        return problem_of(self.request, self.places, costs, order, crossings, share)
+    def _problem(self, costs: StageCosts, order: Order, crossings: Sequence[Crossing]) -> InterOpProblem:
+        return problem_of(self.request, self.places, costs, order, crossings)
 
     def _costs_of(self, program: StagedProgram) -> StageCosts:
         """Of a program cut in another way, in the memory that there is for its number of microbatches."""
@@ -416,6 +399,7 @@ class StageSearch:
         if found is not None:
             self.best.estimate(found.seconds * handicap(problem.order))
             self.finished.add(number, found, problem.order)
+            self.deadline.has_plan = True
             if "zero_bubble" in self._schedules and len(stages) > 1 and problem.order != "zero_bubble":
                 # With a split backward these stages may be the fastest too, where estimates of them are too high.
                 splitting = solve_inter_op(of_stages(replace(problem, order="zero_bubble"), found.stages))
@@ -439,7 +423,7 @@ class StageSearch:
         self.costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
             self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
-            scheduled=self._scheduled, late=lambda: self.over or (again and self.late),
+            scheduled=self._scheduled, late=lambda: self.deadline.over or (again and self.deadline.late),
         ):  # fmt: skip
             if candidate.key not in self.finished.dropped:
                 self.finished.compare(candidate)

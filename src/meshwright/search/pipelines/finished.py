@@ -9,6 +9,7 @@ from ..best_known import BestKnown, handicap
 from ..inter.problem import Found, Order, PlacedStage
 from ..stages.costs import StageCosts
 from .candidate import Candidate
+from .deadline import Deadline
 
 # A number of microbatches and stages.
 PlanKey = tuple[int, tuple[PlacedStage, ...]]
@@ -21,7 +22,7 @@ class FinishedPlans:
       costs: of a number of microbatches.
       scheduled: of costs and stages, and how many of these a rank has, the plan under the schedule that is fastest for
         it; None where it fits under none.
-      over: whether the time is over and there is a plan: then one that has been simulated is enough.
+      deadline: when it is over one plan that has been simulated is enough.
 
     Attributes:
       seconds: what each counts for by the objective of the search.
@@ -34,14 +35,14 @@ class FinishedPlans:
         self,
         costs: Callable[[int], StageCosts],
         scheduled: Callable[..., Candidate | None],
-        over: Callable[[], bool],
+        deadline: Deadline,
     ) -> None:
         self.seconds: dict[PlanKey, float] = {}
         self.order: dict[PlanKey, Order] = {}
         self.simulated: dict[str, float] = {}
         self.dropped: set[PlanKey] = set()
         self._candidates: dict[PlanKey, Candidate | None] = {}
-        self._costs, self._scheduled, self._over = costs, scheduled, over
+        self._costs, self._scheduled, self._deadline = costs, scheduled, deadline
 
     def add(self, number: int, found: Found, order: Order) -> None:
         """Record a plan under its best objective: several orders may find the same stages."""
@@ -63,7 +64,7 @@ class FinishedPlans:
             if key not in self._candidates:
                 if self.seconds[key] > best.worth(self.order[key]) * handicap(self.order[key]):
                     continue
-                if any(self._candidates.values()) and self._over():
+                if any(self._candidates.values()) and self._deadline.over:
                     continue
                 self._candidates[key] = found = self._scheduled(self._costs(count), stages, chunks=1)
                 if found is not None:
