@@ -162,11 +162,12 @@ class Cutter:
         for operator in graph.operators:
             self._at.setdefault(operator.path[0], []).append(operator)
         self.made_at = {v: op.path[0] for op in graph.operators for v in op.results if v is not None}
-        self.read_at: dict[int, set[int]] = {}
+        read_at: dict[int, set[int]] = {}
         for operator in graph.operators:
             for v in operator.operands:
                 if v is not None:
-                    self.read_at.setdefault(v, set()).add(operator.path[0])
+                    read_at.setdefault(v, set()).add(operator.path[0])
+        self.read_at = {v: tuple(sorted(equations)) for v, equations in read_at.items()}
         self._constant = {
             equation
             for equation, operators in self._at.items()

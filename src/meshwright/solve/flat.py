@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -56,6 +56,11 @@ class FlatEdges:
         self._first = np.array([u for u, _, _ in edges], dtype=int)
         self._second = np.array([v for _, v, _ in edges], dtype=int)
         self._width = np.array([table.shape[1] for _, _, table in edges], dtype=int)
+
+    @classmethod
+    def of(cls, edges: Mapping[tuple[int, int], np.ndarray]) -> FlatEdges:
+        """Those of a problem."""
+        return cls([(u, v, table) for (u, v), table in edges.items()])
 
     def sum(self, choices: np.ndarray) -> np.ndarray:
         """The numbers of these choices, one for each node, together.

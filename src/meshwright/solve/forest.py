@@ -34,60 +34,58 @@ class Forest:
     Args:
         problem: of which the edges are looked at, and of nodes how many choices they have.
         first: edges to take before others, as far as they are a forest.
+        edges: of the problem, where somebody has laid them end to end already.
 
     Attributes:
         edges: of the problem.
     """
 
-    def __init__(self, problem: Problem, first: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, problem: Problem, first: Sequence[tuple[int, int]] = (), edges: FlatEdges | None = None) -> None:
         nodes, sizes = len(problem.costs), problem.sizes
-        self.edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
+        self.edges = edges if edges is not None else FlatEdges.of(problem.edges)
         # Nodes with one choice are in no forest: the other end of an edge is charged what it costs.
         charges = [np.zeros(k) for k in sizes]
-        edges: dict[tuple[int, int], np.ndarray] = {}
+        open_edges: dict[tuple[int, int], np.ndarray] = {}
         for (u, v), table in problem.edges.items():
             if sizes[u] == 1:
                 charges[v] = charges[v] + table[0]
             elif sizes[v] == 1:
                 charges[u] = charges[u] + table[:, 0]
             else:
-                edges[u, v] = table
-        open_ = Problem.unchecked(costs=tuple(charges), edges=edges)
+                open_edges[u, v] = table
+        open_ = Problem.unchecked(costs=tuple(charges), edges=open_edges)
         kept = dict.fromkeys(spanning_forest(open_, first))
-        self._left_out = {pair: table for pair, table in edges.items() if pair not in kept}
+        self._left_out = {pair: table for pair, table in open_edges.items() if pair not in kept}
         # And what edges that are left out cost at least, by the choice of one end.
         self._charges = FlatNodes(relaxed(open_, kept).costs)
         self._settled = [start for start, k in zip(self._charges.starts.tolist(), sizes, strict=True) if k == 1]
-        # Of each node its neighbours, each with the table (neighbour's choices, own) and the same turned round. Edges
-        # may have the same table; turned round it is held once.
-        in_forest: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in range(nodes)]
+        # Of each node its neighbours, each with the table (neighbour's choices, own): the problem's, or a view of it.
+        in_forest: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
         turned: dict[int, np.ndarray] = {}
         for u, v in kept:
             table = problem.edges[u, v]
-            if id(table) not in turned:
-                turned[id(table)] = np.ascontiguousarray(table.T)
-            in_forest[u].append((v, turned[id(table)], table))
-            in_forest[v].append((u, table, turned[id(table)]))
-        # Roots first; each node with its parent and the tables (own choices, parent's) and (parent's, own).
-        self._order: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+            in_forest[u].append((v, turned.setdefault(id(table), table.T)))
+            in_forest[v].append((u, table))
+        # Roots first; each node with its parent and the table (own choices, parent's).
+        self._order: list[tuple[int, int, np.ndarray]] = []
         seen = [False] * nodes
         for root in range(nodes):
-            stack = [] if seen[root] or sizes[root] == 1 else [(root, _NO_PARENT, _NO_TABLE, _NO_TABLE)]
+            stack = [] if seen[root] or sizes[root] == 1 else [(root, _NO_PARENT, _NO_TABLE)]
             seen[root] = True
             while stack:
                 one = stack.pop()
                 self._order.append(one)
-                for u, table, back in in_forest[one[0]]:
+                for u, table in in_forest[one[0]]:
                     if not seen[u]:
                         seen[u] = True
-                        stack.append((u, one[0], table, back))
+                        stack.append((u, one[0], table))
         # Of each node the left-out edges to nodes that have chosen before it, with the table (their choices, own).
         position = {v: i for i, (v, *_) in enumerate(self._order)}
-        self._before: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
-        for (u, v), table in edges.items():
+        self._before: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for (u, v), table in open_edges.items():
             if (u, v) not in kept:
                 later, earlier, back = (u, v, table.T) if position[v] < position[u] else (v, u, table)
-                self._before[later].append((earlier, back))
+                self._before.setdefault(later, []).append((earlier, back))
 
     def paid_for(self, choices: np.ndarray) -> list[tuple[int, int]]:
         """The left-out edges that cost more than they are charged, the dearest first.
@@ -122,15 +120,15 @@ class Forest:
             bounds += total[:, start]
         ends = [*starts.tolist(), len(costs)]
         summed = [total[:, first:last] for first, last in pairwise(ends)]
-        for v, parent, table, _ in reversed(self._order):
+        for v, parent, table in reversed(self._order):
             if parent == _NO_PARENT:
                 bounds += summed[v].min(axis=1)
             else:
                 summed[parent] += np.minimum.reduce(table[:, None, :] + summed[v].T[:, :, None], axis=0)
         choices = np.zeros((len(summed), cases), dtype=int)
-        for v, parent, _, back in self._order:
-            vector = summed[v] if parent == _NO_PARENT else summed[v] + back[choices[parent]]
-            for u, left_out in self._before[v]:
+        for v, parent, table in self._order:
+            vector = summed[v] if parent == _NO_PARENT else summed[v] + table.T[choices[parent]]
+            for u, left_out in self._before.get(v, ()):
                 vector = vector + left_out[choices[u]]
             choices[v] = vector.argmin(axis=1)
         own = costs[starts[:, None] + choices, np.arange(cases)].sum(axis=0)

@@ -38,7 +38,7 @@ class Improvement:
         self._problem = problem
         self._costs = FlatNodes(problem.costs)
         self._held = FlatNodes(problem.memory) if problem.memory is not None else None
-        self._edges = FlatEdges([(u, v, table) for (u, v), table in problem.edges.items()])
+        self._edges = FlatEdges.of(problem.edges)
         self._place = places(problem)
         ends = self._place[np.array(list(problem.edges), dtype=int).reshape(-1, 2)]
         self._in_order, self._ends = ends[:, 0] < ends[:, 1], np.sort(ends, axis=1)

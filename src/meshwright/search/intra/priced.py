@@ -21,7 +21,7 @@ import numpy as np
 
 from ...solve import Infeasible, Problem, Unsolved, solve
 from ...solve.eliminate import Elimination
-from ...solve.flat import FlatNodes
+from ...solve.flat import FlatEdges, FlatNodes
 from ...solve.forest import Forest
 from ...solve.messages import Messages
 from ...solve.presolve import Reduction, presolve
@@ -83,8 +83,12 @@ class PricedProblem:
         self._constant, self._kept = constant, kept
 
     @cached_property
+    def _edges(self) -> FlatEdges:
+        return FlatEdges.of(self._problem.edges)
+
+    @cached_property
     def _forest(self) -> Forest:
-        return Forest(self._problem)
+        return Forest(self._problem, edges=self._edges)
 
     @cached_property
     def _second_forest(self) -> Forest:
@@ -92,7 +96,7 @@ class PricedProblem:
         independent of the order in which prices are solved."""
         choices, _, _ = self._forest.minimise_each(self._flat[0].numbers[:, None])
         first = self._forest.paid_for(choices)
-        return Forest(self._problem, first=first) if first else self._forest
+        return Forest(self._problem, first, self._edges) if first else self._forest
 
     @cached_property
     def _allowed(self) -> tuple[Reduction, np.ndarray, np.ndarray]:
@@ -254,7 +258,7 @@ class PricedProblem:
     def seconds(self, choices: tuple[int, ...]) -> float:
         """Of choices, one for each node."""
         at = np.array(choices, dtype=int)
-        return float(self._flat[0].sum(at) + self._forest.edges.sum(at))
+        return float(self._flat[0].sum(at) + self._edges.sum(at))
 
     def _totals(self, choices: tuple[int, ...], price: tuple[float, float]) -> tuple[float, float]:
         """Seconds of choices, and what their bytes cost."""
