@@ -163,6 +163,11 @@ class LimitedProblem(IntraOpProblem):
         plain = Problem.unchecked(costs=tuple(self._seconds), edges=dict(self._edges))
         return PricedProblem(plain, constant=self._once_bytes, kept=self._each_bytes)
 
+    def release(self) -> None:
+        """Free what solving it has prepared; it is made again where it is asked for."""
+        if "_free" in self.__dict__:
+            del self._free
+
     def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
         """The best choices at each price of memory, without a limit (`PricedProblem.best`).
 

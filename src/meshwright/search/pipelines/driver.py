@@ -269,6 +269,9 @@ class StageSearch:
                         if problem.order == "adaptive" and not possible:
                             excluded = _RUN_AHEAD
             list(self.finished.simulate(self.best, count))  # what it takes bounds other numbers
+            for made in self.costs.all:
+                if made.program.microbatches != self.near():
+                    made.release()
         return refused
 
     def _bound_count(self, count: int, expected: dict[int, float]) -> None:

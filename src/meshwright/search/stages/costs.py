@@ -223,6 +223,11 @@ class StageCosts:
         self._estimated.clear()
         self._corrections.clear()
 
+    def release(self) -> None:
+        """Free what solving ranges and parts has prepared, where few more will be solved."""
+        for solver in (self.solver, self.estimates.solver):
+            solver.release()
+
     def crossings(self) -> tuple[Crossing, ...]:
         """What layers share: values, those with the same producer and readers together, and parameters."""
         graph, cutter, layers = self.program.graph, self.program.cutter, self.program.layers
