@@ -241,17 +241,16 @@ def test_bytes_of_a_range_are_those_of_its_parts_counted_once(name: str, alone: 
     and what the layers of the others keep and make beside it."""
     costs = costs_of(name, alone=alone)
     kind = costs.solver.kind_of[Submesh(0, 1)]
-    (sums,) = costs.estimates.free(kind)
-    *_, once, constant, kept, workspace = sums
     for first, last in combinations(range(len(costs.program.layers) + 1), 2):
+        (estimate,) = costs.estimates.estimate(first, last, kind, 1)
         solved = costs.solver.free(Place(first, last, kind, 0), "none")
         assert solved is not None
         seconds = solved.seconds
-        assert constant[first, last] == pytest.approx(seconds.constant_bytes)
-        assert once[first, last] == pytest.approx(seconds.synchronise_seconds + seconds.update_seconds)
+        assert estimate.per_step_seconds == pytest.approx(seconds.synchronise_seconds + seconds.update_seconds)
+        throughout = estimate.constant_bytes - seconds.constant_bytes
+        assert throughout == pytest.approx(seconds.workspace_bytes, rel=0.3 if name == "gpt-tiny" else 0.1)
         if name != "gpt-tiny":
-            assert kept[first, last] == pytest.approx(seconds.in_flight_bytes)
-            assert workspace[first, last] == pytest.approx(seconds.workspace_bytes, rel=0.1)
+            assert estimate.in_flight_bytes == pytest.approx(seconds.in_flight_bytes)
 
 
 def test_equal_ranges_are_solved_once() -> None:
