@@ -1,15 +1,18 @@
-"""Several stages a rank: they share its memory, and the one that needs more of it gets what the others leave."""
+"""Several stages a rank share its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import product
 from math import inf
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
@@ -17,18 +20,13 @@ from meshwright.planning.stages import check_stages
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b
-from meshwright.search.inter.problem import Option, PlacedStage
+from meshwright.search.inter.problem import Option
 from meshwright.search.inter.submeshes import Submesh, Submeshes
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.workspace import held_together
 from meshwright.search.pipelines import interleaving
-from meshwright.search.pipelines.interleaved_stages import give_what_is_left, interleaved
-from meshwright.search.pipelines.interleaving import (
-    Interleaving,
-    TooSlow,
-    _missed,
-    _Tried,
-)
+from meshwright.search.pipelines.interleaved_stages import SharedMemory, Sharing, interleaved
+from meshwright.search.pipelines.interleaving import Interleaving, _missed, _Tried
 from meshwright.search.pipelines.request import INTERLEAVED
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts
@@ -48,43 +46,83 @@ def costs(remat: str | None = None) -> StageCosts:
     )  # fmt: skip
 
 
-# The last is all of it: sums of bytes are rounded.
-SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0 + 1e-9)
-
-
-def test_what_ranks_hold_fits_and_is_shared_by_need() -> None:
+def test_what_ranks_hold_fits_and_more_memory_is_used() -> None:
     own = interleaved_one_f_one_b(RANKS * CHUNKS, MICROBATCHES, chunks=CHUNKS).in_flight
     usable = costs().submeshes.cluster.device.usable_memory_bytes
 
-    def slowest(size: float) -> tuple[float, float, float]:
-        """Of the first way whose ranks fit in so many bytes: seconds of its slowest stage, those with equal shares of
-        the memory, and bytes of the rank that holds most."""
+    def found(size: float) -> tuple[float, float]:
+        """In so many bytes: step seconds of the stages of both ranks, and bytes of the rank that holds most."""
         costs().reserve(MemoryReserve(usable - size, usable - size))
         for stages in interleaved(costs(), RANKS, CHUNKS):
+            options = [stage.option for stage in stages]
             # They run in turn: the largest workspace does for all.
             held = [
                 (one.constant_bytes - one.workspace_bytes + n * one.in_flight_bytes, one.workspace_bytes)
-                for one, n in zip((stage.option for stage in stages), own, strict=True)
+                for one, n in zip(options, own, strict=True)
             ]
             most = max(held_together(held[rank::RANKS]) for rank in range(RANKS))
-            if most <= size * (1 + 1e-9):
-                equal = [
-                    costs().solve_within(s.first, s.last, s.submesh, n, size / CHUNKS)
-                    for s, n in zip(stages, own, strict=True)
-                ]
-                alike = max(inf if option is None else option.seconds for option in equal)
-                return max(s.option.seconds for s in stages), alike, most
-        return inf, inf, 0.0
+            assert most <= size * (1 + 1e-9)
+            return sum(map(costs().estimates.step_seconds, options)), most
+        return inf, 0.0
 
-    # Ways come in the order of a guess, so that more memory may find a slower one first: not on these devices, but on
-    # virtual CPUs it does, by 5 %, at 0.7 of the memory beside 0.6.
-    free, _, most = slowest(usable)
-    found = [slowest(share * most) for share in SHARES]
-    seconds = [one for one, _, _ in found]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] == free
-    assert all(one <= alike for one, alike, _ in found)
-    assert any(one < alike < inf for one, alike, _ in found), found
+    free, most = found(usable)
+    shares = [found(share * most)[0] for share in (0.5, 0.6, 0.7, 0.8, 0.9)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[-1] >= free * (1 - 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(*[st.integers(1, 9)] * 4, st.sampled_from([24, 30])), min_size=1, max_size=4),
+        min_size=1, max_size=3,
+    )
+)  # fmt: skip
+def test_what_shares_a_device_fits_if_anything_does_and_is_nearly_as_fast_as_possible(
+    stages: list[list[tuple[int, int, int, int, int]]],
+) -> None:
+    """Of each way: seconds, bytes throughout and in flight, workspace, and the limit."""
+    options = [
+        [
+            Sharing(
+                Option(
+                    forward_seconds=seconds, backward_seconds=seconds, constant_bytes=constant + workspace,
+                    workspace_bytes=workspace, in_flight_bytes=kept,
+                ), in_flight=2, limit_bytes=limit,
+            )
+            for seconds, constant, kept, workspace, limit in each
+        ]
+        for each in stages
+    ]  # fmt: skip
+
+    def fits(chosen: Sequence[Sharing]) -> bool:
+        held = held_together([(own, workspace) for _, _, own, workspace, _ in (one.numbers for one in chosen)])
+        return held <= min(one.limit_bytes for one in chosen)
+
+    fitting = [chosen for chosen in product(*options) if fits(chosen)]
+    found = SharedMemory(options, periods=1.0).fastest(np.zeros(len(options)))
+    assert (found is None) == (not fitting)
+    if found is None:
+        return
+    assert fits([next(one for one in each if one.option is o) for each, o in zip(options, found, strict=True)])
+    fastest = min(sum(one.option.seconds for one in chosen) for chosen in fitting)
+    # One price leaves open what one stage could do with more memory.
+    slack = max(max(o.option.seconds for o in each) - min(o.option.seconds for o in each) for each in options)
+    assert fastest <= sum(option.seconds for option in found) <= fastest + slack
+
+
+def test_a_stage_that_would_have_to_wait_leaves_its_memory_to_others() -> None:
+    def way(seconds: float, size: float) -> Sharing:
+        return Sharing(Option(forward_seconds=seconds, backward_seconds=0.0, constant_bytes=size), 1, 10.0)
+
+    rank = SharedMemory([[way(1.0, 8.0), way(4.0, 2.0)], [way(2.0, 8.0), way(4.0, 2.0)]], periods=1.0)
+
+    def seconds(*least: float) -> list[float] | None:
+        found = rank.fastest(np.array(least))
+        return [option.seconds for option in found] if found is not None else None
+
+    assert seconds(0.0, 0.0) == [1.0, 4.0]
+    assert seconds(3.0, 0.0) == [4.0, 2.0]
 
 
 def test_a_stage_computes_again_what_its_share_does_not_hold() -> None:
@@ -100,34 +138,6 @@ def test_a_stage_computes_again_what_its_share_does_not_hold() -> None:
     assert again is not None
     assert found is not None
     assert found.seconds <= again.seconds
-
-
-def test_the_slowest_stage_of_a_rank_gets_what_the_others_leave() -> None:
-    asked: list[tuple[int, int, float]] = []
-
-    class Costs:
-        def solve_within(self, first: int, last: int, submesh: Submesh, in_flight: int, limit_bytes: float) -> Option:
-            asked.append((first, in_flight, limit_bytes))
-            return Option(forward_seconds=1.0, backward_seconds=1.0, constant_bytes=limit_bytes)
-
-    def placed(number: int, seconds: float, constant: float, kept: float) -> PlacedStage:
-        option = Option(
-            forward_seconds=seconds, backward_seconds=seconds, constant_bytes=constant, in_flight_bytes=kept
-        )
-        return PlacedStage(number, number + 1, Submesh(0, 1), option)
-
-    stages = [placed(0, 1.5, 10.0, 2.0), placed(1, 9.0, 1.0, 1.0), placed(2, 2.0, 20.0, 1.0)]
-    costs: Any = Costs()
-    give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
-    assert asked == [(2, 2, 100.0 - (10.0 + 3 * 2.0))]
-    assert [stage.option.seconds for stage in stages] == [3.0, 18.0, 2.0]
-    stages[2] = placed(2, 0.8, 20.0, 1.0)
-    give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
-    assert asked[-1] == (0, 3, 100.0 - (20.0 + 2 * 1.0))
-    # What is no faster is not taken.
-    stages = [placed(0, 0.9, 10.0, 2.0), placed(1, 9.0, 1.0, 1.0), placed(2, 0.8, 20.0, 1.0)]
-    give_what_is_left(costs, stages, (0, 2), (3, 1, 2), 100.0)
-    assert stages[0].option.constant_bytes == 10.0
 
 
 def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -> None:
@@ -165,32 +175,6 @@ def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
     assert Interleaving(request, lambda program: costs())._least(costs(), RANKS, 8 // RANKS) == 0.0, "a layer each"
 
 
-def test_what_is_too_slow_where_all_ranks_are_alike_is_not_solved_for_each() -> None:
-    costs().reserve(MemoryReserve())
-    scheduled: list[tuple[PlacedStage, ...]] = []
-
-    def seconds(stages: Sequence[PlacedStage]) -> float:
-        return MICROBATCHES * max(sum(stage.option.seconds for stage in stages[rank::RANKS]) for rank in range(RANKS))
-
-    def schedule(cut: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int) -> Any:
-        scheduled.append(stages)
-        return SimpleNamespace(seconds=seconds(stages))
-
-    request: Any = None
-    interleaving = Interleaving(request, lambda program: costs())
-    (alike,) = interleaved(costs(), RANKS, CHUNKS, alike=True)
-    each = next(interleaved(costs(), RANKS, CHUNKS))
-    assert seconds(each) <= seconds(alike)
-    with pytest.raises(TooSlow) as caught:
-        interleaving.candidate(costs(), RANKS, CHUNKS, schedule, below_seconds=0.9 * seconds(alike))
-    assert scheduled == [alike]
-    assert 0.9 * seconds(alike) <= caught.value.least_seconds < seconds(alike)
-    found = interleaving.candidate(costs(), RANKS, CHUNKS, schedule, below_seconds=seconds(alike))
-    assert found is not None
-    assert found.seconds == seconds(each)
-    assert scheduled[1:] == [alike, each]
-
-
 def test_what_was_tried_says_how_far_expectations_are_off() -> None:
     tried = [_Tried(8, 2, 4, 1.5), _Tried(4, 8, 6, 1.1), _Tried(4, 8, 12, 1.3)]
     assert _missed([], 16, 4, 2) == 1.0
@@ -203,7 +187,7 @@ def test_what_was_tried_says_how_far_expectations_are_off() -> None:
 
 
 def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes = {(4, 4, 6): 29.0, (4, 4, 8): 29.0, (8, 8, 6): 28.0, (8, 8, 12): 25.0, (16, 2, 2): 40.0, (16, 2, 4): 20.0}
+    takes = {(4, 4, 6): 29.0, (4, 4, 8): 29.0, (8, 8, 6): 27.5, (8, 8, 12): 25.0, (16, 2, 2): 40.0, (16, 2, 4): 20.0}
     tries = [
         (4, 4, {6: 25.0, 8: 24.0}),
         (32, 8, {6: 22.0, 12: 21.0}),
@@ -212,9 +196,9 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
     ]
     looked_at: list[tuple[int, int, int]] = []
 
-    def alike(cut: Any, ranks: int, chunks: int, scheduled: Any) -> Any:
+    def stages(cut: Any, ranks: int, chunks: int) -> Any:
         looked_at.append((cut, ranks, chunks))
-        return SimpleNamespace(seconds=takes[looked_at[-1]])
+        return iter([looked_at[-1]])
 
     def program(count: int) -> Any:
         if count == 32:
@@ -222,8 +206,7 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
         return SimpleNamespace(program=SimpleNamespace(alike=None), count=count)
 
     monkeypatch.setattr(interleaving, "main_scan", lambda source: ("scan", 96))
-    monkeypatch.setattr(interleaving, "all_alike", alike)
-    monkeypatch.setattr(interleaving, "interleaved", lambda cut, ranks, chunks: iter([(cut, ranks, chunks)]))
+    monkeypatch.setattr(interleaving, "interleaved", stages)
     request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED, "one_f_one_b"))
     made = Interleaving(request, lambda staged: pytest.fail("stages were cut"))
     monkeypatch.setattr(made, "_tries", lambda *given: tries)
@@ -233,7 +216,7 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
         [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
         scheduled=lambda cut, stages, chunks: SimpleNamespace(seconds=takes[stages]),
     )  # fmt: skip
-    assert [one.seconds for one in found] == [25.0]
+    assert [one.seconds for one in found] == [29.0, 27.5, 25.0]
     # The second of as many ranks is expected to be as much slower than thought as the first.
     assert looked_at == [(4, 4, 6), (8, 8, 6), (8, 8, 12)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from meshwright.program.traces import traces_of
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.workspace import workspace_of, worst_moments
 from meshwright.search.pipelines.driver import StageRequest, search_stages
-from meshwright.search.stages.solved import in_turn
 from meshwright.zoo import gpt, llama
 
 FLOAT = 4
@@ -196,23 +194,3 @@ def test_the_search_counts_what_stages_hold(case: str, remat: str, mesh: tuple[i
         most = 1.35 if (case, number) == ("moe", 1) else 1.1
         assert counted.memory.workspace > 0
         assert 0.9 * stage.memory.total < counted.memory.total < most * stage.memory.total
-
-
-@pytest.mark.parametrize(("stages", "limit", "held"), [(2, 12.0, 10.0), (2, 6.0, 6.0), (4, 7.0, 7.0), (2, 2.9, None)])
-def test_stages_that_share_a_device_share_a_workspace(stages: int, limit: float, held: float | None) -> None:
-    """A stage with a workspace of 2 that needs 1 besides and takes up to 4: each gets its part of what is left."""
-
-    class Solved:
-        seconds = SimpleNamespace(workspace_bytes=2.0)
-
-        def __init__(self, own: float) -> None:
-            self.own = own
-
-        def own_bytes(self, in_flight: int) -> float:
-            return self.own * in_flight
-
-    def solve(given: float) -> Any:
-        return Solved(min(given - 2.0, 4.0)) if given >= 3.0 else None
-
-    found = in_turn(solve, 1, stages, limit)
-    assert (None if found is None else stages * found.own_bytes(1) + 2.0) == held

@@ -57,12 +57,16 @@ class _Within(NamedTuple):
       least_seconds: all that fit take so long at least.
       price: the one that proves it, in seconds a byte.
       over: choices that are the best at some price and do not fit.
+      fitting: choices that are the best at some price and fit.
+      bounds: prices, and what no choices are below there, with what their bytes cost.
     """
 
     found: IntraOpSolution | None
     least_seconds: float
     price: float
     over: tuple[tuple[int, ...], ...] = ()
+    fitting: tuple[tuple[int, ...], ...] = ()
+    bounds: tuple[tuple[float, float], ...] = ()
 
 
 class LimitedProblem(IntraOpProblem):
@@ -223,6 +227,26 @@ class LimitedProblem(IntraOpProblem):
         known = self._known_within(limit_bytes, gap)
         return known.found, known.least_seconds
 
+    def around(self, limit_bytes: float, *, gap: float) -> list[tuple[tuple[int, ...], float]]:
+        """Choices that prices of memory find around a limit, each with the share of its seconds that any choices need
+        in its bytes: for stages that share the memory of a device, of which some may have more than their share.
+
+        Args:
+          limit_bytes: on a device, workspace included.
+          gap: as of `within`.
+
+        Raises:
+          solve.Infeasible: if there is no choice of layouts at all.
+        """
+        known = self._known_within(limit_bytes, gap)
+        found = {*known.over, *known.fitting, *([known.found.solution.choices] if known.found is not None else [])}
+        shares = []
+        for one in sorted(found):
+            seconds, held = self._free.seconds(one), self._held(one, self.in_flight)
+            least = max((bound - _paid(price, held) for price, bound in known.bounds), default=0.0)
+            shares.append((one, min(max(least / seconds, 0.0), 1.0) if seconds > 0 else 1.0))
+        return shares
+
     def proven(self, limit_bytes: float, *, gap: float, time_limit_seconds: float) -> IntraOpSolution:
         """The best solution within a memory limit, solved to a gap or until the time is over.
 
@@ -275,12 +299,14 @@ class LimitedProblem(IntraOpProblem):
         elif free.choices is not None:
             light[free.choices] = ready.seconds(free.choices)
         prices = unit * np.array(_FIRST_PRICES)
+        bounds = [(0.0, free.bound)]
         for _ in range(_ROUNDS_OF_PRICES):
             at = [(price, in_flight) for price in prices.tolist()]
             found = ready.relaxed(at, gap=_CLOSE)
             if few and any(one.choices is None or one.share < 1 - _CLOSE for one in found) and ready.is_exact:
                 found = ready.best(at, gap=_CLOSE)
             for price, one in zip(prices.tolist(), found, strict=True):
+                bounds.append((price, one.bound))
                 if (least := one.bound - _paid(price, limit_bytes)) > bound:
                     bound, at_price = least, price
                 if one.choices is None:
@@ -295,13 +321,13 @@ class LimitedProblem(IntraOpProblem):
             prices = np.linspace(cheap, dear, len(_FIRST_PRICES) + 2)[1:-1]
         over = tuple(sorted(heavy, key=lambda one: (heavy[one], one)))
         if not light:
-            return _Within(None, bound, at_price, over)
+            return _Within(None, bound, at_price, over, (), tuple(bounds))
         ascending = sorted(light, key=lambda one: (light[one], one))
         choices = ascending[0]
         if light[choices] - bound > _CLOSE * abs(light[choices]):
             # Prices alone miss what uses the last bytes of memory.
             choices = improve(self.problem(limit_bytes), heavy=over[:_CROSSED], light=ascending[:_CROSSED])
-        return _Within(self._bounded(choices, bound, gap), bound, at_price, over)
+        return _Within(self._bounded(choices, bound, gap), bound, at_price, over, tuple(ascending), tuple(bounds))
 
     def _by_messages(self, limit_bytes: float, known: _Within, gap: float) -> IntraOpSolution:
         """A better solution and a closer bound, by message passing at prices that approach the best one, with crossing

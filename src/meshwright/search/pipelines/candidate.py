@@ -10,9 +10,10 @@ from ...program.staged import StagedProgram, merge_scans
 from ...schedule import WORTH_SPLITTING
 from ..alternative import one_stage_words, stages_words
 from ..inter.problem import PlacedStage
-from ..stages.costs import StageCosts, solved_in_turn
+from ..stages.costs import StageCosts
 from ..stages.solved import SolvedStage
 from .assembly import assemble
+from .interleaved_stages import sharing
 from .request import INTERLEAVED, SIMULATED
 from .timing import Scheduled, StagedTiming, best_schedule, staged_timing
 
@@ -129,15 +130,31 @@ def merged(
     whole = merge_scans(program, bounds)
     # A stage that begins inside a piece: its ranges have to be looked at as they are, no piece folded into another.
     costs = costs_of(whole if whole is not None else replace(program, piece_starts={}))
+    ranks, in_flight = len(best.scheduled.schedule.ranks), best.scheduled.schedule.in_flight
+    chunks = len(best.stages) // ranks
+    ranges = [(n, n + 1) if whole is not None else (one.first, one.last) for n, one in enumerate(best.stages)]
+    places = [stage.submesh for stage in best.stages]
+    options = [costs.adopted(stage.option, *one) for stage, one in zip(best.stages, ranges, strict=True)]
+    if chunks > 1 and None in options:
+        shared = (schedule(costs, one, chunks=chunks) for one in sharing(costs, ranges, places[:ranks], in_flight))
+        return better(None, (one for one in shared if one is not None))
     stages = []
-    chunks = len(best.stages) // len(best.scheduled.schedule.ranks)
-    for number, (stage, in_flight) in enumerate(zip(best.stages, best.scheduled.schedule.in_flight, strict=True)):
-        first, last = (number, number + 1) if whole is not None else (stage.first, stage.last)
-        option = costs.adopted(stage.option, first, last)
-        if option is None:
-            limit = costs.limit_bytes(stage.submesh, last == len(costs.program.layers), _remat(stage))
-            option = solved_in_turn(costs, first, last, stage.submesh, in_flight, chunks, limit)
+    for stage, (first, last), place, count, adopted in zip(
+        best.stages, ranges, places, in_flight, options, strict=True
+    ):
+        limit = costs.limit_bytes(place, last == len(costs.program.layers), _remat(stage))
+        option = adopted if adopted is not None else costs.solve_within(first, last, place, count, limit)
         if option is None:
             return None
-        stages.append(PlacedStage(first, last, stage.submesh, option))
+        stages.append(PlacedStage(first, last, place, option))
     return schedule(costs, tuple(stages), chunks=chunks)
+
+
+def certified(best: Candidate) -> Candidate:
+    """The same plan with closer lower bounds of its stages' seconds, where they share devices."""
+    in_flight = best.scheduled.schedule.in_flight
+    stages = tuple(
+        stage._replace(option=best.costs.certified(stage.option, stage.first, stage.last, stage.submesh, count))
+        for stage, count in zip(best.stages, in_flight, strict=True)
+    )
+    return replace(best, stages=stages)

@@ -31,7 +31,7 @@ from ..result import NothingFaster as NothingFaster, SearchResult as SearchResul
 from ..stages.costs import StageCosts
 from ..stages.part_rows import OutOfTime
 from ..stages.reserve import MemoryReserve, nothing_reserved
-from .candidate import Candidate, better, merged, scheduled
+from .candidate import Candidate, better, certified, merged, scheduled
 from .deadline import Deadline
 from .finished import FinishedPlans
 from .given import first_seconds, of_stages, restricted
@@ -161,6 +161,7 @@ class StageSearch:
         stages, taken = best.stages, best.words(best.scheduled.name)
         self.taken = best.costs.program.microbatches
         self._taken_interleaved = len(best.scheduled.schedule.ranks) < len(best.stages)
+        whole = certified(whole)
         return SearchResult(
             plan=whole.plan(gap_of(whole.penalised_seconds, self._least_seconds)), program=whole.costs.program,
             considered=tuple(dict.fromkeys(self.considered)), alternatives=nearest(self.finished.simulated, but=taken),

@@ -1,33 +1,36 @@
-"""The stages of an interleaved plan: equally many on each of several equal ranks, solved to share the rank's memory."""
+"""The stages of an interleaved plan: equally many on each of several equal ranks, which share the rank's memory.
+
+A rank runs all of its stages for every microbatch, so that the sum of their seconds counts. One price of memory for a
+device minimises that sum (Everett, 1963): at each price each stage takes the best of its options, layouts that prices
+of memory have found for it alone (`StageCosts.around`). The cheapest price at which all fit wins, and what memory
+is left goes where it saves the most. Stages run in turn and share one workspace, whose size is tried too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
+
+import numpy as np
 
 from ...schedule import interleaved_one_f_one_b
-from ..inter.problem import PlacedStage
+from ..inter.problem import Option, PlacedStage
 from ..inter.submeshes import Submesh
-from ..intra.workspace import held_together
-from ..stages.costs import StageCosts, solved_in_turn
-from .candidate import Candidate
+from ..stages.costs import StageCosts
+
+# Prices of memory, in units of a rank's seconds over its limit; the last one finds what fits if anything does.
+_PRICES = np.array([*np.logspace(-3, 2, 51), 1e9])
 
 
-def interleaved(
-    costs: StageCosts, ranks: int, chunks: int, *, alike: bool = False
-) -> Iterator[tuple[PlacedStage, ...]]:
-    """Interleaved stages for so many ranks, the fastest first; the stages of a rank may not fit together.
-
-    All stages get the same share of a device's memory. The first stage of a rank holds more microbatches than its last:
-    each is solved for its own number in flight or, where that is less, the rank's mean; or for the mean; or for its own
-    number.
+def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[PlacedStage, ...]]:
+    """Interleaved stages for so many ranks that fit together on each; none where none are found.
 
     Args:
       costs: of a program.
       ranks: on equal submeshes that use all devices.
       chunks: stages on each rank.
-      alike: whether all hold as much as any, in the memory of the least: of a scan's pieces few are solved then.
     """
     program, devices = costs.program, costs.submeshes.cluster.num_devices
     count = ranks * chunks
@@ -37,67 +40,127 @@ def interleaved(
     if places is None:
         return
     own, mean = in_flight_of(costs, ranks, chunks)
-    ranges = balanced(costs, places[0], count, max(mean))
-    if ranges is None:
-        return
-    limits = [
-        min(costs.limit_bytes(place, last, wish) for last in (False, number == ranks - 1) for wish in ("none", "layer"))
-        for number, place in enumerate(places)
-    ]
-    ways = [[min(pair) for pair in zip(own, mean, strict=True)], mean, own]
-    if alike:
-        ways, limits = [[max(mean)] * count], [min(limits)] * ranks
-    for in_flight in ways:
-        stages: list[PlacedStage] = []
-        for number, (first, last) in enumerate(ranges):
-            place, limit = places[number % ranks], limits[number % ranks]
-            option = solved_in_turn(costs, first, last, place, in_flight[number], chunks, limit)
-            if option is None:
-                break
-            stages.append(PlacedStage(first, last, place, option))
-        if len(stages) == count:
-            for rank, limit in enumerate([] if alike else limits):
-                mine = range(rank, count, ranks)
-                if not _fit(stages, mine, in_flight, limit):
-                    _share_evenly(costs, stages, mine, in_flight, limit)
-                give_what_is_left(costs, stages, mine, own, limit)
-            yield tuple(stages)
+    if (ranges := balanced(costs, places[0], count, max(mean))) is not None:
+        yield from sharing(costs, ranges, places, own)
 
 
-def _fit(stages: Sequence[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float) -> bool:
-    """Whether the stages of a rank fit its devices together."""
-    held = [
-        (o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes, o.workspace_bytes)
-        for n in rank
-        for o in [stages[n].option]
-    ]
-    return held_together(held) <= limit_bytes
+def sharing(
+    costs: StageCosts, ranges: Sequence[tuple[int, int]], places: Sequence[Submesh], in_flight: Sequence[int]
+) -> Iterator[tuple[PlacedStage, ...]]:
+    """Stages that share the memory of their ranks: with the least seconds of each rank, then of all ranks together,
+    where a stage that is faster than its neighbours has to wait for them; none if they do not fit.
+
+    Args:
+      costs: of their program.
+      ranges: of layers, in program order.
+      places: of the ranks; stages are dealt to them in turn.
+      in_flight: microbatches of each stage.
+    """
+    ranks, chunks = len(places), len(ranges) // len(places)
+    shared = []
+    for rank, place in enumerate(places):
+        mine = range(rank, len(ranges), ranks)
+        most = costs.limit_bytes(place, False)
+        # Neighbouring numbers in flight give neighbouring layouts; bytes are counted for the stage's own.
+        about = [1 << (in_flight[n] - 1).bit_length() for n in mine]
+        options = [costs.around(*ranges[n], place, i, most, chunks) for n, i in zip(mine, about, strict=True)]
+        if not all(options):
+            return
+        shared.append(
+            SharedMemory(
+                [
+                    [Sharing(option, in_flight[n], costs.limit_of(option, ranges[n][1], place)) for option in each]
+                    for n, each in zip(mine, options, strict=True)
+                ],
+                periods=costs.program.microbatches + (ranks - 1) / chunks,
+            )
+        )
+    seconds = np.zeros((ranks, chunks))
+    for _ in range(2):
+        found = []
+        for rank, one in enumerate(shared):
+            if (chosen := one.fastest(np.median(np.delete(seconds, rank, axis=0), axis=0))) is None:
+                return
+            found.append(chosen)
+        seconds = np.array([[option.seconds for option in chosen] for chosen in found])
+        yield tuple(PlacedStage(*one, places[n % ranks], found[n % ranks][n // ranks]) for n, one in enumerate(ranges))
 
 
-def _share_evenly(
-    costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
-) -> None:
-    """Solve the stages of a rank in equal shares with a workspace each, where they need unlike ones."""
-    for n in rank:
-        one = stages[n]
-        option = costs.solve_within(one.first, one.last, one.submesh, in_flight[n], limit_bytes / len(rank))
-        if option is not None:
-            stages[n] = one._replace(option=option)
+class Sharing(NamedTuple):
+    """A way to run one of several stages of a device.
+
+    Args:
+      option: the way.
+      in_flight: microbatches of the stage.
+      limit_bytes: what all stages of the device may be counted to hold with it.
+    """
+
+    option: Option
+    in_flight: int
+    limit_bytes: float
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Seconds of a microbatch and once a step; bytes without and of the workspace; and the limit."""
+        one = self.option
+        own = one.constant_bytes - one.workspace_bytes + self.in_flight * one.in_flight_bytes
+        return one.seconds, one.per_step_seconds, own, one.workspace_bytes, self.limit_bytes
 
 
-def give_what_is_left(
-    costs: StageCosts, stages: list[PlacedStage], rank: Sequence[int], in_flight: Sequence[int], limit_bytes: float
-) -> None:
-    """Solve the slowest stage of a rank again, in all memory that the other stages leave."""
-    slowest = max(rank, key=lambda number: (stages[number].option.seconds, -number))
-    stage = stages[slowest]
-    options = {n: stages[n].option for n in rank if n != slowest}
-    others = sum(o.constant_bytes - o.workspace_bytes + in_flight[n] * o.in_flight_bytes for n, o in options.items())
-    option = costs.solve_within(stage.first, stage.last, stage.submesh, in_flight[slowest], limit_bytes - others)
-    if option is not None and option.seconds < stage.option.seconds:
-        stages[slowest] = PlacedStage(stage.first, stage.last, stage.submesh, option)
-        if not _fit(stages, rank, in_flight, limit_bytes):
-            stages[slowest] = stage  # another one of the rank needs a larger workspace
+class SharedMemory:
+    """The stages of one rank, which share the memory of its devices.
+
+    Args:
+      options: of each stage.
+      periods: in a step, with those in which the pipeline fills and drains.
+    """
+
+    def __init__(self, options: Sequence[Sequence[Sharing]], *, periods: float) -> None:
+        self._options, self._periods = options, periods
+        most = max(map(len, options))
+        rows = [[one.numbers for one in (*each, *[each[0]] * (most - len(each)))] for each in options]
+        self._each, self._once, self._own, self._workspace, self._limits = np.moveaxis(np.array(rows), 2, 0)
+        self._stage = np.arange(len(options))
+
+    def fastest(self, least_seconds: np.ndarray) -> list[Option] | None:
+        """One option of each stage, with the least seconds of a step together; None if none are found that fit.
+
+        Args:
+          least_seconds: of a microbatch, for each stage: what is faster has to wait.
+        """
+        seconds = self._periods * np.maximum(self._each, least_seconds[:, None]) + self._once
+        limits = np.unique(self._limits).tolist()
+        found = [self._within(np.where(self._limits >= limit, seconds, inf), limit) for limit in limits]
+        _, best = min((one for one in found if one is not None), key=lambda one: one[0], default=(inf, None))
+        return None if best is None else [each[one].option for each, one in zip(self._options, best, strict=True)]
+
+    def _within(self, seconds: np.ndarray, limit_bytes: float) -> tuple[float, np.ndarray] | None:
+        """The least seconds together and the options that have them, that one price of memory finds to fit for each
+        largest workspace."""
+        own, workspace, stage = self._own, self._workspace, self._stage
+        if not np.isfinite(least := seconds.min(axis=1).sum()):
+            return None
+        prices = least / limit_bytes * _PRICES
+        weights = seconds[:, :, None] + own[:, :, None] * prices
+        least, best = inf, None
+        for largest in np.unique(workspace):
+            picked = np.where(workspace[:, :, None] <= largest, weights, inf).argmin(axis=1)
+            chosen = stage[:, None], picked
+            fits = (own[chosen].sum(axis=0) + largest <= limit_bytes) & (workspace[chosen] <= largest).all(axis=0)
+            total = np.where(fits, seconds[chosen].sum(axis=0), inf)
+            if total.min() < least:
+                least, best = total.min(), picked[:, total.argmin()]
+        if best is None:
+            return None
+        while True:  # what is left goes where it saves the most
+            mine = stage, best
+            others = np.array([workspace[mine][stage != n].max(initial=0.0) for n in stage])
+            held = own[mine].sum() - own[mine][:, None] + own + np.maximum(workspace, others[:, None])
+            saved = np.where(held <= limit_bytes, seconds[mine][:, None] - seconds, 0.0)
+            number, option = np.unravel_index(saved.argmax(), saved.shape)
+            if saved[number, option] <= 0:
+                return float(seconds[mine].sum()), best
+            best[number] = option
 
 
 def places_of(costs: StageCosts, ranks: int) -> list[Submesh] | None:
@@ -148,12 +211,3 @@ def balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> l
         bounds.append(best[row][bounds[-1]][2])
     bounds.reverse()
     return list(pairwise(bounds))
-
-
-def all_alike(
-    costs: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
-) -> Candidate | None:
-    """The candidate whose stages are all solved for the same memory and microbatches in flight: found at once, and
-    about as fast as the best."""
-    alike = next(interleaved(costs, ranks, chunks, alike=True), None)
-    return scheduled(costs, alike, chunks=chunks) if alike is not None else None

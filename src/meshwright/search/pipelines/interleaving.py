@@ -3,12 +3,10 @@
 The search for stages gives every stage its own devices. Interleaving (`schedule.interleaved`) gives each of n ranks v
 stages, stage s to rank s mod n, and divides the bubble by v. It reuses the results of that search: for a number of
 ranks, the layers are cut into n v ranges whose slowest is as fast as possible (a dynamic program over the costs of one
-stage, estimates where a range is not solved; a scan over the layers of a model is cut into n v equal pieces), each is
-solved within 1 / v of a rank's memory (`interleaved_stages`), and the whole is simulated. Memory is checked on the sum
-over a rank's stages.
+stage, estimates where a range is not solved; a scan over the layers of a model is cut into n v equal pieces), the
+stages of each rank share its memory by one price (`interleaved_stages`), and the whole is simulated.
 
-Known limit: ranges are balanced by their seconds alone, not by the schedule; only a rank's slowest stage gets more than
-its share of the memory.
+Known limit: ranges are balanced by their seconds alone, not by the schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, isfinite, prod
+from math import inf, prod
 
 from ...errors import PlanError
 from ...program.equal_stages import equal_stages, main_scan
@@ -24,7 +22,7 @@ from ...program.staged import StagedProgram
 from ..considered import Considered
 from ..stages.costs import StageCosts
 from .candidate import Candidate
-from .interleaved_stages import all_alike, balanced, fastest, in_flight_of, interleaved, places_of
+from .interleaved_stages import balanced, fastest, in_flight_of, interleaved, places_of
 from .request import INTERLEAVED, StageRequest
 
 # Stages on each rank that are tried, and the most where a scan can be cut into any number of equal pieces.
@@ -33,9 +31,6 @@ _MOST_CHUNKS = 16
 
 # Ranks with so many times the layers of the mean are about even.
 _ABOUT_EVEN = 1.05
-
-# Solved each by itself, ranks seldom take less than this share of what they take where all hold as much as any.
-_ALIKE_AT_MOST = 0.97
 
 # Numbers of microbatches and of ranks that are tried.
 _MOST_INTERLEAVED = 8
@@ -163,12 +158,7 @@ class Interleaving:
                     if least >= below_seconds:
                         tried.append(_Tried(count, ranks, chunks, least / expected))
                         continue
-                    candidate = self.candidate(
-                        costs_in(count), ranks, chunks, scheduled, below_seconds=below_seconds if expected else inf
-                    )
-                except TooSlow as slow:
-                    tried.append(_Tried(count, ranks, chunks, slow.least_seconds / expected))
-                    continue
+                    candidate = self.candidate(costs_in(count), ranks, chunks, scheduled)
                 except PlanError:
                     break
                 if candidate is None and self._asked:
@@ -181,13 +171,7 @@ class Interleaving:
                 yield candidate
 
     def candidate(
-        self,
-        costs: StageCosts,
-        ranks: int,
-        chunks: int,
-        scheduled: Callable[..., Candidate | None],
-        *,
-        below_seconds: float = inf,
+        self, costs: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
     ) -> Candidate | None:
         """The candidate with so many ranks and stages a rank; None if none fits.
 
@@ -196,21 +180,13 @@ class Interleaving:
           ranks: on equal submeshes.
           chunks: stages on each.
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
-          below_seconds: what takes longer is of no interest.
 
         Raises:
           PlanError: if the program cannot be cut into so many stages.
-          TooSlow: if it takes longer where all ranks are alike, so that it will hardly be faster otherwise.
         """
         cut = self._in_stages(costs, ranks, chunks)
-        rough = None
-        if isfinite(below_seconds):
-            rough = all_alike(cut, ranks, chunks, scheduled)
-            if rough is not None and rough.seconds * _ALIKE_AT_MOST >= below_seconds:
-                raise TooSlow(rough.seconds * _ALIKE_AT_MOST)
         found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
-        first = next((one for one in found if one is not None), None)
-        return min((one for one in (first, rough) if one is not None), key=lambda one: one.seconds, default=None)
+        return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
 
     def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
         """Estimated compute seconds of the busiest rank; 0 without an estimate, and for pieces of a scan, which are all
@@ -274,11 +250,3 @@ def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int)
     same = [one for one in tried if one.ranks == ranks and one.microbatches <= microbatches]
     alike = [one.ratio for one in same if one.microbatches == microbatches or one.chunks == chunks]
     return max([min((one.ratio for one in same), default=1.0), *alike])
-
-
-class TooSlow(Exception):
-    """An interleaved plan takes about `least_seconds` or more, longer than the incumbent."""
-
-    def __init__(self, least_seconds: float) -> None:
-        super().__init__(least_seconds)
-        self.least_seconds = least_seconds

@@ -24,7 +24,7 @@ from ..restrictions.constraints import Constraints
 from .estimates import StageEstimates
 from .parts import in_parts
 from .reserve import MemoryReserve
-from .solved import SolvedStage, better_of, in_turn
+from .solved import SolvedStage, better_of
 from .solver import RANGE_GAP, Kinds, Place, StageSolver, WantedMesh
 
 
@@ -81,6 +81,7 @@ class StageCosts:
         self._corrections: dict[tuple[int, int, int, int, int], tuple[Option, ...]] = {}
         self._solved: dict[tuple[int, int], dict[int, tuple[Option, ...]]] = {}
         self._within: dict[tuple[int, int, int, float], Option | None] = {}
+        self._around: dict[tuple[int, int, int, float, int], tuple[Option, ...]] = {}
         self._estimated: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
 
     @property
@@ -211,6 +212,11 @@ class StageCosts:
             self._limits[key] = self._reserve.limit(usable, last=last, remat=remat)
         return self._limits[key]
 
+    def limit_of(self, option: Option, last: int, submesh: Submesh) -> float:
+        """Bytes that may be counted on a device with a solved range that ends before the layer `last`."""
+        remat = "layer" if option.tag.segments else "none"
+        return self.limit_bytes(submesh, last == len(self.program.layers), remat)
+
     def _limit_of(self, first: int, last: int, submesh: Submesh, remat: str) -> float:
         """Of a range of layers: one that has nothing to rematerialise keeps everything, whatever is asked of it."""
         if not self.solver.segments(first, last):
@@ -339,6 +345,47 @@ class StageCosts:
             self._within[key] = best
         return self._within[key]
 
+    def around(
+        self, first: int, last: int, submesh: Submesh, in_flight: int, limit_bytes: float, stages: int
+    ) -> Sequence[Option]:
+        """Ways to run a range in about its share of the memory of a device with so many stages: one of them may have
+        what others leave."""
+        kind = self.solver.kind_of[submesh]
+        key = self.solver.number(first, last), kind, in_flight, limit_bytes, stages
+        if key not in self._around:
+            found: list[Option] = []
+            best = inf
+            for weight, number, remat in self.estimates.ranked(first, last, kind, in_flight, all_ways=True):
+                if weight >= best:
+                    break
+                place = Place(first, last, kind, number)
+                for stage in self.solver.around(place, remat, in_flight, limit_bytes, stages):
+                    found.append(option_of(stage))
+                    if stages * stage.own_bytes(in_flight) + stage.seconds.workspace_bytes <= limit_bytes:
+                        best = min(best, self.estimates.step_seconds(found[-1]))
+            self._around[key] = tuple(found)
+        return self._around[key]
+
+    def certified(self, option: Option, first: int, last: int, submesh: Submesh, in_flight: int) -> Option:
+        """A solution with a lower bound of the seconds that any layouts take in the bytes that it holds.
+
+        Args:
+          option: the solution.
+          first: of its layers.
+          last: one past the last of them.
+          submesh: where it runs.
+          in_flight: microbatches.
+        """
+        stage, kind = option.tag, self.solver.kind_of[submesh]
+        if stage.certain_share >= 1 - RANGE_GAP:
+            return option
+        place = Place(first, last, kind, self.solver.meshes[kind].index(stage.mesh))
+        found = self.solver.within(place, "layer" if stage.segments else "none", in_flight, stage.held_bytes(in_flight))
+        if found is None:
+            return option
+        least = min(found.chosen.solution.lower_bound / stage.chosen.solution.objective, 1.0)
+        return option._replace(tag=stage.certain(max(least, stage.certain_share)))
+
     def adopted(self, option: Option, first: int, last: int) -> Option | None:
         """A solution of the same range in another program, where scans are cut otherwise, as one of this program; None
         if the range is not the same there."""
@@ -372,18 +419,3 @@ def option_of(stage: SolvedStage) -> Option:
         in_flight_bytes=seconds.in_flight_bytes,
         tag=stage,
     )
-
-
-def solved_in_turn(
-    costs: StageCosts, first: int, last: int, submesh: Submesh, in_flight: int, chunks: int, limit_bytes: float
-) -> Option | None:
-    """The fastest way to run a range as one of so many stages of its devices, in its share of their memory."""
-
-    def solve(limit: float) -> SolvedStage | None:
-        option = costs.solve_within(first, last, submesh, in_flight, limit)
-        return option.tag if option is not None else None
-
-    if chunks == 1:
-        return costs.solve_within(first, last, submesh, in_flight, limit_bytes)
-    solved = in_turn(solve, in_flight, chunks, limit_bytes)
-    return option_of(solved) if solved is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,9 +12,6 @@ from ...program.segments import Segments
 from ...sharding import Spec
 from ..intra.problem import IntraOpSolution, trips_of
 from .problem import StageProblem, StageSeconds
-
-# Guesses at the workspace of stages that share a device.
-_TRIED_WORKSPACES = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,30 +89,6 @@ def better_of(first: SolvedStage, second: SolvedStage) -> SolvedStage:
     least = max(one.chosen.solution.lower_bound for one in (first, second))
     objective = found.chosen.solution.objective
     return found.certain(min(least / objective, 1.0)) if objective > 0 else found
-
-
-def in_turn(
-    solve: Callable[[float], SolvedStage | None], in_flight: int, stages: int, limit_bytes: float
-) -> SolvedStage | None:
-    """A stage solved for its share of the memory of a device with several stages: they run in turn and share a
-    workspace.
-
-    Args:
-      solve: the fastest way to run it in so many bytes; None if there is none.
-      in_flight: microbatches that it holds.
-      stages: of the device.
-      limit_bytes: of the device.
-    """
-    alone = solve(limit_bytes)
-    workspace = alone.seconds.workspace_bytes if alone is not None else 0.0
-    for _ in range(_TRIED_WORKSPACES):
-        found = solve((limit_bytes - workspace) / stages + workspace)
-        if found is None:
-            break
-        if stages * found.own_bytes(in_flight) + found.seconds.workspace_bytes <= limit_bytes:
-            return found
-        workspace = found.seconds.workspace_bytes
-    return solve(limit_bytes / stages)
 
 
 def kept_bytes(kept: float, later: float, in_flight: int, delayed: int) -> float:

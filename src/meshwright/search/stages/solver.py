@@ -345,6 +345,30 @@ class StageSolver:
                 return free
         return self._limited(place, remat, in_flight, limit, loosely=loosely)
 
+    def around(self, place: Place, remat: str, in_flight: int, limit: float, stages: int) -> list[SolvedStage]:
+        """Solutions that hold about its share of the bytes of a device with so many stages, some more and some less.
+
+        Args:
+          place: the range and where it runs.
+          remat: "none" or "layer".
+          in_flight: microbatches.
+          limit: bytes on a device.
+          stages: of the device: they run in turn, and share a workspace.
+        """
+        built = self.problem(place, remat)
+        problem = built[0]
+        self.solves += 1
+        problem.in_flight = in_flight
+        try:
+            free = problem.fastest.choices
+            workspace = min(problem.seconds(free).workspace_bytes, limit) if free is not None else 0.0
+            found = problem.around((limit - workspace) / stages + workspace, gap=RANGE_GAP)
+        except Infeasible:
+            return self.around(place, remat, in_flight, limit, stages) if self._relax(place) else []
+        finally:
+            problem.in_flight = 1
+        return [self._once(place, remat, built, choices, share).certain(share) for choices, share in found]
+
     def _exceeds(self, place: Place, remat: str, in_flight: int, limit: float) -> bool:
         """Whether the fastest layouts plainly need more: they need not be found to the end then. (What contradicts a
         ZeRO stage is found out where they are.)"""
