@@ -147,7 +147,8 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
         stages=None, mesh=(), by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
     )  # fmt: skip
-    tries = Interleaving(request, lambda program: whole)._tries([MICROBATCHES], inf, lambda count: whole)
+    interleaving = Interleaving(request, lambda program: whole)
+    tries = interleaving._tries([MICROBATCHES // 2, MICROBATCHES], [MICROBATCHES], inf, lambda count: whole)
     assert tries
     assert {count for count, _, _ in tries} == {MICROBATCHES}
 
@@ -160,9 +161,9 @@ def test_all_ranks_are_tried_whatever_plans_have_been_found() -> None:
     )  # fmt: skip
     interleaving = Interleaving(request, lambda program: whole)
     devices = whole.submeshes.cluster.num_devices
-    ranks = {one for _, one, _ in interleaving._tries([MICROBATCHES], inf, lambda count: whole)}
+    ranks = {one for _, one, _ in interleaving._tries([MICROBATCHES], [MICROBATCHES], inf, lambda count: whole)}
     assert ranks == {n for n in range(2, devices + 1) if devices % n == 0 and MICROBATCHES % n == 0}
-    assert not interleaving._tries([], inf, lambda count: whole)
+    assert not interleaving._tries([MICROBATCHES], [], inf, lambda count: whole)
 
 
 def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
@@ -212,11 +213,15 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
     monkeypatch.setattr(made, "_tries", lambda *given: tries)
     monkeypatch.setattr(made, "_least", lambda costs, ranks, chunks: 0.0)
     monkeypatch.setattr(made, "_in_stages", lambda costs, ranks, chunks: costs.count)
-    found = made.candidates(
-        [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
-        scheduled=lambda cut, stages, chunks: SimpleNamespace(seconds=takes[stages]),
-    )  # fmt: skip
-    assert [one.seconds for one in found] == [29.0, 27.5, 25.0]
+
+    def found() -> list[float]:
+        candidates = made.candidates(
+            [4, 8, 16], [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
+            scheduled=lambda cut, stages, chunks: SimpleNamespace(seconds=takes[stages]),
+        )  # fmt: skip
+        return [one.seconds for one in candidates]
+
+    assert found() == [29.0, 27.5, 25.0]
     # The second of as many ranks is expected to be as much slower than thought as the first.
     assert looked_at == [(4, 4, 6), (8, 8, 6), (8, 8, 12)]
 

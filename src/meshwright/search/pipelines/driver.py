@@ -118,6 +118,8 @@ class StageSearch:
         self.considered: list[Considered] = []
         self.unsearched = inf  # what plans take at least that were not looked at to the end
         self.bounds.reset()
+        self._interleaving.reset()
+        self._shared: Candidate | None = None  # the best of the interleaved ones
 
     def run(
         self,
@@ -180,7 +182,8 @@ class StageSearch:
             if whole is not None:
                 return best, whole
             self.finished.drop(best)
-            self.best = BestKnown(self._known)
+            self._interleaving.reset()
+            self.best, self._shared = BestKnown(self._known), None
             best = self._simulate(None)
         if isfinite(self._known):
             raise self._nothing_faster()
@@ -259,7 +262,13 @@ class StageSearch:
             if not bounded:
                 costs.forget_estimates()
             excluded: tuple[Order, ...] = ()
+            shares_tried = not bounded
             for problem in self.problems_of(costs, bounded=bounded):
+                if not shares_tried and isfinite(self.best.seconds):
+                    # Interleaved stages are soon found, and often the best: then they exclude most of the rest.
+                    shares_tried = True
+                    list(self.finished.simulate(self.best, count))
+                    self._interleave([count])
                 if self.deadline.over:
                     self.unsearched = min(self.unsearched, expected[count])
                 elif problem.order in excluded:
@@ -420,16 +429,20 @@ class StageSearch:
         best = better(best, self.finished.simulate(self.best))
         if again and not self._taken_interleaved:
             return best
-        return better(best, self._interleaved(self.best.simulated, again=again))
+        self._interleave(None, again=again)
+        return better(best, [self._shared] if self._shared is not None else [])
 
-    def _interleaved(self, below_seconds: float, *, again: bool) -> Iterator[Candidate]:
-        """Interleaved plans whose estimate beats these seconds; in a repeated run as far as time allows."""
-        self.costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
+    def _interleave(self, counts: Sequence[int] | None, *, again: bool = False) -> None:
+        """Try interleaved plans whose estimate beats the incumbent, in these numbers of microbatches or all; in a
+        repeated run as far as time allows."""
+        for count in self.costs.all if counts is None else map(self.costs, counts):
+            count.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
-            self.bounds.looked_at, below_seconds=below_seconds, costs_in=self.costs,
+            counts, self.bounds.looked_at, below_seconds=self.best.simulated, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.deadline.over or (again and self.deadline.late),
         ):  # fmt: skip
             if candidate.key not in self.finished.dropped:
                 self.finished.compare(candidate)
                 self.considered.append(considered_interleaving(candidate))
-                yield candidate
+                self._shared = better(self._shared, [candidate])
+                self.best.simulate(candidate.penalised_seconds)

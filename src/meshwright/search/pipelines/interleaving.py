@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf, prod
 
 from ...errors import PlanError
@@ -73,6 +73,11 @@ class Interleaving:
     def __init__(self, request: StageRequest, costs_of: Callable[[StagedProgram], StageCosts]) -> None:
         self._request, self._costs_of = request, costs_of
         self._cut: dict[tuple[int, int, int], StageCosts] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has been tried: it was in the memory that there was."""
+        self._tried: dict[tuple[int, int, int], _Tried] = {}
 
     @property
     def _asked(self) -> bool:
@@ -80,12 +85,14 @@ class Interleaving:
         return self._request.stages is not None or set(self._request.schedules) == {INTERLEAVED}
 
     def _tries(
-        self, looked_at: Sequence[int], below_seconds: float, costs_in: Callable[[int], StageCosts],
+        self, counts: Sequence[int], looked_at: Sequence[int], below_seconds: float,
+        costs_in: Callable[[int], StageCosts],
     ) -> list[_Try]:  # fmt: skip
         """The combinations of microbatches and ranks, the most promising first; each with its numbers of stages a rank,
         ascending, and the estimated seconds of a step.
 
         Args:
+          counts: as of `candidates`.
           looked_at: as of `candidates`.
           below_seconds: what takes longer is of no interest.
           costs_in: as of `candidates`.
@@ -97,7 +104,7 @@ class Interleaving:
             return []
         asked = self._asked
         found = []
-        for count in looked_at if asked else list(request.by_microbatches):
+        for count in counts:
             for ranks in range(2, devices + 1):
                 if request.mesh and all(prod(sizes) * ranks != devices for _, sizes in request.mesh):
                     continue  # none of the logical meshes is of so many devices
@@ -108,7 +115,7 @@ class Interleaving:
                     chunks = (request.stages // ranks,) if shared else ()
                 fewer = [one for one in looked_at if one <= count]
                 ways = {
-                    n: 0.0 if asked else self._expected(costs_in(fewer[-1]), count, ranks, n, below_seconds)
+                    n: 0.0 if asked else self._expected([*map(costs_in, fewer[-2:])], count, ranks, n, below_seconds)
                     for n in chunks if fewer
                 }  # fmt: skip
                 if min(ways.values(), default=inf) < below_seconds:
@@ -116,47 +123,61 @@ class Interleaving:
         found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
         return found if asked else found[:_MOST_INTERLEAVED]
 
-    def _expected(self, costs: StageCosts, count: int, ranks: int, chunks: int, below_seconds: float) -> float:
+    def _expected(
+        self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int, below_seconds: float
+    ) -> float:
         """The estimated step of an even cut: too low by transfers between stages and by what runs once a step.
-        Estimation stops once it exceeds `below_seconds`."""
-        place = places_of(costs, ranks)
+        Estimation stops once it exceeds `below_seconds`.
+
+        Args:
+          known: of fewer microbatches or as many, the fewest first: those have the least left to price.
+          count: microbatches.
+          ranks: as of `candidate`.
+          chunks: the same.
+          below_seconds: what takes longer is of no interest.
+        """
+        place, layers = places_of(known[0], ranks), len(known[0].program.layers)
         if place is None:
             return inf
-        share, layers = costs.program.microbatches / count, len(costs.program.layers)
         # Of the first rank, all its stages together.
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
         mine = [(first, last) for first, last in pairwise(cuts) if first < last]
-        periods = count + (ranks - 1) / chunks
-        for held in (1, in_flight):
+        periods, seconds = count + (ranks - 1) / chunks, 0.0
+        for costs, held in product(known, (1, in_flight)):
+            share = costs.program.microbatches / count
             seconds = periods * max(costs.expected(mine, place[0], held, share, below_seconds / periods))
             if seconds >= below_seconds:
                 break
         return seconds
 
     def candidates(
-        self, looked_at: Sequence[int], *, below_seconds: float, costs_in: Callable[[int], StageCosts],
-        scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
+        self, counts: Sequence[int] | None, looked_at: Sequence[int], *, below_seconds: float,
+        costs_in: Callable[[int], StageCosts], scheduled: Callable[..., Candidate | None], late: Callable[[], bool],
     ) -> Iterator[Candidate]:  # fmt: skip
-        """Candidates whose estimate, scaled by the error of the most similar one tried, beats the incumbent.
+        """Candidates that have not been tried, and whose estimate, scaled by the error of the most similar one tried,
+        beats the incumbent.
 
         Args:
+          counts: numbers of microbatches; None for all.
           looked_at: numbers of microbatches of which more than bounds is known, the fewest first.
           below_seconds: of the best plan so far.
           costs_in: of the program in so many microbatches; raises `PlanError` where it cannot be cut so.
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
           late: whether the time is over.
         """
-        tries = self._tries(looked_at, below_seconds, costs_in) if not late() else []
-        tried: list[_Tried] = []
+        if counts is None:
+            counts = looked_at if self._asked else list(self._request.by_microbatches)
+        tries = self._tries(counts, looked_at, below_seconds, costs_in) if not late() else []
         for count, ranks, ways in tries:
             for chunks, expected in ways.items():
-                if late() or _missed(tried, count, ranks, chunks) * expected >= below_seconds:
+                key, tried = (count, ranks, chunks), list(self._tried.values())
+                if key in self._tried or late() or _missed(tried, *key) * expected >= below_seconds:
                     continue
                 try:
                     least = self._least(costs_in(count), ranks, chunks) if expected else 0.0
                     if least >= below_seconds:
-                        tried.append(_Tried(count, ranks, chunks, least / expected))
+                        self._tried[key] = _Tried(*key, least / expected)
                         continue
                     candidate = self.candidate(costs_in(count), ranks, chunks, scheduled)
                 except PlanError:
@@ -167,7 +188,7 @@ class Interleaving:
                     break  # more stages a rank have more in flight: they seldom fit where fewer do not
                 below_seconds = min(below_seconds, candidate.seconds)
                 if expected:
-                    tried.append(_Tried(count, ranks, chunks, candidate.seconds / expected))
+                    self._tried[key] = _Tried(*key, candidate.seconds / expected)
                 yield candidate
 
     def candidate(
