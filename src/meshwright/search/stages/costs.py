@@ -306,13 +306,16 @@ class StageCosts:
                 best = min(best, seconds)
         solved: list[Option] = []
         for number, (least, place, remat) in sorted(enumerate(tried), key=lambda one: one[1][0]):
-            option = found[number]
-            if option.tag.certain_share < 1 - RANGE_GAP:
-                if least >= (1 - RANGE_GAP) * best:
-                    continue  # what is uncertain is offered to no plan
-                if (stage := self.solver.within(place, remat, in_flight, limit(remat))) is not None:
+            option, enough = found[number], (1 - RANGE_GAP) * best
+            if option.tag.certain_share < 1 - RANGE_GAP and least < enough:
+                # A way that is bound to be slower than another one need be bounded no closer.
+                stage = self.solver.within(place, remat, in_flight, limit(remat), enough_seconds=enough)
+                if stage is not None:
                     option = option_of(better_of(stage, option.tag))
-                best = min(best, self.estimates.step_seconds(option))
+                seconds = self.estimates.step_seconds(option)
+                best, least = min(best, seconds), option.tag.certain_share * seconds
+            if option.tag.certain_share < 1 - RANGE_GAP and least >= enough:
+                continue  # what is uncertain is offered to no plan
             solved.append(option)
         return solved
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from ...cluster import Cluster, Device, LogicalMesh
@@ -328,8 +328,9 @@ class StageSolver:
         return self._solved(place, built, built[0].chosen(layouts, 0.0, proven=False))
 
     def within(
-        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool = False
-    ) -> SolvedStage | None:
+        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool = False,
+        enough_seconds: float = inf,
+    ) -> SolvedStage | None:  # fmt: skip
         """The best solution that needs no more bytes on a device with so many microbatches in flight, or None.
 
         Args:
@@ -338,12 +339,13 @@ class StageSolver:
           in_flight: microbatches.
           limit: bytes on a device.
           loosely: whether what forests find will do, wherever they find anything; the bound is then as far as it is.
+          enough_seconds: of a step, a lower bound with which to stop.
         """
         if not self._exceeds(place, remat, in_flight, limit):
             free = self.free(place, remat, loosely=loosely)
             if free is None or free.held_bytes(in_flight) <= limit:
                 return free
-        return self._limited(place, remat, in_flight, limit, loosely=loosely)
+        return self._limited(place, remat, in_flight, limit, loosely=loosely, enough_seconds=enough_seconds)
 
     def around(self, place: Place, remat: str, in_flight: int, limit: float, stages: int) -> list[SolvedStage]:
         """Solutions that hold about its share of the bytes of a device with so many stages, some more and some less.
@@ -379,7 +381,9 @@ class StageSolver:
         except Infeasible:
             return False
 
-    def _limited(self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool) -> SolvedStage | None:
+    def _limited(
+        self, place: Place, remat: str, in_flight: int, limit: float, *, loosely: bool, enough_seconds: float
+    ) -> SolvedStage | None:
         built = self.problem(place, remat)
         problem = built[0]
         if problem.least_bytes.held(in_flight) > limit:
@@ -389,7 +393,9 @@ class StageSolver:
         try:
             chosen = problem.within(limit, gap=RANGE_GAP) if loosely else None
             if chosen is None:
-                chosen = problem.proven(limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE)
+                chosen = problem.proven(
+                    limit, gap=RANGE_GAP, time_limit_seconds=_SECONDS_PER_SOLVE, enough_seconds=enough_seconds
+                )
         except (Infeasible, Unsolved):
             return None
         finally:
