@@ -80,11 +80,10 @@ def test_a_refusal_says_what_was_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
     def writing(*args: Any, **options: Any) -> Plan:
         plan = write(*args, **options)
-        (stage,) = plan.stages
-        memory = Memory(
-            parameters=0.98 * stage.memory_limit_bytes, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0
-        )
-        return replace(plan, stages=(replace(stage, memory=memory),))
+        none = {"gradients": 0.0, "optimizer": 0.0, "activations": 0.0, "workspace": 0.0}
+        held = [Memory(parameters=0.98 * stage.memory_limit_bytes, **none) for stage in plan.stages]
+        pairs = zip(plan.stages, held, strict=True)
+        return replace(plan, stages=tuple(replace(stage, memory=memory) for stage, memory in pairs))
 
     monkeypatch.setattr(refine, "written_out", writing)
     with pytest.raises(MemoryExceeded) as caught:

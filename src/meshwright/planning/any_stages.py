@@ -24,8 +24,8 @@ def plan_in_stages(asked: PlanRequest, stages: int | None, *, faster_than_second
     """The fastest plan of so many stages, or of any number.
 
     Where one stage is soon planned and its first plan fits, it comes first, and bounds the search for several. Else
-    several come first, in a search that prices one stage too, as a pipeline of one; then the best program of one stage,
-    which is priced as it runs: it need not gather parameters again for the backward pass. (Beside a plan of several
+    several come first. One stage is a part of its own in both, since it runs as one program: that need not gather
+    parameters again for its backward pass, and holds more than a pipeline of one would. (Beside a plan of several
     stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
     `benchmarks/golden_plans.py` and `never_worse.py`. Where the first plan is too large, memory binds, and many more
     would be written out for a plan that is seldom the best: 36 of 64 CPU seconds for wresnet-13b on 64 V100, whose best
@@ -86,10 +86,10 @@ def _parts(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) ->
             raise
 
     def several(most_seconds: float, seconds: float) -> SearchResult:
-        return plan_stages(replace(asked.within(seconds), several=tried), None, faster_than_seconds=most_seconds)
+        return plan_stages(replace(asked.within(seconds), several=True), None, faster_than_seconds=most_seconds)
 
-    # Without time to write a plan out one stage is the answer, since a pipeline of one is counted otherwise than its
-    # program; not over unlike devices, where several stages are most of what there is to gain.
+    # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
+    # devices, where several stages are most of what there is to gain.
     is_soon_planned |= planner.is_late and len({host.device for host in asked.cluster.hosts}) == 1
     if is_soon_planned:
         yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)
