@@ -21,7 +21,7 @@ from meshwright._jax.hlo_flops import instruction_flops
 from meshwright._jax.hlo_origins import Origins
 from meshwright._jax.hlo_parse import Computation, Instruction, Module, parse_groups, parse_module
 
-_KINDS = {
+KINDS = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
@@ -127,20 +127,34 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
     origins = Origins(module)
     totals = _walk(module, module.entry, {}, origins)
     found = []
+    chains = set[str]()
     for (computation_name, name), count in totals.executions.items():
         computation = module.computations[computation_name]
-        found.append(_collective(module, computation, computation.instructions[name], count, origins))
+        instruction = computation.instructions[name]
+        if (chain := chain_of(instruction)) is not None:
+            if chain in chains:
+                continue
+            chains.add(chain)
+        found.append(_collective(module, computation, instruction, count, origins))
     return tuple(found), totals.flops, totals.unknown_loops
 
 
-def _collective_kind(opcode: str) -> str | None:
-    return _KINDS.get(opcode.removesuffix("-start"))
+def collective_kind(opcode: str) -> str | None:
+    """What a collective instruction is, or begins; None for any other, and for the end of one."""
+    return KINDS.get(opcode.removesuffix("-start"))
+
+
+def chain_of(instruction: Instruction) -> str | None:
+    """What all parts of one collective have in common where the TPU compiler has spread it over several kernels (an
+    async collective fusion); None for others."""
+    found = re.search(r'chain_id="(\d+)"', instruction.attributes.get("frontend_attributes", ""))
+    return found[1] if found else None
 
 
 def _collective(
     module: Module, computation: Computation, instruction: Instruction, count: int, origins: Origins
 ) -> CompiledCollective:
-    kind = _KINDS[instruction.opcode.removesuffix("-start")]
+    kind = KINDS[instruction.opcode.removesuffix("-start")]
     shapes = computation.operand_shapes(instruction)
     if instruction.opcode == "ragged-all-to-all":
         shapes = shapes[:1]  # the other operands are the output buffer and the offsets
@@ -183,11 +197,11 @@ def _walk(module: Module, name: str, seen: dict[str, _Totals], origins: Origins)
             executions[key] = executions.get(key, 0) + count * times
 
     for instruction in computation.instructions.values():
-        if _collective_kind(instruction.opcode):
+        if collective_kind(instruction.opcode):
             executions[name, instruction.name] = 1
         elif instruction.opcode == "while":
             body, condition = instruction.computations("body")[0], instruction.computations("condition")[0]
-            trips = _trip_count(module, computation, instruction)
+            trips = trip_count(module, computation, instruction)
             unknown_loops += trips is None
             times = 1 if trips is None else trips
             add(_walk(module, body, seen, origins), times)
@@ -224,7 +238,7 @@ def _dearest(module: Module, branches: list[_Totals]) -> _Totals:
     )
 
 
-def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Trips of a while loop: as XLA states it, else from a counter compared with a constant; None if neither."""
     stated = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)', loop.attributes.get("backend_config", ""))
     if stated:

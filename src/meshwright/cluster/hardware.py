@@ -40,7 +40,8 @@ class Device:
     an array's dims where that is a pass of its own: before products and before and after gradients of convolutions,
     which have code for one order, and gathers and scatters along other dims than the first; 0 where it is part of other
     kernels. `vector_flops`: FLOP/s of arithmetic that is no product, where that is not much faster than memory; 0 where
-    it hides behind that.
+    it hides behind that. `clock_hertz`: of its compute units, which turns the cycles of a compiler into seconds; 0 where
+    none is known.
 
     Raises ClusterError for a number that is missing, not finite or out of range.
 
@@ -62,6 +63,7 @@ class Device:
     memory_overlap: float = 0.75
     transpose_bandwidth_bytes_per_second: float = 0.0
     vector_flops: float = 0.0
+    clock_hertz: float = 0.0
 
     def __post_init__(self) -> None:
         check_text("Device", "kind", self.kind)
@@ -85,6 +87,7 @@ class Device:
         transposes = self.transpose_bandwidth_bytes_per_second
         check_number("Device", "transpose_bandwidth_bytes_per_second", transposes)
         check_number("Device", "vector_flops", self.vector_flops)
+        check_number("Device", "clock_hertz", self.clock_hertz)
         # A sorted private copy: the caller's mapping may change, and text made from it must not depend on its order.
         object.__setattr__(self, "peak_flops", {k: float(v) for k, v in sorted(self.peak_flops.items())})
 
@@ -132,6 +135,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
             default=0.0,
         ),
         vector_flops=min((d.vector_flops for d in different if d.vector_flops), default=0.0),
+        clock_hertz=min(d.clock_hertz for d in different),
     )
 
 
