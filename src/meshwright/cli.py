@@ -300,6 +300,10 @@ def verify(
         int | None,
         typer.Option(min=1, help="How many local devices to use; eight virtual ones where there is only a CPU."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Compile for these machines, which need not be here, and do not run."),
+    ] = None,
     global_batch: _GlobalBatch = None,
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
@@ -315,7 +319,7 @@ def verify(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Run TARGET on the local devices, and compare what was predicted with what happens."""
+    """Run TARGET on the local devices, or compile it for others, and compare what was predicted with what happens."""
     with refusals(), stdout_for_json(as_json), progress() as tell:
         options = _choices(microbatches, memory_per_device, mesh, zero, remat, reduction)
         options |= {"schedule": schedule, "preset": preset}
@@ -327,7 +331,9 @@ def verify(
         from .verify import verify as run
 
         loaded = load_target(target, global_batch=global_batch)
-        verification = run(loaded, devices=devices, plan=plan, tell=lambda text: tell(f"{target}: {text}"), **options)
+        verification = run(
+            loaded, devices=devices, cluster=cluster, plan=plan, tell=lambda text: tell(f"{target}: {text}"), **options
+        )
     from .documents import verification_document, verification_text
 
     if as_json:

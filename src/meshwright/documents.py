@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import isfinite, nan
 from typing import Any
 
+from ._jax.hlo_schedule import Schedule
 from .cluster import Cluster
 from .plan import Plan, Stage
 from .planning.plan_for import Planning
@@ -17,6 +18,7 @@ from .report.table import format_bytes, format_flops, format_percent, format_rat
 from .report.why import why
 from .simulate import Event, Timeline, TransferEvent
 from .verify import Check, Planned, Traffic, Verification
+from .verify.compiled import StageFacts
 
 # Raised when a field changes its meaning or goes away; new fields leave it.
 SCHEMA = 1
@@ -144,6 +146,7 @@ def verification_document(verification: Verification) -> dict[str, Any]:
                 "flops": {"predicted": one.flops[0], "compiled": one.flops[1]},
                 "memory_bytes": {"predicted": one.peak_bytes[0], "compiled": one.peak_bytes[1]},
                 "memory_limit_bytes": one.limit_bytes,
+                **_ahead(one),
             }
             for one in verification.stages
         ],
@@ -172,6 +175,39 @@ def verification_document(verification: Verification) -> dict[str, Any]:
     })  # fmt: skip
 
 
+def _ahead(one: StageFacts) -> dict[str, Any]:
+    """What the compiler of a machine that is not here says beside."""
+    if one.schedule is None:
+        return {"refusals": list(one.refusals)} if one.refusals else {}
+    return {
+        "compute_seconds": {"predicted": one.compute_seconds[0], "compiled": one.compute_seconds[1]},
+        "kernels": {
+            name: {"count": kernels.count, "cycles": kernels.cycles, "flops": kernels.flops}
+            for name, kernels in sorted(one.schedule.kernels.items())
+        },
+        "beside_compute": {
+            kind: {
+                "bytes": asynchronous, "of_bytes": moved, "kernels": kernels, "cycles": cycles,
+            } for kind, (moved, asynchronous, kernels, cycles) in sorted(_beside(one.schedule).items())
+        },
+    }  # fmt: skip
+
+
+def _beside(schedule: Schedule) -> dict[str, tuple[float, float, int, float]]:
+    """By kind of collective: bytes, bytes of those that run beside compute, and the kernels and cycles of that."""
+    found: dict[str, tuple[float, float, int, float]] = {}
+    for one in schedule.collectives:
+        moved, asynchronous, kernels, cycles = found.get(one.kind, (0.0, 0.0, 0, 0.0))
+        size = one.count * one.bytes
+        found[one.kind] = (
+            moved + size,
+            asynchronous + size * (one.kernels > 0),
+            kernels + one.count * one.kernels,
+            cycles + one.count * one.cycles,
+        )
+    return found
+
+
 def verification_text(verification: Verification) -> str:
     """What `meshwright verify` prints for people: a line for each check with its verdict."""
     plan = verification.plan
@@ -183,11 +219,30 @@ def verification_text(verification: Verification) -> str:
         rows.append((check.name, *values, format_ratio(check.ratio), allowed, verdict))
     table = format_table(("on a device, in a step", "predicted", "compiled", "ratio", "allowed", "verdict"), rows)
     predicted = plan.predicted.step_seconds if plan.predicted is not None else nan
+    measured = f"measured {format_seconds(verification.step_seconds)}, " if verification.steps else ""
     return "\n".join((
-        f"{verification.target}: {plan}", "", table, "", *_counts(verification), *_results(verification),
-        f"step time: measured {format_seconds(verification.step_seconds)}, predicted {format_seconds(predicted)}",
+        f"{verification.target}: {plan}", "", table, "", *_counts(verification), *_schedules(verification),
+        *_results(verification), f"step time: {measured}predicted {format_seconds(predicted)}",
+        f"compiled in {format_seconds(verification.compile_seconds)}",
         "passed" if verification.passed else "FAILED",
     ))  # fmt: skip
+
+
+def _schedules(verification: Verification) -> Iterator[str]:
+    """Kernels by class and collectives beside compute, of programs for a machine that is not here."""
+    for number, one in enumerate(verification.stages):
+        stage = f"stage {number + 1}, " if len(verification.stages) > 1 else ""
+        yield from (f"{stage}refused by the compiler: {words}" for words in one.refusals)
+        if one.schedule is None:
+            continue
+        total = one.schedule.cycles
+        for name, kernels in sorted(one.schedule.kernels.items(), key=lambda item: (-item[1].cycles, item[0])):
+            share = f", {format_percent(kernels.cycles / total)} of the cycles" if total else ""
+            yield f"{stage}kernels, {name}: {kernels.count}{share}"
+        for kind, (moved, beside, _, _) in sorted(_beside(one.schedule).items()):
+            if moved:
+                share = format_percent(beside / moved)
+                yield f"{stage}{kind}: {share} of {format_bytes(moved)} run beside compute"
 
 
 def _counts(verification: Verification) -> Iterator[str]:
@@ -220,7 +275,9 @@ def _results(verification: Verification) -> Iterator[str]:
 
 
 def _quantity(check: Check, value: float) -> str:
-    return {"bytes": format_bytes, "flops": format_flops}.get(check.unit, "{:.2g}".format)(value)
+    return {"bytes": format_bytes, "flops": format_flops, "seconds": format_seconds}.get(check.unit, "{:.2g}".format)(
+        value
+    )
 
 
 def _seconds(planning: Planning | Planned) -> dict[str, float]:

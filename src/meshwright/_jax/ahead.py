@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from math import prod
+from math import gcd
 
 import jax
 from jax.experimental import topologies
 
-# The TPU compiler's names of the chips that JAX names so, and how many chips a machine has, by torus dim.
+# The TPU compiler's names of the chips that JAX names so, and how many chips a machine has by torus dim.
 _TPUS: dict[str, tuple[str, tuple[int, int, int]]] = {
     "TPU v4": ("v4", (2, 2, 1)),
     "TPU v5 lite": ("v5e", (2, 2, 1)),
@@ -22,11 +22,12 @@ _TPUS: dict[str, tuple[str, tuple[int, int, int]]] = {
     "TPU v6 lite": ("v6e", (2, 2, 1)),
 }
 
-# Of libtpu: no search for the metadata of a machine in a data centre, which takes minutes where there is none; what it
-# logs of that; and several processes that compile at a time.
+# Of libtpu: no search for the metadata of a machine in a data centre, which takes minutes where there is none, and no
+# log of that (the type of machine is any that it knows: the topology says what is compiled for); several processes that
+# compile at a time.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
 }  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def tpu_devices(kind: str, torus: Sequence[int], wraps: Sequence[bool], slices: 
     dims = (*torus, *(1,) * (3 - len(torus)))
     rings = (*wraps, *(False,) * (3 - len(wraps)))
     options = {
-        "chips_per_host_bounds": dims if prod(dims) < prod(bounds) else bounds,
+        # Of a part of a slice, what it has of a machine.
+        "chips_per_host_bounds": tuple(gcd(dim, bound) for dim, bound in zip(dims, bounds, strict=True)),
         "wrap": rings,
         # One device for the two cores of a chip, as JAX runs it.
         "chip_config_name": "megacore" if kind == "TPU v4" else "default",

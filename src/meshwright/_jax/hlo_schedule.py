@@ -13,7 +13,7 @@ take longer than all that runs beside it; GPU compilers print no cycles, of them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshwright._jax.hlo import KINDS, chain_of, collective_kind, trip_count
@@ -99,6 +99,22 @@ class Schedule:
     def cycles(self) -> float:
         """Of all kernels; 0 where the compiler estimates none."""
         return sum(one.cycles for one in self.kernels.values())
+
+
+def in_turn(schedules: Iterable[tuple[Schedule, int]]) -> Schedule:
+    """One schedule of several that run after each other.
+
+    Args:
+      schedules: each with how often it runs.
+    """
+    kernels: dict[str, Kernels] = {}
+    collectives: list[ScheduledCollective] = []
+    for schedule, runs in schedules:
+        for name, one in schedule.kernels.items():
+            times = Kernels(count=runs * one.count, cycles=runs * one.cycles, flops=runs * one.flops)
+            kernels[name] = kernels.get(name, Kernels()) + times
+        collectives += [replace(one, count=runs * one.count) for one in schedule.collectives]
+    return Schedule(kernels=kernels, collectives=tuple(collectives))
 
 
 def read_schedule(text: str) -> Schedule:

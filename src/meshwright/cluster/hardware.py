@@ -40,8 +40,8 @@ class Device:
     an array's dims where that is a pass of its own: before products and before and after gradients of convolutions,
     which have code for one order, and gathers and scatters along other dims than the first; 0 where it is part of other
     kernels. `vector_flops`: FLOP/s of arithmetic that is no product, where that is not much faster than memory; 0 where
-    it hides behind that. `clock_hertz`: of its compute units, which turns the cycles of a compiler into seconds; 0 where
-    none is known.
+    it hides behind that. `clock_hertz`: of its compute units, which makes seconds of a compiler's cycles; 0 where it is
+    not known.
 
     Raises ClusterError for a number that is missing, not finite or out of range.
 

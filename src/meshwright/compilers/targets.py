@@ -1,21 +1,43 @@
-"""The devices of a cluster that is not here, in the form that JAX compiles for."""
+"""The devices of a cluster that is not here, in the form that JAX compiles for.
+
+A program runs on all devices of what it is compiled for, so that each stage of a plan has a topology of its own: of a
+TPU, the part of the torus that its chips are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
 
 import jax
 
 from .._jax.ahead import has_tpu_compiler, tpu_devices, tpu_kinds
-from ..cluster import Cluster
+from ..cluster import Cluster, Host
 from ..errors import PlanError
+from ..plan import Plan
 
 
-def target_devices(cluster: Cluster) -> Sequence[jax.Device]:
-    """The devices of a cluster, in its order: programs can be compiled for them, and not run.
+def target_devices(cluster: Cluster, plan: Plan) -> list[jax.Device | None]:
+    """The devices of a cluster, in its order: a plan's programs can be compiled for them, and not run.
 
     Args:
       cluster: of TPUs; slices are hosts of one shape.
+      plan: for this cluster. Devices that it leaves idle are None.
+
+    Raises:
+      PlanError: as of `check_compiler`.
+    """
+    check_compiler(cluster)
+    found: list[jax.Device | None] = [None] * cluster.num_devices
+    for group in dict.fromkeys(tuple(sorted(stage.devices)) for stage in plan.stages):
+        for position, device in zip(group, _tpus(cluster, group), strict=True):
+            found[position] = device
+    return found
+
+
+def check_compiler(cluster: Cluster) -> None:
+    """Refuse a cluster that nothing can be compiled for.
 
     Raises:
       PlanError: if no compiler for such devices is known or installed, or the cluster has more than one kind of host.
@@ -38,4 +60,31 @@ def target_devices(cluster: Cluster) -> Sequence[jax.Device]:
             refused=f"to compile for {cluster.name}", got="no TPU compiler", needed="libtpu", where="cluster=",
             try_='pip install "meshwright[tpu]" (no TPU is needed)',
         )  # fmt: skip
-    return tpu_devices(device.kind, host.torus, host.torus_wraps, len(cluster.hosts))
+
+
+def _tpus(cluster: Cluster, group: Sequence[int]) -> Sequence[jax.Device]:
+    """The chips at ascending positions of a cluster as a topology of their own."""
+    host = cluster.hosts[0]
+    parts = [[p % host.devices for p in group if p // host.devices == n] for n in range(len(cluster.hosts))]
+    held = [part for part in parts if part]
+    if any(part != held[0] for part in held):
+        held = [[*range(len(group))]]  # no part of a torus that every slice has: any of as many chips
+    shape, wraps = _box(host, held[0])
+    return tpu_devices(host.device.kind, shape, wraps, len(held))
+
+
+def _box(host: Host, chips: Sequence[int]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """The shape of the part of a torus that some chips are, and which of its dims close to rings; where they are no box
+    of it, a line of as many.
+
+    Args:
+      host: the slice.
+      chips: positions in the row-major order of its torus, ascending.
+    """
+    strides = [prod(host.torus[dim + 1 :]) for dim in range(len(host.torus))]
+    places = [[chip // stride % size for chip in chips] for stride, size in zip(strides, host.torus, strict=True)]
+    shape = tuple(max(one) - min(one) + 1 for one in places)
+    if prod(shape) != len(chips) or any(a >= b for a, b in pairwise(chips)):
+        return (*(1,) * (len(host.torus) - 1), len(chips)), (False,) * len(host.torus)
+    rings = zip(shape, host.torus, host.torus_wraps, strict=True)
+    return shape, tuple(ring and size == whole for size, whole, ring in rings)

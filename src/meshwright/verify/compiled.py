@@ -4,6 +4,9 @@ Collectives, FLOPs and memory are read from the compiled text and from XLA's own
 several collectives into one operation with several operands, so arrays are counted, not operations. Collectives whose
 operands hold at most 8 bytes each (a loss, a norm) are left out on both sides.
 
+Where the compiler of a machine that is not here compiles, its schedule is read as well, and a program that it refuses
+for want of memory is a finding.
+
 A plan of one stage is one program. A stage of several is a few programs that each run so often in a step; what a device
 holds between them is known from their operands and results, so that of its peak the temporaries are what is measured.
 """
@@ -12,9 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, nan
+from typing import Any
+
+import jax
 
 from .._jax.hlo import CompiledCollective, CompiledFacts, read_compiled
-from ..plan import Plan
+from .._jax.hlo_schedule import Schedule, in_turn, read_schedule
+from ..plan import Plan, Stage
 from ..runtime.executable import Executable
 from ..runtime.pipeline.compiled_stages import memory_of, moved_bytes, programs_of
 from ..runtime.pipeline.step import PipelinedStep
@@ -50,6 +58,10 @@ class StageFacts:
       peak_bytes: predicted and compiled, of a device with all its stages.
       limit_bytes: what a device may use.
       unknown_loops: how many loops the compiled programs have whose length depends on data; they count once.
+      schedule: of the compiled programs, in a step; None where they are run.
+      compute_seconds: predicted; and by the compiler's cycles, NaN where it says none.
+      refusals: of programs that the compiler says do not fit, its words; nothing else is known of them, and the peak
+        is infinite.
     """
 
     predicted: Mapping[str, Traffic]
@@ -58,6 +70,9 @@ class StageFacts:
     peak_bytes: tuple[float, float]
     limit_bytes: float
     unknown_loops: int
+    schedule: Schedule | None = None
+    compute_seconds: tuple[float, float] = (nan, nan)
+    refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +92,52 @@ class Sent:
     moved: float
 
 
-def facts_of(step: Executable, plan: Plan) -> tuple[StageFacts, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """A program that was compiled; nothing of it is known but the words of a refusal, where there is one."""
+
+    facts: CompiledFacts | None
+    schedule: Schedule | None = None
+    refusal: str | None = None
+
+
+def facts_of(step: Executable, plan: Plan, *, clock_hertz: float | None = None) -> tuple[StageFacts, ...]:
     """Compile a step's programs and read them.
 
     Args:
       step: as it runs.
       plan: that it runs by, priced.
+      clock_hertz: of devices that are not here, whose schedules are read too (0 where no clock is known); None for
+        devices that are.
     """
     if isinstance(step, PlannedStep):
-        return (_one_stage(step, plan),)
-    return _stages(step, plan)
+        return (_one_stage(step, plan, clock_hertz),)
+    return _stages(step, plan, clock_hertz)
+
+
+def _compiled(lowered: Any, *, ahead: bool) -> _Compiled:
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        words = str(error).partition("\n")[0]
+        if not ahead or "RESOURCE_EXHAUSTED" not in words:
+            raise
+        return _Compiled(facts=None, refusal=words.removeprefix("RESOURCE_EXHAUSTED: "))
+    return _Compiled(
+        facts=read_compiled(compiled), schedule=read_schedule(compiled.as_text()) if ahead else None
+    )  # fmt: skip
+
+
+def _of_schedule(
+    stage: Stage, programs: Sequence[tuple[_Compiled, int]], clock_hertz: float | None
+) -> dict[str, Any]:  # fmt: skip
+    """What `StageFacts` says of programs that are not run, each with how often a step would run it."""
+    refusals = tuple(one.refusal for one, _ in programs if one.refusal is not None)
+    if clock_hertz is None or refusals:
+        return {"refusals": refusals}
+    schedule = in_turn((one.schedule, runs) for one, runs in programs if one.schedule is not None)
+    seconds = schedule.cycles / clock_hertz if clock_hertz and schedule.cycles else nan
+    return {"schedule": schedule, "compute_seconds": (stage.compute_seconds, seconds)}
 
 
 def sent_of(step: Executable, plan: Plan) -> tuple[Sent, ...]:
@@ -147,39 +198,46 @@ def _predicted_traffic(plan: Plan, number: int) -> dict[str, Traffic]:
     }
 
 
-def _one_stage(step: PlannedStep, plan: Plan) -> StageFacts:
-    facts = read_compiled(step.lower().compile())
-    (stage,) = plan.stages
+def _one_stage(step: PlannedStep, plan: Plan, clock_hertz: float | None) -> StageFacts:
+    found = _compiled(step.lower(), ahead=clock_hertz is not None)
+    facts, (stage,) = found.facts, plan.stages
     return StageFacts(
-        predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)]),
-        flops=(stage.flops, facts.flops),
-        peak_bytes=(stage.memory.total, float(facts.peak_bytes)), limit_bytes=stage.memory_limit_bytes,
-        unknown_loops=facts.unknown_loops,
+        predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)] if facts else []),
+        flops=(stage.flops, facts.flops if facts else nan),
+        peak_bytes=(stage.memory.total, float(facts.peak_bytes) if facts else inf),
+        limit_bytes=stage.memory_limit_bytes,
+        unknown_loops=facts.unknown_loops if facts else 0,
+        **_of_schedule(stage, [(found, 1)], clock_hertz),
     )  # fmt: skip
 
 
-def _stages(step: PipelinedStep, plan: Plan) -> tuple[StageFacts, ...]:
+def _stages(step: PipelinedStep, plan: Plan, clock_hertz: float | None) -> tuple[StageFacts, ...]:
     """Programs that stages share are compiled once, by JAX."""
     programs = [
-        [(one, read_compiled(one.lower().compile())) for one in programs_of(step, number)]
+        [(one, _compiled(one.lower(), ahead=clock_hertz is not None)) for one in programs_of(step, number)]
         for number in range(len(plan.stages))
     ]
-    compiled = memory_of(step, [{one.name: facts for one, facts in found} for found in programs])
+    known = [[(one, found.facts) for one, found in stage if found.facts is not None] for stage in programs]
+    whole = [len(some) == len(every) for some, every in zip(known, programs, strict=True)]
     local, elsewhere = step.local, step.local.elsewhere()
-    peaks = _held(local.plan_with_memory(compiled))
+    peaks = [inf] * len(programs)
+    if all(whole):
+        compiled = memory_of(step, [{one.name: facts for one, facts in stage} for stage in known])
+        peaks = _held(local.plan_with_memory(compiled))
     # What moving values between processes takes is in every plan; here it depends on where they go.
     moving = [a - b for a, b in zip(_held(elsewhere.plan_with_memory()), _held(local.plan_with_memory()), strict=True)]
     predicted = [held - taken for held, taken in zip(_held(plan), moving, strict=True)]
     return tuple(
         StageFacts(
             predicted=_predicted_traffic(plan, number),
-            compiled=compiled_traffic((facts, one.runs) for one, facts in found),
-            flops=(stage.flops, sum(one.runs * facts.flops for one, facts in found)),
+            compiled=compiled_traffic((facts, one.runs) for one, facts in known[number]),
+            flops=(stage.flops, sum(one.runs * facts.flops for one, facts in known[number]) if whole[number] else nan),
             peak_bytes=(predicted[number], peaks[number]),
             limit_bytes=stage.memory_limit_bytes,
-            unknown_loops=sum(facts.unknown_loops for _, facts in found),
+            unknown_loops=sum(facts.unknown_loops for _, facts in known[number]),
+            **_of_schedule(stage, [(found, one.runs) for one, found in programs[number]], clock_hertz),
         )
-        for number, (stage, found) in enumerate(zip(plan.stages, programs, strict=True))
+        for number, stage in enumerate(plan.stages)
     )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from ..api import program_for
 from ..cluster import Cluster, load_cluster
+from ..compilers import check_compiler, target_devices
 from ..errors import PlanError
 from ..plan import Plan
 from ..plan.io import load_plan
@@ -48,6 +49,7 @@ def verify(
     target: LoadedTarget,
     *,
     devices: int | None = None,
+    cluster: str | Cluster | None = None,
     plan: Plan | str | Path | None = None,
     steps: int = 3,
     timed_steps: int = 5,
@@ -56,9 +58,12 @@ def verify(
 ) -> Verification:
     """Plan a target for the local devices, compile it, run it, and read what it really does.
 
+    For a cluster that is not here it is compiled by that machine's own compiler, and not run.
+
     Args:
       target: what to run, as `targets.load_target` gives it.
       devices: how many of the local devices to use; None for all, or as many as a given plan has.
+      cluster: to compile for, by name or itself; None for the local devices.
       plan: run this plan, or the one saved at this path, instead of searching.
       steps: results are compared after so many.
       timed_steps: how many steps are timed after those.
@@ -66,10 +71,15 @@ def verify(
       options: as in `planning.plan_for`, without `cluster`; with `plan` only `batch_axis` and `reduction`.
 
     Raises:
-      PlanError: if the local devices are too few, no plan is found, or the plan given is not one for this target.
+      PlanError: if the local devices are too few, the cluster has no compiler here, no plan is found, or the plan given
+        is not one for this target.
     """
+    if cluster is not None:
+        return _ahead(
+            target, load_cluster(cluster) if isinstance(cluster, str) else cluster, devices, plan, tell, options
+        )
     tell("planning")
-    program, plan, planned = _planned(target, devices, plan, options)
+    program, plan, planned = _planned(target, None, devices, plan, options)
     program = without_effects(program)
     step = executable(program, plan, jax.devices())
     tell("compiling")
@@ -119,6 +129,36 @@ def verify(
     )  # fmt: skip
 
 
+def _ahead(
+    target: LoadedTarget, cluster: Cluster, devices: int | None, plan: Plan | str | Path | None,
+    tell: Callable[[str], None], options: dict[str, Any],
+) -> Verification:  # fmt: skip
+    """Plan a target for a cluster that is not here, and read what its compiler makes of the plan."""
+    if devices is not None:
+        raise PlanError(
+            refused=f"devices={devices}", got=f"the cluster {cluster.name} as well", needed="one or the other",
+            where="verify", try_="a cluster of as many devices, such as tpu-v5e:8",
+        )  # fmt: skip
+    check_compiler(cluster)
+    tell("planning")
+    program, plan, planned = _planned(target, cluster, devices, plan, options)
+    if plan.num_devices > cluster.num_devices:
+        raise PlanError(
+            refused=f"to compile the plan for {cluster.name}", got=f"a plan for {plan.num_devices} devices",
+            needed=f"one for the {cluster.num_devices} of the cluster", where="plan=",
+            try_="the cluster that it was planned for, or planning again",
+        )  # fmt: skip
+    step = executable(without_effects(program), plan, target_devices(cluster, plan))
+    tell(f"compiling for {cluster.device_kinds}")
+    begun = time.perf_counter()
+    stages = facts_of(step, plan, clock_hertz=cluster.device.clock_hertz)
+    return Verification(
+        target=target.name, plan=plan, planning=planned, stages=stages, sent=sent_of(step, plan), steps=0,
+        reference=f"nothing: compiled for {cluster.device_kinds}, and not run", starts=(), step_seconds=math.nan,
+        compile_seconds=time.perf_counter() - begun,
+    )  # fmt: skip
+
+
 def local_cluster(devices: int | None = None) -> Cluster:
     """The local devices, or the first so many of them.
 
@@ -138,11 +178,15 @@ def local_cluster(devices: int | None = None) -> Cluster:
 
 
 def _planned(
-    target: LoadedTarget, devices: int | None, plan: Plan | str | Path | None, options: dict[str, Any]
+    target: LoadedTarget,
+    cluster: Cluster | None,
+    devices: int | None,
+    plan: Plan | str | Path | None,
+    options: dict[str, Any],
 ) -> tuple[Program, Plan, Planned]:
     """The program and its plan, found or given."""
     if plan is None:
-        found = plan_for(target.step, target.example_args, cluster=local_cluster(devices), **options)
+        found = plan_for(target.step, target.example_args, cluster=cluster or local_cluster(devices), **options)
         took = Planned(
             seconds=found.seconds, trace_seconds=found.trace_seconds, solve_seconds=found.solve_seconds
         )  # fmt: skip

@@ -13,6 +13,7 @@ from .numbers import LeafError
 BYTES_TOLERANCE = 0.05
 FLOPS_TOLERANCE = 0.02
 MEMORY_TOLERANCE = 0.15
+COMPUTE_TOLERANCE = 0.25
 
 # So many wrong results are told one by one.
 _MOST_WRONG = 3
@@ -24,7 +25,7 @@ class Check:
 
     Args:
       name: what is compared.
-      unit: "bytes", "flops" or "" (a plain number).
+      unit: "bytes", "flops", "seconds" or "" (a plain number).
       predicted: by the plan, or the most that is allowed.
       compiled: what the compiled program does, or its run did.
       tolerance: allowed relative deviation; None where `predicted` is an upper limit.
@@ -73,8 +74,8 @@ class Verification:
       sent: between stages.
       steps: after how many steps results were compared.
       reference: what they were compared with.
-      starts: from every start tried, the errors of all leaves of the results.
-      step_seconds: median of the timed steps.
+      starts: from every start tried, the errors of all leaves of the results; none where nothing was run.
+      step_seconds: median of the timed steps; NaN where nothing was run.
       compile_seconds: compiling and reading all programs.
     """
 
@@ -127,12 +128,18 @@ class Verification:
             for kind in sorted({*one.predicted, *one.compiled}):
                 predicted, compiled = one.predicted.get(kind, NO_TRAFFIC), one.compiled.get(kind, NO_TRAFFIC)
                 yield _near(f"{stage}{kind} bytes", "bytes", predicted.bytes, compiled.bytes, BYTES_TOLERANCE)
+            if one.refusals:
+                yield _below(f"{stage}programs that the compiler refuses", "", 0.0, float(len(one.refusals)))
+                continue
             predicted, compiled = one.flops
             if predicted is not None:
                 yield _near(f"{stage}FLOPs", "flops", predicted, compiled, FLOPS_TOLERANCE)
             predicted, compiled = one.peak_bytes
             yield _near(f"{stage}peak memory", "bytes", predicted, compiled, MEMORY_TOLERANCE)
             yield _below(f"{stage}peak memory within the limit", "bytes", one.limit_bytes, compiled)
+            predicted, compiled = one.compute_seconds
+            if not math.isnan(compiled):
+                yield _near(f"{stage}compute", "seconds", predicted, compiled, COMPUTE_TOLERANCE)
 
     def _of_transfers(self) -> Iterator[Check]:
         for one in self.sent:

@@ -12,6 +12,7 @@ in which even blocking calls cannot wait in a circle (`schedule.order`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -64,7 +65,6 @@ class Executor:
         for one in self._order:
             if isinstance(one, Run) and one.work not in self._programs[one.stage]:
                 self._programs[one.stage][one.work] = getattr(stages[one.stage], one.work.value)
-        self._index = [self._indices(stage) if stage.is_mine else [] for stage in stages]
         self._joins = [{slot: stage.join(slot) for slot in stage.stage.collected} for stage in stages]
         self._exchanges = [self._exchanged(number) for number in range(max(len(s.update.rounds) for s in stages))]
 
@@ -74,10 +74,12 @@ class Executor:
             return self._stages[one.source].is_mine or self._stages[one.target].is_mine
         return self._stages[one.stage].is_mine
 
-    def _indices(self, stage: StageRuntime) -> list[Any]:
-        """The number of each microbatch on the stage's devices."""
-        sharding = stage.sharding(Slot(Role.INDEX))
-        return [put(np.int32(m), sharding) for m in range(self._count)]
+    @cached_property
+    def _index(self) -> list[list[Any]]:
+        """The number of each microbatch on the devices of each stage; placed when a step first runs, since programs may
+        be compiled for devices that are not here."""
+        places = [stage.sharding(Slot(Role.INDEX)) if stage.is_mine else None for stage in self._stages]
+        return [[put(np.int32(m), one) for m in range(self._count)] if one else [] for one in places]
 
     def _exchanged(self, number: int) -> list[tuple[int, int, list[Slot]]]:
         """What stages exchange after a round: source, target and arrays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -49,9 +50,6 @@ class PipelinedStep:
       operations: of a step, in the order of all processes.
       stages: on their devices.
       what: the step and the plan in words, for errors: the same text in all processes.
-      kept_leaves: for each argument how it is one array; None for one that is kept in pieces (a batch that is cut into
-        microbatches) or not at all.
-      in_shardings: for each argument of the step how it lies, or None.
 
     Raises:
       PlanError: if the plan is for another program or other devices, or asks for what the runtime cannot do.
@@ -91,12 +89,21 @@ class PipelinedStep:
         self._kept = [update.kept for update in self.local.updates]
         self._replay = Replay(program)
         self._devices = list(dict.fromkeys(d for stage in self.stages for d in stage.mesh.devices.flat))
-        self.kept_leaves = [self._leaf(i) for i in range(len(program.input_names))]
-        self.in_shardings = tuple(None if leaf is None else leaf.sharding for leaf in self.kept_leaves)
         self._donated = {
             slot.position for update in self.local.updates for slot in update.donated(update.rounds[-1])
         }  # fmt: skip
         self._everywhere: dict[int, Joint] = {}
+
+    @cached_property
+    def kept_leaves(self) -> list[KeptLeaf | None]:
+        """For each argument how it is one array; None for one that is kept in pieces (a batch that is cut into
+        microbatches) or not at all. Devices that are only compiled for have none."""
+        return [self._leaf(i) for i in range(len(self.program.input_names))]
+
+    @cached_property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """For each argument of the step how it lies, or None."""
+        return tuple(None if leaf is None else leaf.sharding for leaf in self.kept_leaves)
 
     def _leaf(self, index: int) -> KeptLeaf | None:
         """How an argument that stages keep whole, or in rows, is one array. State lies as it comes back."""
