@@ -105,6 +105,9 @@ def plan(
     refine: Annotated[
         str | None, typer.Option(metavar="measure", help="Run the best few here, keep the fastest.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compile the plan for these machines, which need not be here: it fits.")
+    ] = False,
     method: Annotated[
         str | None, typer.Option(metavar="NAME", help="Search by a method of the literature (docs/searches.md).")
     ] = None,
@@ -125,6 +128,7 @@ def plan(
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
             stages=parse_stages(stages), schedule=schedule, preset=preset, refine=refine, method=method,
+            check="compile" if check else None,
             submeshes=None if submeshes is None else parse_submeshes(submeshes),
             tell=lambda text: tell(f"{target} on {cluster}: {text}"), **options,
         )  # fmt: skip

@@ -12,13 +12,13 @@ from typing import Any
 
 from ._jax.hlo_schedule import Schedule
 from .cluster import Cluster
+from .compilers.facts import StageFacts
 from .plan import Plan, Stage
 from .planning.plan_for import Planning
 from .report.table import format_bytes, format_flops, format_percent, format_ratio, format_seconds, format_table
 from .report.why import why
 from .simulate import Event, Timeline, TransferEvent
 from .verify import Check, Planned, Traffic, Verification
-from .verify.compiled import StageFacts
 
 # Raised when a field changes its meaning or goes away; new fields leave it.
 SCHEMA = 1

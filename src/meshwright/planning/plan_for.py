@@ -30,6 +30,7 @@ from .request import (
     PlanOptions,
     PlanRequest,
     check_batch_axis,
+    check_check,
     check_refine,
     check_time_limit,
     checked_submeshes,
@@ -61,6 +62,7 @@ def plan_for(
     devices: Any = None,
     time_limit_seconds: float = 60.0,
     refine: str | None = None,
+    check: str | None = None,
     method: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:
@@ -95,6 +97,8 @@ def plan_for(
         search counts. Tracing comes on top, and for devices of several kinds a tenth for plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
+      check: "compile": the plan has been compiled by the compiler of these machines, which need not be here, and
+        fits (docs/compilers.md). None for the memory that is predicted.
       method: the search method, by name (docs/searches.md); None for the default.
       tell: called with a few words at each part of the work.
 
@@ -105,7 +109,7 @@ def plan_for(
         cluster=cluster, microbatches=microbatches, mesh=mesh, pins=pins, zero=zero, remat=remat,
         memory_per_device=memory_per_device, batch_axis=batch_axis, reduction=reduction, stages=stages,
         schedule=schedule, submeshes=submeshes, preset=preset, devices=devices, refine=refine,
-        time_limit_seconds=time_limit_seconds, method=method,
+        check=check, time_limit_seconds=time_limit_seconds, method=method,
     )  # fmt: skip
     bound = bound_to_static(step, args)
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
@@ -141,6 +145,7 @@ def plan_without_advice(
     start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
     check_refine(options.refine)
+    check_check(options.check)
     if options.method is not None:
         from .method import check_method  # what most never need
 
@@ -156,6 +161,15 @@ def plan_without_advice(
         found = measured_best(
             lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted,
             traces=traces, args=args, cluster=where, tell=tell, devices=options.devices,
+        )  # fmt: skip
+        return _timed(found, traces.seconds - traced, time.perf_counter() - start)
+    if options.check is not None:
+        from .compiled import checked_plan  # a runtime, which most never need
+
+        predicted = replace(options, devices=None, check=None)
+        found = checked_plan(
+            lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted, cluster=asked.cluster,
+            tell=tell,
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     preset = asked.preset

@@ -51,6 +51,7 @@ class PlanOptions:
     devices: Any = None
     time_limit_seconds: float = 60.0
     refine: str | None = None
+    check: str | None = None
     method: str | None = None
 
 
@@ -206,6 +207,19 @@ def check_refine(refine: Any) -> None:
         raise PlanError(
             refused="the refinement", got=repr(refine), needed='"measure", or None for none', where="refine=",
             try_='refine="measure"',
+        )  # fmt: skip
+
+
+def check_check(check: Any) -> None:
+    """Refuse what is no way to check a plan.
+
+    Raises:
+      PlanError: for anything but None and "compile".
+    """
+    if check not in (None, "compile"):
+        raise PlanError(
+            refused="the check", got=repr(check), needed='"compile", or None for none', where="check=",
+            try_='check="compile"',
         )  # fmt: skip
 
 

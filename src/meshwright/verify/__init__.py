@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from .compiled import Sent as Sent, StageFacts as StageFacts, Traffic as Traffic, compiled_traffic as compiled_traffic
+from ..compilers.facts import (
+    Sent as Sent,
+    StageFacts as StageFacts,
+    Traffic as Traffic,
+    compiled_traffic as compiled_traffic,
+)
 from .numbers import LeafError as LeafError, leaf_error as leaf_error
 from .run import local_cluster as local_cluster, verify as verify
 from .verification import Check as Check, Planned as Planned, Verification as Verification

@@ -28,6 +28,7 @@ import numpy as np
 from ..api import program_for
 from ..cluster import Cluster, load_cluster
 from ..compilers import check_compiler, target_devices
+from ..compilers.facts import facts_of, sent_of
 from ..errors import PlanError
 from ..plan import Plan
 from ..plan.io import load_plan
@@ -39,7 +40,6 @@ from ..runtime.step import PlannedStep
 from ..schedule.schedule import Mode
 from ..simulate import plan_schedule
 from ..targets import LoadedTarget
-from .compiled import facts_of, sent_of
 from .numbers import LeafError, last_place_of, leaf_error, numbers_of
 from .reference import OneDevice, Reference
 from .verification import Planned, Verification

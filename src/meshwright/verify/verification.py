@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..compilers.facts import NO_TRAFFIC, Sent, StageFacts
 from ..plan import Plan
-from .compiled import NO_TRAFFIC, Sent, StageFacts
 from .numbers import LeafError
 
 BYTES_TOLERANCE = 0.05

@@ -1,0 +1,115 @@
+"""`check="compile"`: the plan that is returned has been compiled by the compiler of its cluster, and fits.
+
+A search counts memory by a model of the compiler. What the compiler says outranks it: where a plan needs more than a
+device has, the search is repeated in as much less memory as the model was too low; where it needs much less than was
+predicted, and all memory was used, in as much more. The cluster's devices need not be here (`compilers`).
+
+Cost: a compilation for each plan that is tried, about as long as before the first step of any run of it.
+
+Known limits: the model is corrected by one number for the whole plan; another plan may be off by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, isfinite
+
+from ..cluster import Cluster
+from ..compilers import check_compiler, target_devices
+from ..compilers.facts import StageFacts, facts_of
+from ..errors import MemoryExceeded, size_words
+from ..program.effects import without_effects
+from ..runtime.executable import executable
+from ..search.considered import Considered
+from .request import Planning, PlanOptions
+
+# Plans that are compiled at most.
+_ATTEMPTS = 4
+
+# The memory of the next search beside what would be right if the next plan were off as much as this one; what a search
+# is given after a plan of which the compiler does not say by how much it is too large; and how much more memory is
+# worth another search.
+_SPARE, _LESS, _MORE = 0.98, 0.8, 1.1
+
+
+def checked_plan(
+    plan: Callable[[PlanOptions], Planning], options: PlanOptions, *, cluster: Cluster, tell: Callable[[str], None]
+) -> Planning:  # fmt: skip
+    """The best plan that the compiler accepts.
+
+    Args:
+      plan: finds a plan of the step.
+      options: what was asked for, `cluster` aside.
+      cluster: with the memory that devices may use.
+      tell: called with a few words at each part of the work.
+
+    Raises:
+      PlanError: if the cluster has no compiler here, or nothing fits, by the model or the compiler.
+    """
+    check_compiler(cluster)
+    best: Planning | None = None
+    scale, lines = 1.0, []
+    for attempt in range(_ATTEMPTS):
+        try:
+            found = plan(replace(options, cluster=_with_memory(cluster, scale), memory_per_device=None))
+        except MemoryExceeded:
+            if not lines:
+                raise
+            break  # less memory than the model needs
+        if best is not None and found.step_seconds >= best.step_seconds:
+            break
+        tell(f"compiling plan {attempt + 1} for {cluster.device_kinds}")
+        step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
+        facts = facts_of(step, found.plan, clock_hertz=cluster.device.clock_hertz)
+        found = _in_cluster(found, cluster)
+        worst = max(facts, key=lambda one: one.peak_bytes[1] / one.limit_bytes)
+        limit = cluster.device.usable_memory_bytes
+        lines.append(Considered("compiled", _words(worst, limit), seconds=found.step_seconds))
+        predicted, compiled = worst.peak_bytes
+        if compiled > limit:
+            if best is not None:
+                break
+            scale = min(_SPARE * predicted / compiled, _SPARE * scale) if isfinite(compiled) else _LESS * scale
+            continue
+        note = f"compiled for {cluster.device_kinds}: {_words(worst, limit)}"
+        best = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
+        wider = _SPARE * predicted / compiled
+        if len(lines) > 1 or wider < _MORE * scale or predicted < scale * limit / _MORE:
+            break
+        scale = wider
+    if best is None:
+        raise MemoryExceeded(
+            refused=f"every plan that was compiled for {cluster.name}", got="; ".join(one.outcome for one in lines),
+            needed="less on a device than it has", where='check="compile"',
+            try_="more devices, a smaller batch, or remat=\"layer\"",
+        )  # fmt: skip
+    return replace(best, considered=(*best.considered, *lines))
+
+
+def _with_memory(cluster: Cluster, scale: float) -> Cluster:
+    """The cluster with so many times the usable memory on each device."""
+    if scale == 1.0:
+        return cluster
+    hosts = {}
+    for host in cluster.hosts:
+        usable = scale * host.device.usable_memory_bytes
+        device = replace(host.device, memory_bytes=usable, usable_memory_fraction=1.0)
+        hosts.setdefault(id(host), replace(host, device=device))
+    return replace(cluster, hosts=tuple(hosts[id(host)] for host in cluster.hosts))
+
+
+def _in_cluster(found: Planning, cluster: Cluster) -> Planning:
+    """A plan that was made with other memory, for the cluster itself."""
+    limit = cluster.device.usable_memory_bytes
+    stages = tuple(replace(stage, memory_limit_bytes=limit) for stage in found.plan.stages)
+    plan = replace(found.plan, stages=stages, cluster_fingerprint=cluster.fingerprint())
+    return replace(found, plan=plan, cluster=cluster)
+
+
+def _words(worst: StageFacts, limit_bytes: float) -> str:
+    predicted, compiled = worst.peak_bytes
+    if compiled == inf:
+        return f"does not fit {size_words(limit_bytes)} (predicted {size_words(predicted)}): {worst.refusals[0]:.160}"
+    fits = "fits" if compiled <= limit_bytes else "does not fit"
+    return f"{size_words(compiled)} on a device, {fits} {size_words(limit_bytes)}; predicted {size_words(predicted)}"
