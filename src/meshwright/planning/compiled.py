@@ -2,7 +2,7 @@
 
 A search counts memory by a model of the compiler. What the compiler says outranks it: where a plan needs more than a
 device has, the search is repeated in as much less memory as the model was too low; where it needs much less than was
-predicted, and all memory was used, in as much more. The cluster's devices need not be here (`compilers`).
+predicted, in as much more, and a faster plan is taken if it fits. The cluster's devices need not be here (`compilers`).
 
 Cost: a compilation for each plan that is tried, about as long as before the first step of any run of it.
 
@@ -27,10 +27,10 @@ from .request import Planning, PlanOptions
 # Plans that are compiled at most.
 _ATTEMPTS = 4
 
-# The memory of the next search beside what would be right if the next plan were off as much as this one; what a search
-# is given after a plan of which the compiler does not say by how much it is too large; and how much more memory is
-# worth another search.
-_SPARE, _LESS, _MORE = 0.98, 0.8, 1.1
+# The memory of the next search, beside what would be right if the next plan were off as much as this one; what a search
+# is given after a plan of which the compiler does not say by how much it is too large, and where the model says that
+# nothing fits: it is up to half too high (docs/compilers.md). And how much more memory is worth another search.
+_SPARE, _LESS, _FURTHER, _MORE = 0.98, 0.8, 1.4, 1.1
 
 
 def checked_plan(
@@ -48,15 +48,20 @@ def checked_plan(
       PlanError: if the cluster has no compiler here, or nothing fits, by the model or the compiler.
     """
     check_compiler(cluster)
+    # The best plan so far that fits, and the memory that its search was given.
     best: Planning | None = None
-    scale, lines = 1.0, []
+    scale, held = 1.0, 0.0
+    refused: MemoryExceeded | None = None
+    lines: list[Considered] = []
     for attempt in range(_ATTEMPTS):
         try:
             found = plan(replace(options, cluster=_with_memory(cluster, scale), memory_per_device=None))
-        except MemoryExceeded:
-            if not lines:
-                raise
-            break  # less memory than the model needs
+        except MemoryExceeded as error:
+            refused = refused or error
+            if lines:
+                break  # less memory than any plan needs, by the model
+            scale *= _FURTHER
+            continue
         if best is not None and found.step_seconds >= best.step_seconds:
             break
         tell(f"compiling plan {attempt + 1} for {cluster.device_kinds}")
@@ -67,17 +72,18 @@ def checked_plan(
         limit = cluster.device.usable_memory_bytes
         lines.append(Considered("compiled", _words(worst, limit), seconds=found.step_seconds))
         predicted, compiled = worst.peak_bytes
-        if compiled > limit:
-            if best is not None:
-                break
-            scale = min(_SPARE * predicted / compiled, _SPARE * scale) if isfinite(compiled) else _LESS * scale
-            continue
-        note = f"compiled for {cluster.device_kinds}: {_words(worst, limit)}"
-        best = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note)))
-        wider = _SPARE * predicted / compiled
-        if len(lines) > 1 or wider < _MORE * scale or predicted < scale * limit / _MORE:
+        if compiled <= limit:
+            note = f"compiled for {cluster.device_kinds}: {_words(worst, limit)}"
+            best, held = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note))), scale
+            scale = _SPARE * predicted / compiled
+        elif isfinite(compiled):
+            scale = min(_SPARE * predicted / compiled, _SPARE * scale)
+        else:
+            scale *= _LESS
+        if best is not None and scale < _MORE * held:
             break
-        scale = wider
+    if best is None and not lines and refused is not None:
+        raise refused
     if best is None:
         raise MemoryExceeded(
             refused=f"every plan that was compiled for {cluster.name}", got="; ".join(one.outcome for one in lines),

@@ -1,0 +1,89 @@
+"""Machines that are not here: which ones can be compiled for, and the devices of a plan there."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from meshwright._jax.ahead import has_tpu_compiler
+from meshwright.cluster import Cluster, load_cluster
+from meshwright.compilers import check_compiler, target_devices, targets
+from meshwright.errors import PlanError
+from meshwright.planning.plan_for import plan_for
+from meshwright.targets import load_target
+
+needs_libtpu = pytest.mark.skipif(not has_tpu_compiler(), reason="needs libtpu: make test-compilers")
+
+
+def refusal(cluster: Cluster) -> str:
+    with pytest.raises(PlanError) as error:
+        check_compiler(cluster)
+    return str(error.value)
+
+
+def test_a_cluster_without_a_compiler_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TPU v5 lite" in refusal(load_cluster("cpu"))
+    assert "slices of several shapes" in refusal(load_cluster("tpu-v5e:8+tpu-v5e:16"))
+    monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
+    assert 'pip install "meshwright[tpu]"' in refusal(load_cluster("tpu-v5e:8"))
+
+
+@pytest.mark.parametrize(
+    ("chips", "shape", "wraps"),
+    [
+        (range(256), (16, 16), (True, True)),
+        (range(32), (2, 16), (False, True)),  # two rows, of which each is a ring
+        (range(16, 24), (1, 8), (False, False)),
+        ([0, 1, 16, 17], (2, 2), (False, False)),
+        ([0, 1, 2, 16], (1, 4), (False, False)),  # no part of a torus: a line of as many
+    ],
+)
+def test_the_part_of_a_torus_that_some_chips_are(
+    chips: range | list[int], shape: tuple[int, ...], wraps: tuple[bool, ...]
+) -> None:
+    assert targets._box(load_cluster("tpu-v5e:256").hosts[0], list(chips)) == (shape, wraps)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["tpu-v4:8", "tpu-v5e:8", "tpu-v5e:16x2", "tpu-v5p:16", "tpu-v6e:4"])
+def test_stages_have_devices_of_their_own(name: str) -> None:
+    cluster = load_cluster(name)
+    target = load_target("mlp-tiny")
+    plan = plan_for(target.step, target.example_args, cluster=cluster, stages=2, microbatches=2).plan
+    devices = target_devices(cluster, plan)
+    assert len(devices) == cluster.num_devices
+    used = [devices[d] for stage in plan.stages for d in stage.devices]
+    assert all(one is not None and one.platform == "tpu" for one in used)
+    assert len(set(map(id, used))) == len(used)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_is_compiled_by_the_compiler_of_its_machines(stages: int) -> None:
+    from meshwright.verify import verify
+
+    found = verify(load_target("gpt-tiny"), cluster="tpu-v5e:8", stages=stages)
+    assert len(found.stages) == stages
+    assert not found.starts
+    checks = {check.name: check for check in found.checks}
+    for name, check in checks.items():
+        if name.endswith(("FLOPs", "all_reduce bytes", "within the limit")) or name.startswith("sent"):
+            assert check.passed, check
+    for stage in found.stages:
+        assert stage.schedule is not None
+        assert stage.schedule.kernels["products"].flops == stage.flops[1]
+        predicted, compiled = stage.compute_seconds
+        assert 0.2 * compiled < predicted < 5 * compiled
+    assert jax.devices()[0].platform == "cpu"
+
+
+@needs_libtpu
+def test_what_is_predicted_too_large_is_found_to_fit() -> None:
+    target = load_target("gpt-tiny", global_batch=64)
+    options = {"cluster": "tpu-v5e:8", "memory_per_device": 3 * 2**20, "stages": 1}
+    plain = plan_for(target.step, target.example_args, **options).plan
+    checked = plan_for(target.step, target.example_args, **options, check="compile").plan
+    assert plain.predicted is not None
+    assert checked.predicted is not None
+    assert checked.predicted.step_seconds < plain.predicted.step_seconds
+    assert any("on a device, fits 3 MiB" in note for note in checked.notes)

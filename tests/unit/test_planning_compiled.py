@@ -1,0 +1,118 @@
+"""`check="compile"`: searches are repeated until the compiler accepts a plan, in as much memory as it says is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from meshwright.cluster import Cluster, load_cluster
+from meshwright.compilers.facts import StageFacts
+from meshwright.errors import MemoryExceeded, PlanError
+from meshwright.planning import compiled
+from meshwright.planning.plan_for import plan_for
+from meshwright.planning.request import Planning, PlanOptions
+from meshwright.targets import load_target
+
+CLUSTER = load_cluster("tpu-v5e:8").with_memory_limit(1e9)
+TARGET = load_target("mlp-tiny")
+
+
+@pytest.fixture(scope="module")
+def planning() -> Planning:
+    return plan_for(TARGET.step, TARGET.example_args, cluster=CLUSTER, stages=1)
+
+
+class Searched:
+    """A search that uses all memory it is given and is the faster for it, and a compiler.
+
+    Args:
+      planning: any plan.
+      error: what the compiler needs of what is predicted.
+      least: bytes that every plan needs, as predicted.
+    """
+
+    def __init__(self, planning: Planning, monkeypatch: pytest.MonkeyPatch, error: float, least: float = 0.0) -> None:
+        self.given: list[float] = []
+        self._planning, self._error, self._least = planning, error, least
+        monkeypatch.setattr(compiled, "check_compiler", lambda cluster: None)
+        monkeypatch.setattr(compiled, "target_devices", lambda cluster, plan: [])
+        monkeypatch.setattr(compiled, "executable", lambda program, plan, devices: plan)
+        monkeypatch.setattr(compiled, "facts_of", self._facts)
+
+    def plan(self, options: PlanOptions) -> Planning:
+        assert isinstance(options.cluster, Cluster)
+        self.given.append(options.cluster.device.usable_memory_bytes)
+        if self.given[-1] < self._least:
+            raise MemoryExceeded(refused="all", got="", needed="", where="", try_="")
+        predicted = self._planning.plan.predicted
+        assert predicted is not None
+        return replace(
+            self._planning,
+            plan=replace(self._planning.plan, predicted=replace(predicted, step_seconds=1e9 / self.given[-1])),
+        )
+
+    def _facts(self, step: object, plan: object, *, clock_hertz: float) -> tuple[StageFacts, ...]:
+        size = self.given[-1]
+        peak = inf if self._error == inf else self._error * size
+        refusals = ("out of memory",) if peak == inf else ()
+        return (
+            StageFacts(
+                predicted={}, compiled={}, flops=(None, 0.0), peak_bytes=(size, peak), limit_bytes=1e9,
+                unknown_loops=0, refusals=refusals,
+            ),
+        )  # fmt: skip
+
+    def found(self) -> Planning:
+        return compiled.checked_plan(self.plan, PlanOptions(), cluster=CLUSTER, tell=lambda text: None)
+
+
+def test_a_plan_that_is_too_large_is_followed_by_one_in_less_memory(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Searched(planning, monkeypatch, error=1.25)
+    found = search.found()
+    assert search.given == [pytest.approx(1e9), pytest.approx(0.98e9 / 1.25)]
+    assert "fits" in found.plan.notes[-1]
+    assert [one.what for one in found.considered[-2:]] == ["compiled", "compiled"]
+    (stage,) = found.plan.stages
+    assert stage.memory_limit_bytes == CLUSTER.device.usable_memory_bytes
+    assert found.plan.cluster_fingerprint == CLUSTER.fingerprint()
+
+
+def test_memory_that_a_plan_does_not_need_is_given_to_the_next(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Searched(planning, monkeypatch, error=0.5)
+    found = search.found()
+    assert search.given == [pytest.approx(1e9), pytest.approx(1.96e9)]
+    assert found.step_seconds == pytest.approx(1e9 / 1.96e9)
+
+
+def test_what_the_model_refuses_is_left_to_the_compiler(planning: Planning, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Searched(planning, monkeypatch, error=0.6, least=1.3e9)
+    assert "fits" in search.found().plan.notes[-1]
+    assert search.given[:2] == [pytest.approx(1e9), pytest.approx(1.4e9)]
+
+
+@pytest.mark.parametrize(("error", "least"), [(inf, 0.0), (3.0, 0.9e9)])
+def test_nothing_that_fits_is_a_refusal(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch, error: float, least: float
+) -> None:
+    search = Searched(planning, monkeypatch, error=error, least=least)
+    with pytest.raises(MemoryExceeded, match="does not fit"):
+        search.found()
+    assert len(search.given) <= 4
+
+
+def test_a_model_that_refuses_whatever_it_is_given_is_heard(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MemoryExceeded, match="refused all"):
+        Searched(planning, monkeypatch, error=1.0, least=1e12).found()
+
+
+def test_other_checks_are_refused() -> None:
+    with pytest.raises(PlanError, match='"compile", or None'):
+        plan_for(TARGET.step, TARGET.example_args, cluster=CLUSTER, check="run")
