@@ -1,8 +1,9 @@
 # Everything runs from two project-local environments: .venv (python3, JAX 0.10) and .venv-latest (python3.12, JAX 0.12).
+# What compiles for TPUs has a third, .venv-tpu: with a TPU compiler installed, JAX looks for TPUs.
 # Each is rebuilt only when its pins or pyproject.toml change.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-latest demo test test-all test-latest lint imports types format clean
+.PHONY: help setup setup-latest setup-tpu demo test test-all test-latest test-compilers lint imports types format clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -17,6 +18,7 @@ PYTHON ?= $(shell version=$$(python3 -c 'import sys; print(sys.version_info[:2])
 WORKERS ?= 2
 BIN := .venv/bin
 BIN_LATEST := .venv-latest/bin
+BIN_TPU := .venv-tpu/bin
 # The built-in "ci" profile: the same examples every time and no per-example deadline.
 PYTEST_FLAGS := -q -n $(WORKERS) --dist worksteal --hypothesis-profile=ci
 
@@ -29,6 +31,8 @@ help: ## list the targets
 setup: .venv/.stamp ## create .venv with the pinned versions
 
 setup-latest: .venv-latest/.stamp ## create .venv-latest (Python 3.12, newest supported JAX)
+
+setup-tpu: .venv-tpu/.stamp ## create .venv-tpu (the same with XLA's compiler for TPUs, which needs none)
 
 # python3.12 by name where it runs, otherwise the newest 3.12 that pyenv holds.
 PYTHON_LATEST ?= $(shell if python3.12 -c '' 2>/dev/null; then echo python3.12; else \
@@ -52,6 +56,9 @@ endef
 	  "refused: make setup; got: Python %d.%d; needed: 3.11 or newer; try: make setup PYTHON=python3.11" % v)'
 	$(call create_venv,$(PYTHON),.venv,requirements/py311.txt)
 
+.venv-tpu/.stamp: requirements/tpu.txt requirements/py311.txt pyproject.toml
+	$(call create_venv,$(PYTHON),.venv-tpu,requirements/tpu.txt)
+
 .venv-latest/.stamp: requirements/py312.txt pyproject.toml
 	@test -n "$(PYTHON_LATEST)" || { echo "refused: make setup-latest; got: no python3.12 on the path and none in pyenv;" \
 	  "needed: Python 3.12; try: pyenv install 3.12, or make setup-latest PYTHON_LATEST=/path/to/python3.12" >&2; exit 1; }
@@ -71,6 +78,9 @@ test-all: lint imports types ## the same with the slow tests
 test-latest: .venv-latest/.stamp ## the tests that are not slow on Python 3.12 and JAX 0.12
 	$(BIN_LATEST)/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
+test-compilers: .venv-tpu/.stamp ## the tests that compile for TPUs, with none
+	$(BIN_TPU)/python -m pytest $(PYTEST_FLAGS) -m "compilers and not slow"
+
 lint: .venv/.stamp ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -86,5 +96,5 @@ format: .venv/.stamp ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean: ## remove the environments and every cache
-	rm -rf .venv .venv-latest build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .venv .venv-latest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.planning.plan_for import plan_for
 from meshwright.targets import load_target
 
-needs_libtpu = pytest.mark.skipif(not has_tpu_compiler(), reason="needs libtpu: make test-compilers")
+NEEDS_LIBTPU = pytest.mark.skipif(not has_tpu_compiler(), reason="needs libtpu: make test-compilers")
 
 
 def refusal(cluster: Cluster) -> str:
@@ -44,7 +44,8 @@ def test_the_part_of_a_torus_that_some_chips_are(
     assert targets._box(load_cluster("tpu-v5e:256").hosts[0], list(chips)) == (shape, wraps)
 
 
-@needs_libtpu
+@pytest.mark.compilers
+@NEEDS_LIBTPU
 @pytest.mark.parametrize("name", ["tpu-v4:8", "tpu-v5e:8", "tpu-v5e:16x2", "tpu-v5p:16", "tpu-v6e:4"])
 def test_stages_have_devices_of_their_own(name: str) -> None:
     cluster = load_cluster(name)
@@ -57,7 +58,8 @@ def test_stages_have_devices_of_their_own(name: str) -> None:
     assert len(set(map(id, used))) == len(used)
 
 
-@needs_libtpu
+@pytest.mark.compilers
+@NEEDS_LIBTPU
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_plan_is_compiled_by_the_compiler_of_its_machines(stages: int) -> None:
     from meshwright.verify import verify
@@ -77,7 +79,8 @@ def test_a_plan_is_compiled_by_the_compiler_of_its_machines(stages: int) -> None
     assert jax.devices()[0].platform == "cpu"
 
 
-@needs_libtpu
+@pytest.mark.compilers
+@NEEDS_LIBTPU
 def test_what_is_predicted_too_large_is_found_to_fit() -> None:
     target = load_target("gpt-tiny", global_batch=64)
     options = {"cluster": "tpu-v5e:8", "memory_per_device": 3 * 2**20, "stages": 1}
