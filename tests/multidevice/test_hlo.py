@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -286,3 +287,20 @@ def test_asynchronous_pairs_count_once_and_library_products_count() -> None:
         ("reduce_scatter", 8 * 16 * 4, 4, 1),
     ]
     assert (flops, unknown_loops) == (2 * 8 * 16 * 32, 0)
+
+
+def test_rematerialised_instructions_are_known_by_name() -> None:
+    """JAX's own rematerialisation is in the names of operations, not of instructions."""
+    text = """HloModule m
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %a = f32[4]{0} parameter(0)
+  %exp.1 = f32[4]{0} exponential(%a), metadata={op_name="jit(f)/checkpoint/rematted_computation/exp"}
+  %fusion.7.remat = f32[4]{0} exponential(%a)
+  %fusion.7.remat2.1 = f32[4]{0} exponential(%fusion.7.remat)
+  ROOT %sum.remat = f32[4]{0} add(%exp.1, %fusion.7.remat2.1)
+}
+"""
+    sizes = {f"{kind}_size_in_bytes": 0 for kind in ("argument", "output", "alias", "temp", "generated_code")}
+    compiled = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: SimpleNamespace(**sizes))
+    assert read_compiled(cast(jax.stages.Compiled, compiled)).rematerialised == 3

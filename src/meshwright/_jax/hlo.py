@@ -32,6 +32,9 @@ KINDS = {
 # `to_apply` of a reduction, sort or scatter is a scalar function: nothing to count there. Only a call's is walked.
 _CALLED = {"fusion": "calls", "async-start": "calls", "call": "to_apply", "custom-call": "called_computations"}
 
+# What HloRematerialization calls its copy of an instruction.
+_REMATERIALISED = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*(?:\.\d+)? = ", re.MULTILINE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCollective:
@@ -65,6 +68,8 @@ class CompiledFacts:
     """What one device does in one run of a compiled program; all sizes in bytes per device.
 
     `flops` counts matrix products and convolutions; `peak_bytes` is arguments + outputs - aliased + temporaries.
+    `rematerialised`: instructions that XLA computes again by itself to stay within its limit of memory: a peak just
+    under that limit then says little of what the program would take.
     """
 
     collectives: tuple[CompiledCollective, ...]
@@ -76,6 +81,7 @@ class CompiledFacts:
     peak_bytes: int
     generated_code_bytes: int
     unknown_loops: int
+    rematerialised: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +120,7 @@ def read_compiled(compiled: jax.stages.Compiled) -> CompiledFacts:
         + memory.temp_size_in_bytes,
         generated_code_bytes=memory.generated_code_size_in_bytes,
         unknown_loops=unknown_loops,
+        rematerialised=len(_REMATERIALISED.findall(text)),
     )
 
 

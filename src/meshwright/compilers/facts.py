@@ -58,6 +58,7 @@ class StageFacts:
       peak_bytes: predicted and compiled, of a device with all its stages.
       limit_bytes: what a device may use.
       unknown_loops: how many loops the compiled programs have whose length depends on data; they count once.
+      rematerialised: instructions that the compiler computes again by itself, so that the programs fit.
       schedule: of the compiled programs, in a step; None where they are run.
       compute_seconds: predicted; and by the compiler's cycles, NaN where it says none.
       refusals: of programs that the compiler says do not fit, its words; nothing else is known of them, and the peak
@@ -70,6 +71,7 @@ class StageFacts:
     peak_bytes: tuple[float, float]
     limit_bytes: float
     unknown_loops: int
+    rematerialised: int = 0
     schedule: Schedule | None = None
     compute_seconds: tuple[float, float] = (nan, nan)
     refusals: tuple[str, ...] = ()
@@ -207,6 +209,7 @@ def _one_stage(step: PlannedStep, plan: Plan, clock_hertz: float | None) -> Stag
         peak_bytes=(stage.memory.total, float(facts.peak_bytes) if facts else inf),
         limit_bytes=stage.memory_limit_bytes,
         unknown_loops=facts.unknown_loops if facts else 0,
+        rematerialised=facts.rematerialised if facts else 0,
         **_of_schedule(stage, [(found, 1)], clock_hertz),
     )  # fmt: skip
 
@@ -235,6 +238,7 @@ def _stages(step: PipelinedStep, plan: Plan, clock_hertz: float | None) -> tuple
             peak_bytes=(predicted[number], peaks[number]),
             limit_bytes=stage.memory_limit_bytes,
             unknown_loops=sum(facts.unknown_loops for _, facts in known[number]),
+            rematerialised=sum(facts.rematerialised for _, facts in known[number]),
             **_of_schedule(stage, [(found, one.runs) for one, found in programs[number]], clock_hertz),
         )
         for number, stage in enumerate(plan.stages)
