@@ -23,7 +23,7 @@ def refusal(cluster: Cluster) -> str:
 
 def test_a_cluster_without_a_compiler_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TPU v5 lite" in refusal(load_cluster("cpu"))
-    assert "slices of several shapes" in refusal(load_cluster("tpu-v5e:8+tpu-v5e:16"))
+    assert "hosts of several kinds" in refusal(load_cluster("tpu-v5e:8+tpu-v5e:16"))
     monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
     assert 'pip install "meshwright[tpu]"' in refusal(load_cluster("tpu-v5e:8"))
 

@@ -1,17 +1,20 @@
 """Devices that are not here, to compile for: XLA's TPU and GPU compilers need none.
 
 JAX describes them by `jax.experimental.topologies.get_topology_desc`. Its TPU plugin is libtpu, its GPU plugin that of
-CUDA: packages that are installed or not, whatever the machine. Seen with JAX 0.10.2 and libtpu 0.0.42.
+CUDA: packages that are installed or not, whatever the machine. Seen with JAX 0.10.2, libtpu 0.0.42 and CUDA 12.9.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
 import jax
+from jax._src.lib import _jax  # jaxlib's clients; no public form up to 0.12
 from jax.experimental import topologies
 
 # The TPU compiler's names of the chips that JAX names so, and how many chips a machine has by torus dim.
@@ -65,3 +68,46 @@ def tpu_devices(kind: str, torus: Sequence[int], wraps: Sequence[bool], slices: 
     }
     topology = topologies.get_topology_desc(f"{name}:{'x'.join(map(str, torus))}", "tpu", **options)
     return tuple(sorted(topology.devices, key=lambda one: (getattr(one, "slice_index", None) or 0, tuple(one.coords))))
+
+
+def _cuda_plugin() -> str | None:
+    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13") if importlib.util.find_spec("jax_plugins") else ()
+    return next((name for name in names if importlib.util.find_spec(name)), None)
+
+
+def has_cuda_compiler() -> bool:
+    """Whether JAX's plugin for NVIDIA GPUs is installed."""
+    return _cuda_plugin() is not None
+
+
+def gpu_devices(target: str, hosts: int, devices: int) -> tuple[jax.Device, ...]:
+    """NVIDIA GPUs, host by host.
+
+    Args:
+      target: a `GpuTargetConfigProto` as text.
+      hosts: between which there is a network, not NVLink.
+      devices: of each host.
+    """
+    # Of JAX's check of CUDA's libraries, which fails where there is no GPU.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    options = {"target_config": target, "topology": f"{hosts}x1x{devices}"}
+    try:
+        topology = topologies.get_topology_desc("", "cuda", **options)
+    except NotImplementedError:  # JAX started before that was set, and left the plugin out
+        importlib.import_module(_cuda_plugin() or "").initialize()
+        topology = topologies.get_topology_desc("", "cuda", **options)
+    return tuple(sorted(topology.devices, key=lambda one: one.id))
+
+
+def lower(jitted: Any, avals: Sequence[jax.ShapeDtypeStruct], device: jax.Device) -> Any:
+    """A jitted function lowered from shapes alone; compiled, it is what a call on such devices runs.
+
+    Args:
+      jitted: as `jax.jit` returns it.
+      avals: of its arguments, with their shardings.
+      device: one of those that it is for, here or not.
+    """
+    # A GPU that is not here calls itself "gpu", and JAX asks those that are here whether that is CUDA or ROCm
+    # (github.com/jax-ml/jax/issues/23971). Only NVIDIA's are compiled for without one.
+    absent = device.platform == "gpu" and isinstance(device.client, _jax.CompileOnlyPyClient)
+    return jitted.trace(*avals).lower(lowering_platforms=("cuda",) if absent else None)

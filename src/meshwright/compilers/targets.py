@@ -1,7 +1,7 @@
 """The devices of a cluster that is not here, in the form that JAX compiles for.
 
 A program runs on all devices of what it is compiled for, so that each stage of a plan has a topology of its own: of a
-TPU, the part of the torus that its chips are.
+TPU, the part of the torus that its chips are; of GPUs, as many of each host.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from math import prod
 
 import jax
 
-from .._jax.ahead import has_tpu_compiler, tpu_devices, tpu_kinds
+from .._jax.ahead import gpu_devices, has_cuda_compiler, has_tpu_compiler, tpu_devices, tpu_kinds
 from ..cluster import Cluster, Host
 from ..errors import PlanError
 from ..plan import Plan
+from .gpu_target import gpu_kinds, gpu_target
 
 
 def target_devices(cluster: Cluster, plan: Plan) -> list[jax.Device | None]:
     """The devices of a cluster, in its order: a plan's programs can be compiled for them, and not run.
 
     Args:
-      cluster: of TPUs; slices are hosts of one shape.
+      cluster: of TPUs, whose hosts are slices of one shape, or of NVIDIA GPUs in equal hosts.
       plan: for this cluster. Devices that it leaves idle are None.
 
     Raises:
@@ -31,7 +32,7 @@ def target_devices(cluster: Cluster, plan: Plan) -> list[jax.Device | None]:
     check_compiler(cluster)
     found: list[jax.Device | None] = [None] * cluster.num_devices
     for group in dict.fromkeys(tuple(sorted(stage.devices)) for stage in plan.stages):
-        for position, device in zip(group, _tpus(cluster, group), strict=True):
+        for position, device in zip(group, _topology(cluster, group), strict=True):
             found[position] = device
     return found
 
@@ -44,29 +45,37 @@ def check_compiler(cluster: Cluster) -> None:
     """
     host = cluster.hosts[0]
     device = host.device
-    if device.platform != "tpu" or device.kind not in tpu_kinds() or not host.torus:
+    is_tpu = device.kind in tpu_kinds() and bool(host.torus)
+    if not is_tpu and device.kind not in gpu_kinds():
+        tpus, gpus = ", ".join(tpu_kinds()), ", ".join(gpu_kinds())
         raise PlanError(
             refused=f"to compile for {cluster.name}", got=f"devices of kind {cluster.device_kinds}",
-            needed=f"devices with a compiler that needs none of them: {', '.join(tpu_kinds())}", where="cluster=",
-            try_="a TPU preset (tpu-v5e:8), or `meshwright verify` without --cluster, on the devices themselves",
+            needed=f"slices of TPUs ({tpus}) or GPUs of NVIDIA ({gpus})", where="cluster=",
+            try_="a TPU preset (tpu-v5e:8), one of NVIDIA GPUs (dgx-h100:1), or `meshwright verify` without --cluster, "
+            "on the devices themselves",
         )  # fmt: skip
     if any(one != host for one in cluster.hosts):
         raise PlanError(
-            refused=f"to compile for {cluster.name}", got=f"slices of several shapes, of {cluster.device_kinds}",
-            needed="slices that are all alike", where="cluster=", try_="each kind of slice as a cluster of its own",
+            refused=f"to compile for {cluster.name}", got=f"hosts of several kinds, of {cluster.device_kinds}",
+            needed="hosts that are all alike", where="cluster=", try_="each kind of host as a cluster of its own",
         )  # fmt: skip
-    if not has_tpu_compiler():
+    if not (has_tpu_compiler() if is_tpu else has_cuda_compiler()):
+        name, package, extra = ("TPU", "libtpu", "tpu") if is_tpu else ("GPU", "JAX's CUDA plugin", "cuda")
         raise PlanError(
-            refused=f"to compile for {cluster.name}", got="no TPU compiler", needed="libtpu", where="cluster=",
-            try_='pip install "meshwright[tpu]" (no TPU is needed)',
+            refused=f"to compile for {cluster.name}", got=f"no {name} compiler", needed=package, where="cluster=",
+            try_=f'pip install "meshwright[{extra}]" (no {name} is needed)',
         )  # fmt: skip
 
 
-def _tpus(cluster: Cluster, group: Sequence[int]) -> Sequence[jax.Device]:
-    """The chips at ascending positions of a cluster as a topology of their own."""
+def _topology(cluster: Cluster, group: Sequence[int]) -> Sequence[jax.Device]:
+    """The devices at ascending positions of a cluster as a topology of their own."""
     host = cluster.hosts[0]
     parts = [[p % host.devices for p in group if p // host.devices == n] for n in range(len(cluster.hosts))]
     held = [part for part in parts if part]
+    if host.device.platform == "gpu":
+        # Where hosts have different numbers of them, the network is between all.
+        each = len(held[0]) if len({*map(len, held)}) == 1 else 1
+        return gpu_devices(gpu_target(host.device), len(group) // each, each)
     if any(part != held[0] for part in held):
         held = [[*range(len(group))]]  # no part of a torus that every slice has: any of as many chips
     shape, wraps = _box(host, held[0])

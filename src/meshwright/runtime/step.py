@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from .._jax.ahead import lower
 from .._jax.context import no_mesh
 from .._jax.placement import HOST_MEMORY
 from .._jax.trace import trace
@@ -140,8 +141,9 @@ class PlannedStep:
     def lower(self) -> Any:
         """The lowered step, from shapes alone; compiled, it is what a call runs."""
         placed = zip(self.avals(), self.in_shardings, strict=True)
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in placed]
         with no_mesh():
-            return self.jitted.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in placed))
+            return lower(self.jitted, avals, self.mesh.devices.flat[0])
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the step's flat arguments."""

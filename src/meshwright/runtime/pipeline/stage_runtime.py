@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..._jax.ahead import lower
 from ..._jax.jaxpr import evaluate
 from ...lowering.local_step import partition
 from ...lowering.microbatches import combined, finished
@@ -214,7 +215,7 @@ class StageRuntime:
 
     def lower(self, program: Compiled) -> Any:
         """A program lowered from shapes alone."""
-        return program.run.lower(*(self._aval(slot) for slot in program.inputs))
+        return lower(program.run, [self._aval(slot) for slot in program.inputs], self.mesh.devices.flat[0])
 
     def ghost(self, slot: Slot) -> jax.Array:
         """What a process without a device of the stage has of one of its arrays."""
