@@ -180,6 +180,7 @@ def _ahead(one: StageFacts) -> dict[str, Any]:
     if one.schedule is None:
         return {"refusals": list(one.refusals)} if one.refusals else {}
     return {
+        "rematerialised_by_compiler": one.rematerialised,
         "compute_seconds": {"predicted": one.compute_seconds[0], "compiled": one.compute_seconds[1]},
         "kernels": {
             name: {"count": kernels.count, "cycles": kernels.cycles, "flops": kernels.flops}
@@ -233,6 +234,8 @@ def _schedules(verification: Verification) -> Iterator[str]:
     for number, one in enumerate(verification.stages):
         stage = f"stage {number + 1}, " if len(verification.stages) > 1 else ""
         yield from (f"{stage}refused by the compiler: {words}" for words in one.refusals)
+        if one.rematerialised:
+            yield f"{stage}values that XLA computes again by itself, so that programs fit: {one.rematerialised}"
         if one.schedule is None:
             continue
         total = one.schedule.cycles

@@ -31,11 +31,15 @@ class Searched:
       planning: any plan.
       error: what the compiler needs of what is predicted.
       least: bytes that every plan needs, as predicted.
+      squeezed_from: predicted bytes from which on the compiler rematerialises by itself.
     """
 
-    def __init__(self, planning: Planning, monkeypatch: pytest.MonkeyPatch, error: float, least: float = 0.0) -> None:
+    def __init__(
+        self, planning: Planning, monkeypatch: pytest.MonkeyPatch, error: float, least: float = 0.0,
+        squeezed_from: float = inf,
+    ) -> None:  # fmt: skip
         self.given: list[float] = []
-        self._planning, self._error, self._least = planning, error, least
+        self._planning, self._error, self._least, self._squeezed_from = planning, error, least, squeezed_from
         monkeypatch.setattr(compiled, "check_compiler", lambda cluster: None)
         monkeypatch.setattr(compiled, "target_devices", lambda cluster, plan: [])
         monkeypatch.setattr(compiled, "executable", lambda program, plan, devices: plan)
@@ -60,7 +64,7 @@ class Searched:
         return (
             StageFacts(
                 predicted={}, compiled={}, flops=(None, 0.0), peak_bytes=(size, peak), limit_bytes=1e9,
-                unknown_loops=0, refusals=refusals,
+                unknown_loops=0, refusals=refusals, rematerialised=3 * (size >= self._squeezed_from),
             ),
         )  # fmt: skip
 
@@ -88,6 +92,16 @@ def test_memory_that_a_plan_does_not_need_is_given_to_the_next(
     found = search.found()
     assert search.given == [pytest.approx(1e9), pytest.approx(1.96e9)]
     assert found.step_seconds == pytest.approx(1e9 / 1.96e9)
+
+
+def test_a_program_that_the_compiler_squeezes_counts_as_too_large(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Searched(planning, monkeypatch, error=0.99, squeezed_from=0.9e9)
+    found = search.found()
+    assert search.given == [pytest.approx(1e9), pytest.approx(0.8e9), pytest.approx(0.9e9)]
+    assert "computes 3 values twice" in found.considered[-1].outcome
+    assert found.step_seconds == pytest.approx(1e9 / 0.8e9)
 
 
 def test_what_the_model_refuses_is_left_to_the_compiler(planning: Planning, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 A search counts memory by a model of the compiler. What the compiler says outranks it: where a plan needs more than a
 device has, the search is repeated in as much less memory as the model was too low; where it needs much less than was
-predicted, in as much more, and a faster plan is taken if it fits. The cluster's devices need not be here (`compilers`).
+predicted, in as much more, and a faster plan is taken if it fits. A program that fits because XLA rematerialises by
+itself counts as too large: it is slower than its plan says. The cluster's devices need not be here (`compilers`).
 
 Cost: a compilation for each plan that is tried, about as long as before the first step of any run of it.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 
 from ..cluster import Cluster
 from ..compilers import check_compiler, target_devices
@@ -28,7 +29,7 @@ from .request import Planning, PlanOptions
 _ATTEMPTS = 4
 
 # The memory of the next search, beside what would be right if the next plan were off as much as this one; what a search
-# is given after a plan of which the compiler does not say by how much it is too large, and where the model says that
+# is given after a plan of which it is not known by how much it is too large, and where the model says that
 # nothing fits: it is up to half too high (docs/compilers.md). And how much more memory is worth another search.
 _SPARE, _LESS, _FURTHER, _MORE = 0.98, 0.8, 1.4, 1.1
 
@@ -48,9 +49,10 @@ def checked_plan(
       PlanError: if the cluster has no compiler here, or nothing fits, by the model or the compiler.
     """
     check_compiler(cluster)
-    # The best plan so far that fits, and the memory that its search was given.
+    limit = cluster.device.usable_memory_bytes
+    # The best plan so far that fits, the memory that its search was given, and that of the last which was too large.
     best: Planning | None = None
-    scale, held = 1.0, 0.0
+    scale, held, too_much = 1.0, 0.0, inf
     refused: MemoryExceeded | None = None
     lines: list[Considered] = []
     for attempt in range(_ATTEMPTS):
@@ -68,18 +70,18 @@ def checked_plan(
         step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
         facts = facts_of(step, found.plan, clock_hertz=cluster.device.clock_hertz)
         found = _in_cluster(found, cluster)
-        worst = max(facts, key=lambda one: one.peak_bytes[1] / one.limit_bytes)
-        limit = cluster.device.usable_memory_bytes
+        worst = max(facts, key=lambda one: (one.peak_bytes[1] > limit, one.rematerialised, one.peak_bytes[1]))
         lines.append(Considered("compiled", _words(worst, limit), seconds=found.step_seconds))
         predicted, compiled = worst.peak_bytes
-        if compiled <= limit:
+        if compiled <= limit and not worst.rematerialised:
             note = f"compiled for {cluster.device_kinds}: {_words(worst, limit)}"
             best, held = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note))), scale
             scale = _SPARE * predicted / compiled
-        elif isfinite(compiled):
-            scale = min(_SPARE * predicted / compiled, _SPARE * scale)
         else:
-            scale *= _LESS
+            too_much = scale
+            scale = _SPARE * min(predicted / compiled, scale) if limit < compiled < inf else _LESS * scale
+        if best is not None:
+            scale = min(scale, (held + too_much) / 2)
         if best is not None and scale < _MORE * held:
             break
     if best is None and not lines and refused is not None:
@@ -118,4 +120,6 @@ def _words(worst: StageFacts, limit_bytes: float) -> str:
     if compiled == inf:
         return f"does not fit {size_words(limit_bytes)} (predicted {size_words(predicted)}): {worst.refusals[0]:.160}"
     fits = "fits" if compiled <= limit_bytes else "does not fit"
+    if compiled <= limit_bytes and worst.rematerialised:
+        fits = f"where XLA computes {worst.rematerialised} values twice to fit"
     return f"{size_words(compiled)} on a device, {fits} {size_words(limit_bytes)}; predicted {size_words(predicted)}"
