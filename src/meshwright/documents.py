@@ -269,6 +269,9 @@ def _results(verification: Verification) -> Iterator[str]:
         else ""
     )
     tried = f", from {starts} starts" if starts > 1 else ""
+    if not verification.steps:
+        yield verification.reference
+        return
     yield f"results compared with: {verification.reference}{tried}{judged}"
     unseen = verification.not_judged
     if unseen:

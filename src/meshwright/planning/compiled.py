@@ -23,6 +23,7 @@ from ..errors import MemoryExceeded, size_words
 from ..program.effects import without_effects
 from ..runtime.executable import executable
 from ..search.considered import Considered
+from .device_memory import memory_notes
 from .request import Planning, PlanOptions
 
 # Plans that are compiled at most.
@@ -75,7 +76,8 @@ def checked_plan(
         predicted, compiled = worst.peak_bytes
         if compiled <= limit and not worst.rematerialised:
             note = f"compiled for {cluster.device_kinds}: {_words(worst, limit)}"
-            best, held = replace(found, plan=replace(found.plan, notes=(*found.plan.notes, note))), scale
+            notes = (*found.plan.notes, note, *memory_notes(compiled, cluster))
+            best, held = replace(found, plan=replace(found.plan, notes=notes)), scale
             scale = _SPARE * predicted / compiled
         else:
             too_much = scale

@@ -21,8 +21,10 @@ from ..program.traces import Traces, traces_of
 from ..search.pipelines.request import check_remat
 from ..search.restrictions.constraints import Constraints
 from .advice import with_advice
+from .device_memory import memory_notes, with_given_memory
 from .kinds import plan_for_kinds
 from .microbatch_counts import microbatch_counts
+from .refine import MARGIN, held_bytes
 from .replicated_work import replicated_work
 from .request import (
     DEFAULT_METHOD,
@@ -115,7 +117,12 @@ def plan_for(
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
     args = bound.args
     try:
-        return plan_without_advice(traces, args, options, tell=tell)
+        found = plan_without_advice(traces, args, options, tell=tell)
+        if check is not None:
+            return found  # it says so of what was compiled
+        needed = MARGIN * max(held_bytes(found.plan))
+        notes = memory_notes(needed, with_given_memory(_cluster(cluster, devices)))
+        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
     except MemoryExceeded as refused:
         tell("looking for what fits")
         where = _cluster(cluster, devices)
@@ -215,6 +222,7 @@ def request_of(
     where = _cluster(options.cluster, options.devices)
     preset, stages, schedule = options.preset, options.stages, options.schedule
     _check_types(where, options.pins, preset)
+    where = with_given_memory(where)
     check_time_limit(options.time_limit_seconds)
     check_batch_axis(args, options.batch_axis)
     check_remat(options.remat)

@@ -154,7 +154,7 @@ def _ahead(
     stages = facts_of(step, plan, clock_hertz=cluster.device.clock_hertz)
     return Verification(
         target=target.name, plan=plan, planning=planned, stages=stages, sent=sent_of(step, plan), steps=0,
-        reference=f"nothing: compiled for {cluster.device_kinds}, and not run", starts=(), step_seconds=math.nan,
+        reference=f"compiled for {cluster.device_kinds}, and not run", starts=(), step_seconds=math.nan,
         compile_seconds=time.perf_counter() - begun,
     )  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""What of a GPU's memory JAX gives a program: three quarters, unless the environment says otherwise.
+
+Plans are made for the share that the environment names, or else that of the cluster's description; where that is more
+than JAX gives by default and a plan needs it, the plan says what to set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+
+from ..cluster import Cluster, Host
+from ..errors import PlanError, size_words
+
+# As JAX documents them (docs.jax.dev, GPU memory allocation); the second is the older name.
+_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DEFAULT_SHARE = 0.75
+
+
+def with_given_memory(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Cluster:
+    """The cluster with the share of each GPU's memory that the environment gives programs, where it names one.
+
+    Args:
+      cluster: of any devices.
+      environment: its variables.
+
+    Raises:
+      PlanError: if what it says is no share.
+    """
+    name = next((one for one in _VARIABLES if one in environment), None)
+    if cluster.device.platform != "gpu" or name is None:
+        return cluster
+    try:
+        share = float(environment[name])
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise PlanError(
+            refused=f"the environment variable {name}", got=repr(environment[name]), needed="a share from 0 to 1",
+            where="the environment", try_=f"{name}=0.9, or leaving it out",
+        )  # fmt: skip
+
+    def given(host: Host) -> Host:
+        return replace(host, device=replace(host.device, usable_memory_fraction=share))
+
+    known = {id(host): given(host) for host in cluster.hosts}
+    return replace(cluster, hosts=tuple(known[id(host)] for host in cluster.hosts))
+
+
+def memory_notes(needed_bytes: float, cluster: Cluster) -> tuple[str, ...]:
+    """What has to be set where a plan runs, if it needs more of a GPU than JAX gives a program by default.
+
+    Args:
+      needed_bytes: on the fullest device.
+      cluster: with all memory of its devices.
+    """
+    device = cluster.device
+    needed = needed_bytes / device.memory_bytes
+    if device.platform != "gpu" or needed <= _DEFAULT_SHARE:
+        return ()
+    share = min(ceil(100 * needed) / 100, max(device.usable_memory_fraction, _DEFAULT_SHARE))
+    return (
+        f"needs {_VARIABLES[0]}={share:.2f} where it runs ({_VARIABLES[1]} in older JAX): JAX gives a program "
+        f"{_DEFAULT_SHARE:.0%} of the {size_words(device.memory_bytes)} of a device otherwise",
+    )
