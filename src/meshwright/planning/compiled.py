@@ -12,9 +12,11 @@ Known limits: the model is corrected by one number for the whole plan; another p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
+
+import jax
 
 from ..cluster import Cluster
 from ..compilers import check_compiler, target_devices
@@ -36,7 +38,8 @@ _SPARE, _LESS, _FURTHER, _MORE = 0.98, 0.8, 1.4, 1.1
 
 
 def checked_plan(
-    plan: Callable[[PlanOptions], Planning], options: PlanOptions, *, cluster: Cluster, tell: Callable[[str], None]
+    plan: Callable[[PlanOptions], Planning], options: PlanOptions, *, cluster: Cluster, tell: Callable[[str], None],
+    devices: Sequence[jax.Device] | None = None,
 ) -> Planning:  # fmt: skip
     """The best plan that the compiler accepts.
 
@@ -45,11 +48,13 @@ def checked_plan(
       options: what was asked for, `cluster` aside.
       cluster: with the memory that devices may use.
       tell: called with a few words at each part of the work.
+      devices: those of the cluster, in its order, where they are here.
 
     Raises:
       PlanError: if the cluster has no compiler here, or nothing fits, by the model or the compiler.
     """
-    check_compiler(cluster)
+    if devices is None:
+        check_compiler(cluster)
     limit = cluster.device.usable_memory_bytes
     # The best plan so far that fits, the memory that its search was given, and that of the last which was too large.
     best: Planning | None = None
@@ -68,7 +73,8 @@ def checked_plan(
         if best is not None and found.step_seconds >= best.step_seconds:
             break
         tell(f"compiling plan {attempt + 1} for {cluster.device_kinds}")
-        step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
+        there = target_devices(cluster, found.plan) if devices is None else devices
+        step = executable(without_effects(found.program), found.plan, there)
         facts = facts_of(step, found.plan, clock_hertz=cluster.device.clock_hertz)
         found = _in_cluster(found, cluster)
         worst = max(facts, key=lambda one: (one.peak_bytes[1] > limit, one.rematerialised, one.peak_bytes[1]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax import process_count
+from jax import devices as devices_of_jax, process_count
 
 from .._jax.context import no_mesh
 from .._jax.devices import named_devices
@@ -176,7 +176,7 @@ def plan_without_advice(
         predicted = replace(options, devices=None, check=None)
         found = checked_plan(
             lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted, cluster=asked.cluster,
-            tell=tell,
+            tell=tell, devices=_devices_here(options),
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     preset = asked.preset
@@ -271,6 +271,13 @@ def _cluster(cluster: Any, devices: Any) -> Any:
             where="devices=", try_='cluster="local", or as many devices',
         )  # fmt: skip
     return found
+
+
+def _devices_here(options: PlanOptions) -> Sequence[Any] | None:
+    """The devices to plan for, where they are those of this process."""
+    if (options.cluster != "local" and options.devices is None) or process_count() > 1:
+        return None
+    return devices_of_jax() if options.devices is None else named_devices(options.devices)
 
 
 def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:

@@ -1,0 +1,31 @@
+"""`check="compile"` on devices that are here: the plan that is run has been compiled for them, and fits."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.planning.plan_for import plan_for
+from meshwright.targets import load_target
+
+pytestmark = pytest.mark.compiled
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_for_devices_at_hand_is_compiled_for_them(stages: int) -> None:
+    target = load_target("gpt-tiny")
+    found = plan_for(target.step, target.example_args, cluster="local", stages=stages, check="compile")
+    assert any(note.startswith("compiled for cpu: ") and "fits" in note for note in found.plan.notes)
+    assert [one.what for one in found.considered][-1] == "compiled"
+
+
+def test_a_step_that_is_run_can_be_checked() -> None:
+    target = load_target("mlp-tiny")
+    args = target.make_args()
+    step = mw.parallelize(target.step, devices=jax.devices()[:4], check="compile")
+    wanted = jax.jit(target.step)(*target.make_args())
+    got = step(*args)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
