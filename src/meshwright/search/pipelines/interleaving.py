@@ -11,9 +11,9 @@ Known limit: ranges are balanced by their seconds alone, not by the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from math import inf, prod
 
 from ...errors import PlanError
@@ -34,6 +34,12 @@ _ABOUT_EVEN = 1.05
 
 # Numbers of microbatches and of ranks that are tried.
 _MOST_INTERLEAVED = 8
+
+# More microbatches than so many times those that are known are estimated by themselves.
+_FAR = 2
+
+# Microbatches, ranks, and stages a rank.
+_Key = tuple[int, int, int]
 
 # Microbatches, ranks, and by how many stages these may have each the seconds that are expected.
 _Try = tuple[int, int, dict[int, float]]
@@ -72,12 +78,15 @@ class Interleaving:
 
     def __init__(self, request: StageRequest, costs_of: Callable[[StagedProgram], StageCosts]) -> None:
         self._request, self._costs_of = request, costs_of
-        self._cut: dict[tuple[int, int, int], StageCosts] = {}
+        # The costs of the best candidate's cut. Those of all that are tried would be most of what a search holds.
+        self._cut: dict[_Key, StageCosts] = {}
+        # Seconds of what was tried in this run and earlier ones, which had more memory; infinite where it did not fit.
+        self._before: dict[_Key, float] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has been tried: it was in the memory that there was."""
-        self._tried: dict[tuple[int, int, int], _Tried] = {}
+        """Forget what has been tried: it was in more memory."""
+        self._tried: dict[_Key, _Tried] = {}
 
     @property
     def _asked(self) -> bool:
@@ -114,14 +123,24 @@ class Interleaving:
                     shared = request.stages > ranks and not any(n % ranks for n in (request.stages, count, devices))
                     chunks = (request.stages // ranks,) if shared else ()
                 fewer = [one for one in looked_at if one <= count]
-                ways = {
-                    n: 0.0 if asked else self._expected([*map(costs_in, fewer[-2:])], count, ranks, n, below_seconds)
-                    for n in chunks if fewer
-                }  # fmt: skip
-                if min(ways.values(), default=inf) < below_seconds:
-                    found.append((count, ranks, ways))
-        found.sort(key=lambda one: (min(one[2].values()), one[0], one[1]))
-        return found if asked else found[:_MOST_INTERLEAVED]
+                ways: dict[int, float] = {}
+                for n in chunks if fewer else ():
+                    key = count, ranks, n
+                    if (before := self._before.get(key, 0.0)) == inf:
+                        break
+                    if before < below_seconds:
+                        most = below_seconds / _missed(self._tried.values(), *key)
+                        near = fewer[-1:] if fewer[-1] == count else fewer[-2:]
+                        ways[n] = 0.0 if asked else self._expected([*map(costs_in, near)], *key, most)
+                least = min((self._scaled((count, ranks, n), one) for n, one in ways.items()), default=inf)
+                if least < below_seconds:
+                    found.append((least, (count, ranks, ways)))
+        found.sort(key=lambda one: (one[0], *one[1][:2]))
+        return [one for _, one in found]
+
+    def _scaled(self, key: _Key, expected: float) -> float:
+        """Estimated seconds by the error of the most similar candidate tried, and no less than in more memory."""
+        return max(_missed(self._tried.values(), *key) * expected, self._before.get(key, 0.0))
 
     def _expected(
         self, known: Sequence[StageCosts], count: int, ranks: int, chunks: int, below_seconds: float
@@ -130,7 +149,8 @@ class Interleaving:
         Estimation stops once it exceeds `below_seconds`.
 
         Args:
-          known: of fewer microbatches or as many, the fewest first: those have the least left to price.
+          known: of fewer microbatches or as many. The least estimate counts: devices may not divide the samples of a
+            microbatch in one of them.
           count: microbatches.
           ranks: as of `candidate`.
           chunks: the same.
@@ -143,13 +163,15 @@ class Interleaving:
         in_flight = -(-(2 * (ranks - 1) + (chunks - 1) * ranks + 1) // chunks)
         cuts = [round(layers * rank / ranks) for rank in range(ranks + 1)]
         mine = [(first, last) for first, last in pairwise(cuts) if first < last]
-        periods, seconds = count + (ranks - 1) / chunks, 0.0
-        for costs, held in product(known, (1, in_flight)):
-            share = costs.program.microbatches / count
-            seconds = periods * max(costs.expected(mine, place[0], held, share, below_seconds / periods))
-            if seconds >= below_seconds:
-                break
-        return seconds
+        periods, least = count + (ranks - 1) / chunks, inf
+        for costs in known:
+            share, seconds = costs.program.microbatches / count, 0.0
+            for held in (1, in_flight):
+                seconds = periods * max(costs.expected(mine, place[0], held, share, below_seconds / periods))
+                if seconds >= below_seconds:
+                    break
+            least = min(least, seconds)
+        return least
 
     def candidates(
         self, counts: Sequence[int] | None, looked_at: Sequence[int], *, below_seconds: float,
@@ -169,54 +191,59 @@ class Interleaving:
         if counts is None:
             counts = looked_at if self._asked else list(self._request.by_microbatches)
         tries = self._tries(counts, looked_at, below_seconds, costs_in) if not late() else []
+        cut_for: set[tuple[int, int]] = set()
         for count, ranks, ways in tries:
+            if len(cut_for) == _MOST_INTERLEAVED and not self._asked:
+                break
+            # Far fewer microbatches say too little of what runs in each, like gathers of parameters: of 12 ones of
+            # gpt3-1t on 384 A100 a single one says 94 s, they themselves that nothing fits, and stages take 487.
+            far = _FAR * max(one for one in looked_at if one <= count) < count
             for chunks, expected in ways.items():
-                key, tried = (count, ranks, chunks), list(self._tried.values())
-                if key in self._tried or late() or _missed(tried, *key) * expected >= below_seconds:
+                key = count, ranks, chunks
+                if key in self._tried or late() or self._scaled(key, expected) >= below_seconds:
                     continue
                 try:
-                    least = self._least(costs_in(count), ranks, chunks) if expected else 0.0
+                    if expected and far:
+                        expected = max(expected, self._expected([costs_in(count)], *key, below_seconds))
+                        if self._scaled(key, expected) >= below_seconds:
+                            continue
+                    cut_for.add((count, ranks))
+                    cut = self._in_stages(costs_in(count), ranks, chunks)
+                    least = self._least(cut, ranks, chunks) if expected else 0.0
                     if least >= below_seconds:
                         self._tried[key] = _Tried(*key, least / expected)
                         continue
-                    candidate = self.candidate(costs_in(count), ranks, chunks, scheduled)
+                    candidate = self.candidate(cut, ranks, chunks, scheduled)
                 except PlanError:
                     break
                 if candidate is None and self._asked:
                     continue
+                self._before[key] = candidate.seconds if candidate is not None else inf
                 if candidate is None:
                     break  # more stages a rank have more in flight: they seldom fit where fewer do not
-                below_seconds = min(below_seconds, candidate.seconds)
+                if candidate.seconds < below_seconds:
+                    below_seconds, self._cut = candidate.seconds, {key: cut}
                 if expected:
                     self._tried[key] = _Tried(*key, candidate.seconds / expected)
                 yield candidate
 
     def candidate(
-        self, costs: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
+        self, cut: StageCosts, ranks: int, chunks: int, scheduled: Callable[..., Candidate | None]
     ) -> Candidate | None:
         """The candidate with so many ranks and stages a rank; None if none fits.
 
         Args:
-          costs: of the program.
+          cut: the costs of the program cut into them.
           ranks: on equal submeshes.
           chunks: stages on each.
           scheduled: a candidate of costs and stages, `chunks` a rank; None if they do not fit.
-
-        Raises:
-          PlanError: if the program cannot be cut into so many stages.
         """
-        cut = self._in_stages(costs, ranks, chunks)
         found = (scheduled(cut, stages, chunks=chunks) for stages in interleaved(cut, ranks, chunks))
         return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
 
-    def _least(self, costs: StageCosts, ranks: int, chunks: int) -> float:
+    def _least(self, cut: StageCosts, ranks: int, chunks: int) -> float:
         """Estimated compute seconds of the busiest rank; 0 without an estimate, and for pieces of a scan, which are all
-        equal.
-
-        Raises:
-          PlanError: if the program cannot be cut into so many stages.
-        """
-        cut = self._in_stages(costs, ranks, chunks)
+        equal."""
         places, count = places_of(cut, ranks), ranks * chunks
         if places is None or len(cut.program.layers) <= count:
             return 0.0
@@ -238,9 +265,7 @@ class Interleaving:
         if main_scan(program.alike) is None:
             return costs
         key = program.microbatches, ranks, chunks
-        if key not in self._cut:
-            self._cut[key] = self._costs_of(equal_stages(program.source, ranks * chunks))
-        cut = self._cut[key]
+        cut = self._cut.get(key) or self._costs_of(equal_stages(program.source, ranks * chunks))
         cut.reserve(costs.reserved)
         return cut
 
@@ -262,7 +287,7 @@ class _Tried:
     ratio: float
 
 
-def _missed(tried: Sequence[_Tried], microbatches: int, ranks: int, chunks: int) -> float:
+def _missed(tried: Collection[_Tried], microbatches: int, ranks: int, chunks: int) -> float:
     """The expected ratio of seconds to estimate: estimates leave out transfers between stages.
 
     It is taken from tries with as many ranks: the largest ratio of those with as many microbatches or stages a rank,
