@@ -185,6 +185,13 @@ class StageProblem(LimitedProblem):
         """Bytes throughout, of the workspace and for each microbatch in flight."""
         return FlatNodes(self._throughout, self._workspace, self._kept_by_node)
 
+    def release(self) -> None:
+        """Free what solving it and adding it up has prepared."""
+        super().release()
+        self._as_part.clear()
+        for name in ("_passes", "_flat_bytes"):
+            self.__dict__.pop(name, None)
+
     def seconds(self, choices: tuple[int, ...], objective: float | None = None) -> StageSeconds:
         """Seconds and bytes of a choice for each node.
 
