@@ -87,6 +87,7 @@ class Interleaving:
     def reset(self) -> None:
         """Forget what has been tried: it was in more memory."""
         self._tried: dict[_Key, _Tried] = {}
+        self._done = set[_Key]()  # these, and what has no estimate or does not fit
 
     @property
     def _asked(self) -> bool:
@@ -197,10 +198,10 @@ class Interleaving:
                 break
             # Far fewer microbatches say too little of what runs in each, like gathers of parameters: of 12 ones of
             # gpt3-1t on 384 A100 a single one says 94 s, they themselves that nothing fits, and stages take 487.
-            far = _FAR * max(one for one in looked_at if one <= count) < count
+            far = _FAR * max((one for one in looked_at if one <= count), default=count) < count
             for chunks, expected in ways.items():
                 key = count, ranks, chunks
-                if key in self._tried or late() or self._scaled(key, expected) >= below_seconds:
+                if key in self._done or late() or self._scaled(key, expected) >= below_seconds:
                     continue
                 try:
                     if expected and far:
@@ -208,6 +209,7 @@ class Interleaving:
                         if self._scaled(key, expected) >= below_seconds:
                             continue
                     cut_for.add((count, ranks))
+                    self._done.add(key)
                     cut = self._in_stages(costs_in(count), ranks, chunks)
                     least = self._least(cut, ranks, chunks) if expected else 0.0
                     if least >= below_seconds:
