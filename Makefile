@@ -3,7 +3,7 @@
 # Each is rebuilt only when its pins or pyproject.toml change.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-latest setup-tpu demo test test-all test-latest test-compilers lint imports types format clean
+.PHONY: help setup setup-latest setup-tpu setup-cuda demo test test-all test-latest test-compilers test-compilers-gpu lint imports types format clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -19,6 +19,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 BIN_LATEST := .venv-latest/bin
 BIN_TPU := .venv-tpu/bin
+BIN_CUDA := .venv-cuda/bin
 # The built-in "ci" profile: the same examples every time and no per-example deadline.
 PYTEST_FLAGS := -q -n $(WORKERS) --dist worksteal --hypothesis-profile=ci
 
@@ -33,6 +34,8 @@ setup: .venv/.stamp ## create .venv with the pinned versions
 setup-latest: .venv-latest/.stamp ## create .venv-latest (Python 3.12, newest supported JAX)
 
 setup-tpu: .venv-tpu/.stamp ## create .venv-tpu (the same with XLA's compiler for TPUs, which needs none)
+
+setup-cuda: .venv-cuda/.stamp ## create .venv-cuda (the same with XLA's compiler for NVIDIA GPUs, which needs none)
 
 # python3.12 by name where it runs, otherwise the newest 3.12 that pyenv holds.
 PYTHON_LATEST ?= $(shell if python3.12 -c '' 2>/dev/null; then echo python3.12; else \
@@ -59,6 +62,9 @@ endef
 .venv-tpu/.stamp: requirements/tpu.txt requirements/py311.txt pyproject.toml
 	$(call create_venv,$(PYTHON),.venv-tpu,requirements/tpu.txt)
 
+.venv-cuda/.stamp: requirements/cuda.txt requirements/py311.txt pyproject.toml
+	$(call create_venv,$(PYTHON),.venv-cuda,requirements/cuda.txt)
+
 .venv-latest/.stamp: requirements/py312.txt pyproject.toml
 	@test -n "$(PYTHON_LATEST)" || { echo "refused: make setup-latest; got: no python3.12 on the path and none in pyenv;" \
 	  "needed: Python 3.12; try: pyenv install 3.12, or make setup-latest PYTHON_LATEST=/path/to/python3.12" >&2; exit 1; }
@@ -81,6 +87,9 @@ test-latest: .venv-latest/.stamp ## the tests that are not slow on Python 3.12 a
 test-compilers: .venv-tpu/.stamp ## the tests that compile for TPUs, with none
 	$(BIN_TPU)/python -m pytest $(PYTEST_FLAGS) -m "compilers and not slow"
 
+test-compilers-gpu: .venv-cuda/.stamp ## the tests that compile for NVIDIA GPUs, with none
+	$(BIN_CUDA)/python -m pytest $(PYTEST_FLAGS) -m compilers tests/unit/test_gpu_targets.py
+
 lint: .venv/.stamp ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -96,5 +105,5 @@ format: .venv/.stamp ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 clean: ## remove the environments and every cache
-	rm -rf .venv .venv-latest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .venv .venv-latest .venv-tpu .venv-cuda build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

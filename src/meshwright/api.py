@@ -30,6 +30,7 @@ from .cluster.errors import ClusterError
 from .errors import PlanError
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
+from .planning.device_memory import with_given_memory
 from .planning.plan_for import Planning as Planning, plan_for as plan_for
 from .planning.request import check_batch_axis, check_refine, check_time_limit
 from .program.trace import Program, abstract
@@ -400,7 +401,7 @@ def _check_cluster(plan: Plan, devices: Sequence[jax.Device]) -> None:
         here = cluster_of(devices)
     except ClusterError:
         return  # devices that no preset describes: nothing to compare with
-    if plan.cluster_fingerprint == here.fingerprint():
+    if plan.cluster_fingerprint in (here.fingerprint(), with_given_memory(here).fingerprint()):
         return
     try:
         planned = load_cluster(plan.cluster).device

@@ -27,5 +27,6 @@ def test_a_step_that_is_run_can_be_checked() -> None:
     step = mw.parallelize(target.step, devices=jax.devices()[:4], check="compile")
     wanted = jax.jit(target.step)(*target.make_args())
     got = step(*args)
+    assert any(note.startswith("compiled for cpu: ") for note in step.plan(*target.make_args()).notes)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)

@@ -22,7 +22,7 @@ def refusal(cluster: Cluster) -> str:
 
 
 def test_a_cluster_without_a_compiler_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "TPU v5 lite" in refusal(load_cluster("cpu"))
+    assert 'cluster="local"' in refusal(load_cluster("cpu"))
     assert "hosts of several kinds" in refusal(load_cluster("tpu-v5e:8+tpu-v5e:16"))
     monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
     assert 'pip install "meshwright[tpu]"' in refusal(load_cluster("tpu-v5e:8"))
@@ -75,7 +75,7 @@ def test_a_plan_is_compiled_by_the_compiler_of_its_machines(stages: int) -> None
         assert stage.schedule is not None
         assert stage.schedule.kernels["products"].flops == stage.flops[1]
         predicted, compiled = stage.compute_seconds
-        assert 0.2 * compiled < predicted < 5 * compiled
+        assert 0.5 * compiled < predicted < 2 * compiled
     assert jax.devices()[0].platform == "cpu"
 
 

@@ -15,11 +15,17 @@ H100 = load_cluster("dgx-h100:2")
 
 @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
 def test_plans_are_made_for_what_the_environment_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters that are called by name; one that is given says itself what programs may use."""
     target = load_target("mlp-tiny")
     monkeypatch.setenv(name, "0.5")
-    plan = plan_for(target.step, target.example_args, cluster=H100).plan
-    assert plan.stages[0].memory_limit_bytes == 0.5 * H100.device.memory_bytes
-    assert with_given_memory(load_cluster("tpu-v5e:8")) == load_cluster("tpu-v5e:8")
+    limits = [
+        plan_for(target.step, target.example_args, cluster=one).plan.stages[0].memory_limit_bytes
+        for one in ("dgx-h100:2", H100, "tpu-v5e:8")
+    ]
+    assert limits[0] == 0.5 * H100.device.memory_bytes
+    assert limits[1:] == [one.device.usable_memory_bytes for one in (H100, load_cluster("tpu-v5e:8"))]
+    limited = plan_for(target.step, target.example_args, cluster="dgx-h100:2", memory_per_device=6e6).plan
+    assert limited.stages[0].memory_limit_bytes == 6e6
 
 
 @pytest.mark.parametrize("text", ["much", "0", "1.5", "nan"])
@@ -28,9 +34,26 @@ def test_what_is_no_share_is_refused(text: str) -> None:
         with_given_memory(H100, {"XLA_CLIENT_MEM_FRACTION": text})
 
 
+def test_an_empty_variable_says_nothing() -> None:
+    assert with_given_memory(H100, {"XLA_CLIENT_MEM_FRACTION": ""}) == H100
+
+
 def test_a_plan_that_needs_more_than_jax_gives_says_what_to_set() -> None:
+    target = load_target("mlp-tiny")
+    plan = plan_for(target.step, target.example_args, cluster=H100, stages=2, microbatches=2).plan
     memory = H100.device.memory_bytes
-    assert memory_notes(0.74 * memory, H100) == ()
-    (note,) = memory_notes(0.801 * memory, H100)
+    assert memory_notes(plan, [0.2 * memory, 0.74 * memory], H100) == ()
+    (note,) = memory_notes(plan, [0.2 * memory, 0.801 * memory], H100)
     assert "XLA_CLIENT_MEM_FRACTION=0.81" in note
-    assert memory_notes(0.9 * load_cluster("tpu-v5e:8").device.memory_bytes, load_cluster("tpu-v5e:8")) == ()
+    chips = load_cluster("tpu-v5e:16")
+    assert memory_notes(plan, [0.9 * chips.device.memory_bytes] * 2, chips) == ()
+
+
+def test_of_a_mixed_cluster_each_stage_has_the_memory_of_its_devices() -> None:
+    mixed = load_cluster("dgx-h100:1+p3.16xlarge:1")
+    target = load_target("mlp-tiny")
+    plan = plan_for(target.step, target.example_args, cluster=mixed, stages=2, microbatches=2).plan
+    memory = [mixed.device_at(stage.devices[0]).memory_bytes for stage in plan.stages]
+    assert memory_notes(plan, [0.5 * size for size in memory], mixed) == ()
+    needed = [0.9 * size if size == max(memory) else 0.0 for size in memory]
+    assert f"of the {max(memory) / 2**30:.4g} GiB" in memory_notes(plan, needed, mixed)[0]

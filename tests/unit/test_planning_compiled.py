@@ -32,14 +32,16 @@ class Searched:
       error: what the compiler needs of what is predicted.
       least: bytes that every plan needs, as predicted.
       squeezed_from: predicted bytes from which on the compiler rematerialises by itself.
+      most: bytes that plans need at most, as predicted.
     """
 
     def __init__(
         self, planning: Planning, monkeypatch: pytest.MonkeyPatch, error: float, least: float = 0.0,
-        squeezed_from: float = inf,
+        squeezed_from: float = inf, most: float = inf,
     ) -> None:  # fmt: skip
         self.given: list[float] = []
-        self._planning, self._error, self._least, self._squeezed_from = planning, error, least, squeezed_from
+        self._planning, self._error, self._least = planning, error, least
+        self._squeezed_from, self._most = squeezed_from, most
         monkeypatch.setattr(compiled, "check_compiler", lambda cluster: None)
         monkeypatch.setattr(compiled, "target_devices", lambda cluster, plan: [])
         monkeypatch.setattr(compiled, "executable", lambda program, plan, devices: plan)
@@ -57,19 +59,25 @@ class Searched:
             plan=replace(self._planning.plan, predicted=replace(predicted, step_seconds=1e9 / self.given[-1])),
         )
 
-    def _facts(self, step: object, plan: object, *, clock_hertz: float) -> tuple[StageFacts, ...]:
-        size = self.given[-1]
+    def _facts(self, step: object, plan: object, *, cluster: Cluster) -> tuple[StageFacts, ...]:
+        size = min(self.given[-1], self._most)
         peak = inf if self._error == inf else self._error * size
-        refusals = ("out of memory",) if peak == inf else ()
-        return (
+        refusals = [("out of memory",)] if peak == inf else [()]
+        squeezed = [3 * (size >= self._squeezed_from)]
+        if peak == inf:  # a stage before it compiles, which is of no use then
+            refusals, squeezed = [(), *refusals], [5, *squeezed]
+        return tuple(
             StageFacts(
                 predicted={}, compiled={}, flops=(None, 0.0), peak_bytes=(size, peak), limit_bytes=1e9,
-                unknown_loops=0, refusals=refusals, rematerialised=3 * (size >= self._squeezed_from),
-            ),
+                unknown_loops=0, refusals=words, rematerialised=count,
+            )
+            for words, count in zip(refusals, squeezed, strict=True)
         )  # fmt: skip
 
     def found(self) -> Planning:
-        return compiled.checked_plan(self.plan, PlanOptions(), cluster=CLUSTER, tell=lambda text: None)
+        return compiled.checked_plan(
+            self.plan, PlanOptions(), cluster=CLUSTER, whole=CLUSTER, tell=lambda text: None
+        )  # fmt: skip
 
 
 def test_a_plan_that_is_too_large_is_followed_by_one_in_less_memory(
@@ -118,6 +126,14 @@ def test_nothing_that_fits_is_a_refusal(
     with pytest.raises(MemoryExceeded, match="does not fit"):
         search.found()
     assert len(search.given) <= 4
+
+
+def test_a_refused_plan_is_not_compiled_again(planning: Planning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next search has less memory than that plan takes by prediction."""
+    search = Searched(planning, monkeypatch, error=inf, most=0.3e9)
+    with pytest.raises(MemoryExceeded, match="out of memory"):
+        search.found()
+    assert search.given[1] == pytest.approx(0.8 * 0.3e9)
 
 
 def test_a_model_that_refuses_whatever_it_is_given_is_heard(

@@ -32,7 +32,7 @@ _MOVING = frozenset(
      "concatenate", "pad", "reverse", "dynamic-slice", "dynamic-update-slice", "broadcast", "convert"}
 )  # fmt: skip
 
-# Instructions that are no kernels: names of what is there, and the two ends of copies that the memory system makes.
+# Instructions that are no kernels: names of existing buffers, and the two ends of copies beside compute.
 _NO_KERNELS = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-start", "copy-done",
      "slice-start", "slice-done", "while", "conditional", "call", "partition-id", "replica-id"}

@@ -22,6 +22,7 @@ import jax
 
 from .._jax.hlo import CompiledCollective, CompiledFacts, read_compiled
 from .._jax.hlo_schedule import Schedule, in_turn, read_schedule
+from ..cluster import Cluster
 from ..plan import Plan, Stage
 from ..runtime.executable import Executable
 from ..runtime.pipeline.compiled_stages import memory_of, moved_bytes, programs_of
@@ -96,25 +97,25 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    """A program that was compiled; nothing of it is known but the words of a refusal, where there is one."""
+    """A compiled program; of one that the compiler refuses `facts` and `schedule` are None."""
 
     facts: CompiledFacts | None
     schedule: Schedule | None = None
     refusal: str | None = None
 
 
-def facts_of(step: Executable, plan: Plan, *, clock_hertz: float | None = None) -> tuple[StageFacts, ...]:
+def facts_of(step: Executable, plan: Plan, *, cluster: Cluster | None = None) -> tuple[StageFacts, ...]:
     """Compile a step's programs and read them.
 
     Args:
       step: as it runs.
       plan: that it runs by, priced.
-      clock_hertz: of devices that are not here, whose schedules are read too (0 where no clock is known); None for
-        devices that are.
+      cluster: for which programs are compiled to see whether they fit: its memory is the limit, schedules are read
+        too, and a program that is refused for want of memory is a finding. None where they are run.
     """
     if isinstance(step, PlannedStep):
-        return (_one_stage(step, plan, clock_hertz),)
-    return _stages(step, plan, clock_hertz)
+        return (_one_stage(step, plan, cluster),)
+    return _stages(step, plan, cluster)
 
 
 def _compiled(lowered: Any, *, ahead: bool) -> _Compiled:
@@ -131,14 +132,16 @@ def _compiled(lowered: Any, *, ahead: bool) -> _Compiled:
 
 
 def _of_schedule(
-    stage: Stage, programs: Sequence[tuple[_Compiled, int]], clock_hertz: float | None
+    stage: Stage, programs: Sequence[tuple[_Compiled, int]], cluster: Cluster | None
 ) -> dict[str, Any]:  # fmt: skip
-    """What `StageFacts` says of programs that are not run, each with how often a step would run it."""
+    """The schedule of a stage's programs, each with how often a step runs it, their seconds and refusals: arguments of
+    `StageFacts`."""
     refusals = tuple(one.refusal for one, _ in programs if one.refusal is not None)
-    if clock_hertz is None or refusals:
+    if cluster is None or refusals:
         return {"refusals": refusals}
     schedule = in_turn((one.schedule, runs) for one, runs in programs if one.schedule is not None)
-    seconds = schedule.cycles / clock_hertz if clock_hertz and schedule.cycles else nan
+    clock = cluster.device.clock_hertz
+    seconds = schedule.cycles / clock if clock and schedule.cycles else nan
     return {"schedule": schedule, "compute_seconds": (stage.compute_seconds, seconds)}
 
 
@@ -200,24 +203,24 @@ def _predicted_traffic(plan: Plan, number: int) -> dict[str, Traffic]:
     }
 
 
-def _one_stage(step: PlannedStep, plan: Plan, clock_hertz: float | None) -> StageFacts:
-    found = _compiled(step.lower(), ahead=clock_hertz is not None)
+def _one_stage(step: PlannedStep, plan: Plan, cluster: Cluster | None) -> StageFacts:
+    found = _compiled(step.lower(), ahead=cluster is not None)
     facts, (stage,) = found.facts, plan.stages
     return StageFacts(
         predicted=_predicted_traffic(plan, 0), compiled=compiled_traffic([(facts, 1)] if facts else []),
         flops=(stage.flops, facts.flops if facts else nan),
         peak_bytes=(stage.memory.total, float(facts.peak_bytes) if facts else inf),
-        limit_bytes=stage.memory_limit_bytes,
+        limit_bytes=_limit_bytes(stage, cluster),
         unknown_loops=facts.unknown_loops if facts else 0,
         rematerialised=facts.rematerialised if facts else 0,
-        **_of_schedule(stage, [(found, 1)], clock_hertz),
+        **_of_schedule(stage, [(found, 1)], cluster),
     )  # fmt: skip
 
 
-def _stages(step: PipelinedStep, plan: Plan, clock_hertz: float | None) -> tuple[StageFacts, ...]:
+def _stages(step: PipelinedStep, plan: Plan, cluster: Cluster | None) -> tuple[StageFacts, ...]:
     """Programs that stages share are compiled once, by JAX."""
     programs = [
-        [(one, _compiled(one.lower(), ahead=clock_hertz is not None)) for one in programs_of(step, number)]
+        [(one, _compiled(one.lower(), ahead=cluster is not None)) for one in programs_of(step, number)]
         for number in range(len(plan.stages))
     ]
     known = [[(one, found.facts) for one, found in stage if found.facts is not None] for stage in programs]
@@ -236,13 +239,18 @@ def _stages(step: PipelinedStep, plan: Plan, clock_hertz: float | None) -> tuple
             compiled=compiled_traffic((facts, one.runs) for one, facts in known[number]),
             flops=(stage.flops, sum(one.runs * facts.flops for one, facts in known[number]) if whole[number] else nan),
             peak_bytes=(predicted[number], peaks[number]),
-            limit_bytes=stage.memory_limit_bytes,
+            limit_bytes=_limit_bytes(stage, cluster),
             unknown_loops=sum(facts.unknown_loops for _, facts in known[number]),
             rematerialised=sum(facts.rematerialised for _, facts in known[number]),
-            **_of_schedule(stage, [(found, one.runs) for one, found in programs[number]], clock_hertz),
+            **_of_schedule(stage, [(found, one.runs) for one, found in programs[number]], cluster),
         )
         for number, stage in enumerate(plan.stages)
     )
+
+
+def _limit_bytes(stage: Stage, cluster: Cluster | None) -> float:
+    limit = stage.memory_limit_bytes
+    return limit if cluster is None else min(limit, cluster.device.usable_memory_bytes)
 
 
 def _held(plan: Plan) -> list[float]:

@@ -40,7 +40,7 @@ def gpu_target(device: Device) -> str:
     """The target that XLA compiles for: such a GPU, with as much memory as the cluster lets a program use.
 
     Where a program runs, JAX tells XLA the same by what its allocator has: three quarters of the memory, or what
-    XLA_PYTHON_CLIENT_MEM_FRACTION says.
+    XLA_CLIENT_MEM_FRACTION says.
 
     Args:
       device: of one of `gpu_kinds`.

@@ -47,12 +47,11 @@ def check_compiler(cluster: Cluster) -> None:
     device = host.device
     is_tpu = device.kind in tpu_kinds() and bool(host.torus)
     if not is_tpu and device.kind not in gpu_kinds():
-        tpus, gpus = ", ".join(tpu_kinds()), ", ".join(gpu_kinds())
         raise PlanError(
             refused=f"to compile for {cluster.name}", got=f"devices of kind {cluster.device_kinds}",
-            needed=f"slices of TPUs ({tpus}) or GPUs of NVIDIA ({gpus})", where="cluster=",
-            try_="a TPU preset (tpu-v5e:8), one of NVIDIA GPUs (dgx-h100:1), or `meshwright verify` without --cluster, "
-            "on the devices themselves",
+            needed=f"slices of TPUs ({', '.join(tpu_kinds())}) or one of the {len(gpu_kinds())} NVIDIA GPUs of "
+            "compilers/gpu_targets.toml", where="cluster=",
+            try_='a preset of such devices (tpu-v5e:8, dgx-h100:1), or, for devices that are here, cluster="local"',
         )  # fmt: skip
     if any(one != host for one in cluster.hosts):
         raise PlanError(

@@ -31,15 +31,20 @@ from .request import Planning, PlanOptions
 # Plans that are compiled at most.
 _ATTEMPTS = 4
 
-# The memory of the next search, beside what would be right if the next plan were off as much as this one; what a search
-# is given after a plan of which it is not known by how much it is too large, and where the model says that
-# nothing fits: it is up to half too high (docs/compilers.md). And how much more memory is worth another search.
-_SPARE, _LESS, _FURTHER, _MORE = 0.98, 0.8, 1.4, 1.1
+# The memory that the next search is given: of what would be right if its plan were off as much as this one; of what
+# this plan takes by prediction, where the compiler does not say by how much it is too large; times as much where
+# nothing fits by prediction, since predicted peaks are up to 1.5 of compiled ones (docs/compilers.md).
+_SPARE = 0.98
+_LESS = 0.8
+_FURTHER = 1.4
+
+# Less memory on top is not worth another search and compilation; chosen, not measured.
+_MORE = 1.1
 
 
 def checked_plan(
     plan: Callable[[PlanOptions], Planning], options: PlanOptions, *, cluster: Cluster, tell: Callable[[str], None],
-    devices: Sequence[jax.Device] | None = None,
+    whole: Cluster, devices: Sequence[jax.Device] | None = None,
 ) -> Planning:  # fmt: skip
     """The best plan that the compiler accepts.
 
@@ -48,6 +53,7 @@ def checked_plan(
       options: what was asked for, `cluster` aside.
       cluster: with the memory that devices may use.
       tell: called with a few words at each part of the work.
+      whole: the cluster with all memory of its devices.
       devices: those of the cluster, in its order, where they are here.
 
     Raises:
@@ -75,19 +81,22 @@ def checked_plan(
         tell(f"compiling plan {attempt + 1} for {cluster.device_kinds}")
         there = target_devices(cluster, found.plan) if devices is None else devices
         step = executable(without_effects(found.program), found.plan, there)
-        facts = facts_of(step, found.plan, clock_hertz=cluster.device.clock_hertz)
+        facts = facts_of(step, found.plan, cluster=cluster)
         found = _in_cluster(found, cluster)
-        worst = max(facts, key=lambda one: (one.peak_bytes[1] > limit, one.rematerialised, one.peak_bytes[1]))
+        worst = max(facts, key=lambda one: (len(one.refusals), one.peak_bytes[1] > limit, one.rematerialised,
+                                            one.peak_bytes[1]))  # fmt: skip
         lines.append(Considered("compiled", _words(worst, limit), seconds=found.step_seconds))
         predicted, compiled = worst.peak_bytes
         if compiled <= limit and not worst.rematerialised:
             note = f"compiled for {cluster.device_kinds}: {_words(worst, limit)}"
-            notes = (*found.plan.notes, note, *memory_notes(compiled, cluster))
+            peaks = [one.peak_bytes[1] for one in facts]
+            notes = (*found.plan.notes, note, *memory_notes(found.plan, peaks, whole))
             best, held = replace(found, plan=replace(found.plan, notes=notes)), scale
             scale = _SPARE * predicted / compiled
         else:
             too_much = scale
-            scale = _SPARE * min(predicted / compiled, scale) if limit < compiled < inf else _LESS * scale
+            is_known = limit < compiled < inf
+            scale = _SPARE * predicted / compiled if is_known else _LESS * min(scale, predicted / limit)
         if best is not None:
             scale = min(scale, (held + too_much) / 2)
         if best is not None and scale < _MORE * held:
@@ -98,7 +107,7 @@ def checked_plan(
         raise MemoryExceeded(
             refused=f"every plan that was compiled for {cluster.name}", got="; ".join(one.outcome for one in lines),
             needed="less on a device than it has", where='check="compile"',
-            try_="more devices, a smaller batch, or remat=\"layer\"",
+            try_="more devices, or a smaller batch" + ("" if options.remat == "layer" else ', or remat="layer"'),
         )  # fmt: skip
     return replace(best, considered=(*best.considered, *lines))
 

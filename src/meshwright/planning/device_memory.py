@@ -1,4 +1,4 @@
-"""What of a GPU's memory JAX gives a program: three quarters, unless the environment says otherwise.
+"""The share of a GPU's memory that JAX gives a program: three quarters, unless the environment says otherwise.
 
 Plans are made for the share that the environment names, or else that of the cluster's description; where that is more
 than JAX gives by default and a plan needs it, the plan says what to set.
@@ -7,12 +7,13 @@ than JAX gives by default and a plan needs it, the plan says what to set.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
 from ..cluster import Cluster, Host
 from ..errors import PlanError, size_words
+from ..plan import Plan
 
 # As JAX documents them (docs.jax.dev, GPU memory allocation); the second is the older name.
 _VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -29,7 +30,7 @@ def with_given_memory(cluster: Cluster, environment: Mapping[str, str] = os.envi
     Raises:
       PlanError: if what it says is no share.
     """
-    name = next((one for one in _VARIABLES if one in environment), None)
+    name = next((one for one in _VARIABLES if environment.get(one)), None)
     if cluster.device.platform != "gpu" or name is None:
         return cluster
     try:
@@ -49,16 +50,21 @@ def with_given_memory(cluster: Cluster, environment: Mapping[str, str] = os.envi
     return replace(cluster, hosts=tuple(known[id(host)] for host in cluster.hosts))
 
 
-def memory_notes(needed_bytes: float, cluster: Cluster) -> tuple[str, ...]:
+def memory_notes(plan: Plan, needed_bytes: Sequence[float], cluster: Cluster) -> tuple[str, ...]:
     """What has to be set where a plan runs, if it needs more of a GPU than JAX gives a program by default.
 
     Args:
-      needed_bytes: on the fullest device.
+      plan: for this cluster.
+      needed_bytes: on a device of each stage, all its stages together.
       cluster: with all memory of its devices.
     """
-    device = cluster.device
-    needed = needed_bytes / device.memory_bytes
-    if device.platform != "gpu" or needed <= _DEFAULT_SHARE:
+    if cluster.device.platform != "gpu":
+        return ()
+    devices = [cluster.device_at(stage.devices[0]) for stage in plan.stages]
+    shares = [size / one.memory_bytes for size, one in zip(needed_bytes, devices, strict=True)]
+    needed = max(shares)
+    device = devices[shares.index(needed)]
+    if needed <= _DEFAULT_SHARE:
         return ()
     share = min(ceil(100 * needed) / 100, max(device.usable_memory_fraction, _DEFAULT_SHARE))
     return (

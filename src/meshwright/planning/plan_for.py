@@ -99,8 +99,8 @@ def plan_for(
         search counts. Tracing comes on top, and for devices of several kinds a tenth for plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
         taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
-      check: "compile": the plan has been compiled by the compiler of these machines, which need not be here, and
-        fits (docs/compilers.md). None for the memory that is predicted.
+      check: "compile": the plan has been compiled by the compiler of these machines, which need not be here, and fits
+        (docs/compilers.md): up to four searches, each in the time limit, and compilations. None for predicted memory.
       method: the search method, by name (docs/searches.md); None for the default.
       tell: called with a few words at each part of the work.
 
@@ -120,8 +120,10 @@ def plan_for(
         found = plan_without_advice(traces, args, options, tell=tell)
         if check is not None:
             return found  # it says so of what was compiled
-        needed = MARGIN * max(held_bytes(found.plan))
-        notes = memory_notes(needed, with_given_memory(_cluster(cluster, devices)))
+        ranks = dict.fromkeys(one.devices for one in found.plan.stages)
+        held = dict(zip(ranks, held_bytes(found.plan), strict=True))
+        needed = [MARGIN * held[one.devices] for one in found.plan.stages]
+        notes = memory_notes(found.plan, needed, _cluster(cluster, devices))
         return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
     except MemoryExceeded as refused:
         tell("looking for what fits")
@@ -153,6 +155,11 @@ def plan_without_advice(
     traced = traces.seconds
     check_refine(options.refine)
     check_check(options.check)
+    if options.refine is not None and options.check is not None:
+        raise PlanError(
+            refused=f'refine="{options.refine}" and check="{options.check}"', got="both", where="check=",
+            needed="one or the other: plans that are measured have been compiled and run", try_="leaving out check=",
+        )  # fmt: skip
     if options.method is not None:
         from .method import check_method  # what most never need
 
@@ -176,7 +183,7 @@ def plan_without_advice(
         predicted = replace(options, devices=None, check=None)
         found = checked_plan(
             lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted, cluster=asked.cluster,
-            tell=tell, devices=_devices_here(options),
+            tell=tell, whole=_cluster(options.cluster, options.devices), devices=_devices_here(options),
         )  # fmt: skip
         return _timed(found, traces.seconds - traced, time.perf_counter() - start)
     preset = asked.preset
@@ -222,7 +229,6 @@ def request_of(
     where = _cluster(options.cluster, options.devices)
     preset, stages, schedule = options.preset, options.stages, options.schedule
     _check_types(where, options.pins, preset)
-    where = with_given_memory(where)
     check_time_limit(options.time_limit_seconds)
     check_batch_axis(args, options.batch_axis)
     check_remat(options.remat)
@@ -260,11 +266,14 @@ def request_of(
 
 
 def _cluster(cluster: Any, devices: Any) -> Any:
-    """The cluster, as it is called and on these devices."""
+    """The cluster, as it is called and on these devices. One that is called by name has the memory that the environment
+    gives programs; another says itself what they may use."""
     if devices is None:
-        return load_cluster(cluster) if isinstance(cluster, str) else cluster
+        return with_given_memory(load_cluster(cluster)) if isinstance(cluster, str) else cluster
     named = named_devices(devices)
-    found = cluster_of(named) if cluster == "local" else load_cluster(cluster) if isinstance(cluster, str) else cluster
+    found = cluster
+    if isinstance(cluster, str):
+        found = with_given_memory(cluster_of(named) if cluster == "local" else load_cluster(cluster))
     if isinstance(found, Cluster) and found.num_devices != len(named):
         raise PlanError(
             refused="the devices", got=str(len(named)), needed=f"the {found.num_devices} of cluster {found.name}",

@@ -32,6 +32,7 @@ from ..compilers.facts import facts_of, sent_of
 from ..errors import PlanError
 from ..plan import Plan
 from ..plan.io import load_plan
+from ..planning.device_memory import with_given_memory
 from ..planning.plan_for import plan_for
 from ..program.effects import without_effects
 from ..program.trace import Program
@@ -58,7 +59,7 @@ def verify(
 ) -> Verification:
     """Plan a target for the local devices, compile it, run it, and read what it really does.
 
-    For a cluster that is not here it is compiled by that machine's own compiler, and not run.
+    For a cluster that is not here the plan's programs are compiled by that machine's own compiler, and not run.
 
     Args:
       target: what to run, as `targets.load_target` gives it.
@@ -75,9 +76,8 @@ def verify(
         is not one for this target.
     """
     if cluster is not None:
-        return _ahead(
-            target, load_cluster(cluster) if isinstance(cluster, str) else cluster, devices, plan, tell, options
-        )
+        there = with_given_memory(load_cluster(cluster)) if isinstance(cluster, str) else cluster
+        return _ahead(target, there, devices, plan, tell, options)
     tell("planning")
     program, plan, planned = _planned(target, None, devices, plan, options)
     program = without_effects(program)
@@ -137,11 +137,20 @@ def _ahead(
     if devices is not None:
         raise PlanError(
             refused=f"devices={devices}", got=f"the cluster {cluster.name} as well", needed="one or the other",
-            where="verify", try_="a cluster of as many devices, such as tpu-v5e:8",
+            where="verify", try_="leaving out devices=, with as many in the cluster's name",
         )  # fmt: skip
     check_compiler(cluster)
     tell("planning")
     program, plan, planned = _planned(target, cluster, devices, plan, options)
+    kinds = {one.device_kind for one in plan.stages} - {"", cluster.device_kinds}
+    if kinds:
+        raise PlanError(
+            refused=f"to compile the plan for {cluster.name}", got=f"a plan for {', '.join(sorted(kinds))}",
+            needed=f"one for {cluster.device_kinds}: memory and times are theirs", where="plan=",
+            try_="the cluster that it was planned for, or planning again",
+        )  # fmt: skip
+    if (limit := options.get("memory_per_device")) is not None:
+        cluster = cluster.with_memory_limit(limit)
     if plan.num_devices > cluster.num_devices:
         raise PlanError(
             refused=f"to compile the plan for {cluster.name}", got=f"a plan for {plan.num_devices} devices",
@@ -151,7 +160,7 @@ def _ahead(
     step = executable(without_effects(program), plan, target_devices(cluster, plan))
     tell(f"compiling for {cluster.device_kinds}")
     begun = time.perf_counter()
-    stages = facts_of(step, plan, clock_hertz=cluster.device.clock_hertz)
+    stages = facts_of(step, plan, cluster=cluster)
     return Verification(
         target=target.name, plan=plan, planning=planned, stages=stages, sent=sent_of(step, plan), steps=0,
         reference=f"compiled for {cluster.device_kinds}, and not run", starts=(), step_seconds=math.nan,

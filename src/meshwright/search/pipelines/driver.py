@@ -435,8 +435,8 @@ class StageSearch:
     def _interleave(self, counts: Sequence[int] | None, *, again: bool = False) -> None:
         """Try interleaved plans whose estimate beats the incumbent, in these numbers of microbatches or all; in a
         repeated run as far as time allows."""
-        for count in self.costs.all if counts is None else map(self.costs, counts):
-            count.forget_estimates()  # what takes too long for a stage alone may do for one of several
+        for costs in self.costs.all if counts is None else map(self.costs, counts):
+            costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
             counts, self.bounds.looked_at, below_seconds=self.best.simulated, costs_in=self.costs,
             scheduled=self._scheduled, late=lambda: self.deadline.over or (again and self.deadline.late),
