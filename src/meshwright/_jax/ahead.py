@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,6 +45,11 @@ def tpu_kinds() -> tuple[str, ...]:
     return tuple(_TPUS)
 
 
+def _has_tpus() -> bool:
+    """Whether this machine has TPUs: what their own start reads in the environment must not be changed."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ("accel[0-9]*", "vfio/[0-9]*"))
+
+
 def tpu_devices(kind: str, torus: Sequence[int], wraps: Sequence[bool], slices: int) -> tuple[jax.Device, ...]:
     """The chips of slices of a TPU, slice by slice, each in the row-major order of its torus.
 
@@ -53,8 +59,9 @@ def tpu_devices(kind: str, torus: Sequence[int], wraps: Sequence[bool], slices: 
       wraps: of each dim, whether it closes to a ring.
       slices: of that shape.
     """
-    for name, value in _LIBTPU.items():
-        os.environ.setdefault(name, value)
+    if not _has_tpus():
+        for name, value in _LIBTPU.items():
+            os.environ.setdefault(name, value)
     name, bounds = _TPUS[kind]
     dims = (*torus, *(1,) * (3 - len(torus)))
     rings = (*wraps, *(False,) * (3 - len(wraps)))

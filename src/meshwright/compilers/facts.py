@@ -23,6 +23,7 @@ import jax
 from .._jax.hlo import CompiledCollective, CompiledFacts, read_compiled
 from .._jax.hlo_schedule import Schedule, in_turn, read_schedule
 from ..cluster import Cluster
+from ..errors import PlanError
 from ..plan import Plan, Stage
 from ..runtime.executable import Executable
 from ..runtime.pipeline.compiled_stages import memory_of, moved_bytes, programs_of
@@ -123,8 +124,14 @@ def _compiled(lowered: Any, *, ahead: bool) -> _Compiled:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         words = str(error).partition("\n")[0]
-        if not ahead or "RESOURCE_EXHAUSTED" not in words:
+        if not ahead:
             raise
+        if "RESOURCE_EXHAUSTED" not in words:
+            raise PlanError(
+                refused="to compile the plan", got=f"an error of the compiler: {words:.300}",
+                needed="programs that it can compile", where="a stage's program",
+                try_="another plan (--stages, --microbatches, --mesh), and reporting this one",
+            ) from error  # fmt: skip
         return _Compiled(facts=None, refusal=words.removeprefix("RESOURCE_EXHAUSTED: "))
     return _Compiled(
         facts=read_compiled(compiled), schedule=read_schedule(compiled.as_text()) if ahead else None
