@@ -203,11 +203,7 @@ def check_refine(refine: Any) -> None:
     Raises:
       PlanError: for anything but None and "measure".
     """
-    if refine not in (None, "measure"):
-        raise PlanError(
-            refused="the refinement", got=repr(refine), needed='"measure", or None for none', where="refine=",
-            try_='refine="measure"',
-        )  # fmt: skip
+    _check_word("refinement", "refine", refine, "measure")
 
 
 def check_check(check: Any) -> None:
@@ -216,10 +212,14 @@ def check_check(check: Any) -> None:
     Raises:
       PlanError: for anything but None and "compile".
     """
-    if check not in (None, "compile"):
+    _check_word("check", "check", check, "compile")
+
+
+def _check_word(what: str, option: str, value: Any, word: str) -> None:
+    if value not in (None, word):
         raise PlanError(
-            refused="the check", got=repr(check), needed='"compile", or None for none', where="check=",
-            try_='check="compile"',
+            refused=f"the {what}", got=repr(value), needed=f'"{word}", or None for none', where=f"{option}=",
+            try_=f'{option}="{word}"',
         )  # fmt: skip
 
 
