@@ -39,8 +39,9 @@ import jax
 from meshwright.cluster import load_cluster
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.plan import Plan
-from meshwright.planning.any_stages import plan_in_stages
-from meshwright.planning.plan_for import plan_without_advice, request_of
+from meshwright.planning.checks import request_of
+from meshwright.planning.parts import plan_in_stages
+from meshwright.planning.plan_for import plan_without_advice
 from meshwright.planning.refine import MARGIN, held_bytes
 from meshwright.planning.request import Planning, PlanOptions
 from meshwright.presets import Preset
@@ -189,8 +190,8 @@ def faster(traces: Traces, args: Sequence[Any], options: PlanOptions, *, than_se
       NothingFaster: if it has no plan that is as fast.
       PlanError: if the preset does not apply, or nothing fits.
     """
-    asked, stages = request_of(traces, args, options, started=time.perf_counter())
-    return Planning.of(plan_in_stages(asked, stages, faster_than_seconds=than_seconds), asked.cluster)
+    asked = request_of(traces, args, options, started=time.perf_counter())
+    return Planning.of(plan_in_stages(replace(asked, faster_than_seconds=than_seconds)), asked.cluster)
 
 
 def described(preset: Preset, planning: Planning) -> dict[str, Any]:

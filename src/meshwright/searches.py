@@ -16,8 +16,8 @@ from typing import Any
 
 from .cluster import Cluster
 from .errors import PlanError
+from .planning.checks import request_of
 from .planning.method import choice_words, space_of
-from .planning.plan_for import request_of
 from .planning.request import PlanOptions
 from .program.traces import traces_of
 from .report.curves import Curve, curves_svg
@@ -112,10 +112,10 @@ def run_searches(
     searches = [search_named(name) for name in (SEARCH_NAMES if methods is None else methods)]
     wanted: dict[str, Any] = {"stages": None, **options}
     asked_for = PlanOptions(cluster=cluster, time_limit_seconds=time_limit_seconds, **wanted)
-    asked, stages = request_of(traces_of(step), args, asked_for, started=perf_counter(), tell=tell)
+    asked = request_of(traces_of(step), args, asked_for, started=perf_counter(), tell=tell)
     asked.expectations.give_up()  # every number of microbatches is traced: nothing has to be searched again
     tell("tracing")
-    space = space_of(asked, stages)
+    space = space_of(asked)
     found = []
     for search in searches:
         found.append(_searched(search, Space(space.request), time_limit_seconds, seed, tell))

@@ -14,8 +14,7 @@ from one_device import assert_equal_trees
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.planning import measured as refine_module
-from meshwright.planning.candidates import MOST
-from meshwright.planning.measured import step_seconds
+from meshwright.planning.measured import MOST, step_seconds
 from meshwright.runtime.executable import Executable, executable
 
 WIDTH = 32

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 
 import meshwright as mw
 from meshwright.cluster import Cluster, Host, host_orders, load_cluster
+from meshwright.planning.checks import request_of
 from meshwright.planning.microbatch_counts import microbatch_counts
-from meshwright.planning.plan_for import plan_without_advice, request_of
+from meshwright.planning.plan_for import plan_without_advice
 from meshwright.planning.programs import StepPrograms
 from meshwright.planning.refine import MARGIN, held_bytes, usable_bytes, written_out
 from meshwright.planning.request import Planning, PlanOptions
@@ -171,12 +172,12 @@ class EveryPlan:
 
     def _spaces(self) -> Iterator[Space]:
         """Of all that planning may choose from, in the memory that it counts on before it knows of a plan."""
-        asked, _ = request_of(self._traces, self._args, self._options, started=time.perf_counter())
+        asked = request_of(self._traces, self._args, self._options, started=time.perf_counter())
         asked.expectations.give_up()  # every number of microbatches is traced
         for order in host_orders(asked.cluster):
             ordered = replace(asked, cluster=order.cluster)
-            programs = StepPrograms(ordered, None, microbatch_counts(ordered))
-            yield Space(stage_request(ordered, None, programs), reserve=MissedMemory(MARGIN), gap=_GAP)
+            programs = StepPrograms(ordered, microbatch_counts(ordered))
+            yield Space(stage_request(ordered, programs), reserve=MissedMemory(MARGIN), gap=_GAP)
 
     @cached_property
     def plans(self) -> tuple[Simulated, ...]:
@@ -202,7 +203,7 @@ class EveryPlan:
         if stages not in self._planned:
             options = replace(self._options, stages=stages)
             # Of all devices: plans that leave the slower ones idle are not among those that are known here.
-            with patch("meshwright.planning.kinds.told_apart", lambda cluster: ()):
+            with patch("meshwright.planning.parts.told_apart", lambda cluster: ()):
                 self._planned[stages] = plan_without_advice(self._traces, self._args, options)
         return self._planned[stages]
 

@@ -12,6 +12,7 @@ import pytest
 from every_plan import EveryPlan, cluster_of, perceptron
 
 from meshwright.errors import MemoryExceeded
+from meshwright.search.result import plan_words
 from meshwright.zoo import gpt
 
 ROUNDING = 1e-6
@@ -131,7 +132,7 @@ def refuted(of: EveryPlan, stages: int | None) -> str:
     if best.counted_seconds >= (1 - ROUNDING) * least:
         return ""
     less = 1 - best.counted_seconds / least
-    words = f"{found.as_alternative.what}, {found.step_seconds:.6g} s, gap {predicted.optimality_gap:.3%}"
+    words = f"{plan_words(found.plan)}, {found.step_seconds:.6g} s, gap {predicted.optimality_gap:.3%}"
     return f"-{less:.2%} of the bound of {words}: {best}"
 
 

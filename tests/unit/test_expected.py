@@ -95,7 +95,8 @@ def test_one_is_traced_if_none_has_been() -> None:
 
 def request(traces: Traces, args: Any) -> Any:
     return SimpleNamespace(
-        traces=traces, args=args, batch_axis=0, schedule=None, preset=None, cluster=load_cluster("p3.16xlarge:1"),
+        traces=traces, args=args, batch_axis=0, stages=None, schedule=None, preset=None,
+        cluster=load_cluster("p3.16xlarge:1"),
         expectations=Expectations(), tell=lambda text: None,
         program=lambda count: traces.program(args, microbatches=count),
         is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
@@ -107,7 +108,7 @@ def test_a_number_that_says_nothing_is_followed_by_one_that_does() -> None:
     target = zoo.registry.build("gpt-tiny", global_batch=16)
     traces, args = Traces(target.step), (target.example_state, target.example_batch)
     asked = request(traces, args)
-    programs = StepPrograms(asked, None, [1, 2, 4, 8, 16])
+    programs = StepPrograms(asked, [1, 2, 4, 8, 16])
     for count in (16, 2, 8):
         assert programs[count].microbatches == count
     traced = [count for count in (1, 2, 4, 8, 16) if asked.is_traced(count)]
@@ -133,7 +134,7 @@ def test_two_that_are_alike_are_extrapolated_where_the_fewest_microbatches_are_m
     batch = {"x": jax.ShapeDtypeStruct((64, 32), jnp.float32), "mask": jax.ShapeDtypeStruct((64,), jnp.bool_)}
     traces, args = Traces(step), (weights, batch)
     asked = request(traces, args)
-    programs = StepPrograms(asked, None, [1, 2, 4, 8, 16])
+    programs = StepPrograms(asked, [1, 2, 4, 8, 16])
     for count in (4, 8, 16, 2):
         assert programs[count].layers == programs[4].layers
     assert programs[1].layers != programs[4].layers

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
-from meshwright.planning.stages import check_stages
+from meshwright.planning.checks import check_stages
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
 from meshwright.schedule import interleaved_one_f_one_b

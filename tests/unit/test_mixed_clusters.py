@@ -15,8 +15,8 @@ from meshwright import value_and_grad
 from meshwright.cluster import Cluster, Device, Host, Link, host_orders, load_cluster, one_kind_alone
 from meshwright.errors import MemoryExceeded
 from meshwright.plan.io import plan_from_dict, plan_to_dict
-from meshwright.planning import kinds, plan_for as planning_module
-from meshwright.planning.kinds import told_apart
+from meshwright.planning import checks, parts
+from meshwright.planning.parts import told_apart
 from meshwright.planning.plan_for import plan_for
 from meshwright.presets import gpipe
 from meshwright.program.staged import StagedProgram, staged_program
@@ -212,24 +212,24 @@ def test_of_two_kinds_that_are_faster_alone_one_has_the_plan(monkeypatch: pytest
     known = plan_for(chain, ARGS, cluster=cluster_of(host(FAST)))
     seconds = {"1 x fast": 2e-3, "1 x slow": 1e-3, "mixed": 3e-3}
 
-    def found(asked: Any, stages: int | None, *, faster_than_seconds: float) -> Any:
+    def found(asked: Any) -> Any:
         if asked.cluster.name == "1 x small":
             raise MemoryExceeded(refused="it", got="1", needed="2", where="here", try_="more")
-        if seconds[asked.cluster.name] >= faster_than_seconds:
-            raise NothingFaster(faster_than_seconds, ())
+        if seconds[asked.cluster.name] >= asked.faster_than_seconds:
+            raise NothingFaster(asked.faster_than_seconds, ())
         predicted = replace(known.plan.predicted, step_seconds=seconds[asked.cluster.name])
         plan = replace(known.plan, predicted=predicted, notes=())
         return SearchResult(plan=plan, considered=(), program=known.program)
 
-    monkeypatch.setattr(kinds, "plan_in_stages", found)
-    monkeypatch.setattr(kinds, "may_have_replicas", lambda asked, stages: False)
+    monkeypatch.setattr(parts, "plan_in_stages", found)
+    monkeypatch.setattr(parts, "may_have_replicas", lambda asked: False)
     plan = plan_for(chain, ARGS, cluster=cluster, stages=None)
     assert [note for note in plan.plan.notes if "alone" in note] == [
         "2 devices are idle: 1 x slow alone are faster than all"
     ]
     assert plan.plan.stages[0].devices == (1,)
     with monkeypatch.context() as patched:  # every process that runs a step has to have a part in its plan
-        patched.setattr(planning_module, "process_count", lambda: 3)
+        patched.setattr(checks, "process_count", lambda: 3)
         run = plan_for(chain, ARGS, cluster=cluster, stages=None, devices=jax.devices()[:3])
     assert run.step_seconds == 3e-3
     assert [note for note in run.plan.notes if "alone" in note] == [

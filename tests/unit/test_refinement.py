@@ -138,5 +138,5 @@ def test_advice_is_of_plans_that_were_counted() -> None:
     for notes, advised in (((), True), ((NOT_COUNTED,), False)):
         plan = replace(found().plan, notes=notes)
         given: Any = SimpleNamespace(plan=plan)
-        advice = with_advice(refused, lambda _, given=given: given, options, None, 4, time.perf_counter())
+        advice = with_advice(refused, lambda _, given=given: given, options, 4, time.perf_counter())
         assert ("which fits" in advice.try_) == advised

@@ -14,8 +14,9 @@ import pytest
 from meshwright import cli, zoo
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
+from meshwright.planning.checks import request_of
 from meshwright.planning.method import choice_words, space_of
-from meshwright.planning.plan_for import plan_for, request_of
+from meshwright.planning.plan_for import plan_for
 from meshwright.planning.refine import Refinement
 from meshwright.planning.request import PlanOptions
 from meshwright.program.traces import traces_of
@@ -37,8 +38,8 @@ def space(name: str, stages: int | None, **options: Any) -> tuple[Space, Any]:
     target = zoo.build(name, global_batch=8)
     args = target.example_state, target.example_batch
     asked_for = PlanOptions(cluster=CLUSTER, stages=stages, microbatches=2, **options)
-    asked, stages = request_of(traces_of(target.step), args, asked_for, started=0.0)
-    return space_of(asked, stages), target
+    asked = request_of(traces_of(target.step), args, asked_for, started=0.0)
+    return space_of(asked), target
 
 
 @pytest.mark.parametrize("name", ["mlp-tiny", "gpt-tiny"])

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import MemoryExceeded, PlanError, size_words
-from ..presets import Preset, leaner
+from ..presets import Preset, leaner, parse_preset
 from .refine import NOT_COUNTED
 from .request import Planning, PlanOptions
 
@@ -21,21 +21,19 @@ _MOST_SECONDS = 20.0
 
 
 def with_advice(
-    refused: MemoryExceeded, plan: Callable[[PlanOptions], Planning], options: PlanOptions, preset: Preset | None,
-    devices: int, seconds: float,
-) -> MemoryExceeded:  # fmt: skip
+    refused: MemoryExceeded, plan: Callable[[PlanOptions], Planning], options: PlanOptions, devices: int, seconds: float
+) -> MemoryExceeded:
     """The refusal with what does fit, if that is soon found.
 
     Args:
       refused: a request that does not fit.
       plan: finds a plan under other options.
       options: of the request.
-      preset: with all its sizes, or None.
       devices: of the cluster.
       seconds: that may be spent.
     """
     until = time.perf_counter() + min(seconds, _MOST_SECONDS)
-    for words, changed in _relaxed(options, preset, devices):
+    for words, changed in _relaxed(options, devices):
         left = until - time.perf_counter()
         if left <= 0:
             break
@@ -51,20 +49,20 @@ def with_advice(
     return refused
 
 
-def _relaxed(options: PlanOptions, preset: Preset | None, devices: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _relaxed(options: PlanOptions, devices: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes of a request that need less memory: in words, and as options."""
-    count, remat = options.microbatches, options.remat
+    preset, count, remat = options.preset, options.microbatches, options.remat
     if count is not None:
         yield "leaving out microbatches=", {"microbatches": None}
     if remat == "none":
         yield 'remat="layer"', {"remat": "layer"}
     if preset is not None:
-        for other in leaner(preset, devices):
+        others: list[Preset] = list(leaner((parse_preset(preset) if isinstance(preset, str) else preset).on(devices)))
+        for other in others:
             yield f"preset={str(other)!r}", {"preset": other}
-        for other in leaner(preset, devices):
-            if count is not None or remat == "none":
-                changed = {"preset": other, "microbatches": None, "remat": None}
-                yield f"preset={str(other)!r} without microbatches= and remat=", changed
+        for other in others if count is not None or remat == "none" else ():
+            changed = {"preset": other, "microbatches": None, "remat": None}
+            yield f"preset={str(other)!r} without microbatches= and remat=", changed
         yield "leaving out preset=", {"preset": None, "stages": None}
         return
     for name in ("zero", "mesh", "submeshes"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite
 
-from ..search.intra.parameters import parameter_infos
 from ..search.one_stage.driver import GAP, OneStageSearch
-from ..search.one_stage.plan import SearchRequest
+from ..search.one_stage.plan import SearchRequest, StepRequests
 from ..search.one_stage.ways import Variant
 from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
@@ -23,9 +22,9 @@ from .request import PlanRequest
 _FEW = 4
 
 
-def plan_one_stage(asked: PlanRequest, *, faster_than_seconds: float = inf) -> SearchResult:
-    """The fastest plan of one stage; everything as of `OneStagePlanner.plan`."""
-    return OneStagePlanner(asked).plan(faster_than_seconds=faster_than_seconds)
+def plan_one_stage(asked: PlanRequest) -> SearchResult:
+    """The fastest plan of one stage; errors as of `OneStagePlanner.plan`."""
+    return OneStagePlanner(asked).plan(asked.faster_than_seconds)
 
 
 class OneStagePlanner:
@@ -38,7 +37,7 @@ class OneStagePlanner:
 
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
         self._asked = asked
-        self._search = OneStageSearch(_Requests(asked), tell=asked.tell, gap=gap)
+        self._search = OneStageSearch(_requests(asked), tell=asked.tell, gap=gap)
         self._refinement = Refinement(asked)
 
     @property
@@ -47,13 +46,13 @@ class OneStagePlanner:
         return self._refinement.spare_seconds < 0
 
     def plan(
-        self, *, faster_than_seconds: float = inf, time_limit_seconds: float | None = None, attempts: int = ATTEMPTS
+        self, faster_than_seconds: float, *, time_limit_seconds: float = inf, attempts: int = ATTEMPTS
     ) -> SearchResult:
         """The fastest plan.
 
         Args:
           faster_than_seconds: a plan whose step takes longer is not wanted.
-          time_limit_seconds: for all searches; None for what is left of the request's.
+          time_limit_seconds: for all searches, beside that of the request.
           attempts: how many plans may turn out to be too large.
 
         Raises:
@@ -61,7 +60,7 @@ class OneStagePlanner:
           NothingFaster: if no plan is that fast.
         """
         asked, device = self._asked, self._asked.cluster.device
-        until = time.perf_counter() + (inf if time_limit_seconds is None else time_limit_seconds)
+        until = time.perf_counter() + time_limit_seconds
 
         def find(missed: MissedMemory, seconds: float) -> SearchResult:
             self._search.deadline = min(time.perf_counter() + seconds, until)
@@ -81,39 +80,24 @@ class OneStagePlanner:
 def fits_in_few(asked: PlanRequest) -> bool:
     """Whether a device may hold its share of the batch, in few microbatches, with nothing computed again. One stage is
     soon planned then: many microbatches are of no use, and memory does not bind much."""
-    requests = _Requests(asked)
+    requests = _requests(asked)
     first = next(iter(requests))
     most = max(count for count in requests if count <= max(_FEW, first))
     usable = asked.cluster.device.usable_memory_bytes / MARGIN
     return Variant(requests[first], "none").least_bytes(most) <= usable
 
 
-class _Requests(Mapping[int, SearchRequest]):
-    """The step in each number of microbatches that may be considered, traced when it is asked for.
+def _requests(asked: PlanRequest) -> StepRequests:
+    """The step in each number of microbatches that may be considered; asking raises PlanError where it cannot be cut
+    so."""
+    first = asked.program(asked.microbatches if asked.microbatches is not None else 1)
+    counts = microbatch_counts(asked)
+    return StepRequests(counts if first.marked else counts[:1], partial(_request, asked))
 
-    Raises:
-      PlanError: on asking, if the step cannot be cut so.
-    """
 
-    def __init__(self, asked: PlanRequest) -> None:
-        self._asked = asked
-        first = asked.program(asked.microbatches if asked.microbatches is not None else 1)
-        counts = microbatch_counts(asked)
-        self._counts = counts if first.marked else counts[:1]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._counts)
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __getitem__(self, count: int) -> SearchRequest:
-        asked = self._asked
-        asked.tell("tracing" if count == 1 else f"tracing {count} microbatches")
-        program = asked.program(count)
-        return SearchRequest(
-            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program),
-            cluster=asked.cluster, microbatches=count, mesh=asked.mesh, constraints=asked.constraints_in(program),
-            remat=asked.remat,
-            carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims,
-        )  # fmt: skip
+def _request(asked: PlanRequest, count: int) -> SearchRequest:
+    asked.tell("tracing" if count == 1 else f"tracing {count} microbatches")
+    program = asked.program(count)
+    return SearchRequest.of(
+        program, cluster=asked.cluster, mesh=asked.mesh, constraints=asked.constraints_in(program), remat=asked.remat
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,33 +12,20 @@ from jax import devices as devices_of_jax, process_count
 from .._jax.context import no_mesh
 from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
-from ..cluster import Cluster, cluster_of, load_cluster
+from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError
 from ..plan.row_notes import row_notes
-from ..presets import Preset, check_free, parse_preset
+from ..presets import Preset
 from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
-from ..search.pipelines.request import check_remat
-from ..search.restrictions.constraints import Constraints
 from .advice import with_advice
-from .device_memory import memory_notes, with_given_memory
-from .kinds import plan_for_kinds
+from .checks import check_trials, cluster_asked, request_of
+from .device_memory import memory_notes
 from .microbatch_counts import microbatch_counts
+from .parts import plan_for_kinds
 from .refine import MARGIN, held_bytes
 from .replicated_work import replicated_work
-from .request import (
-    DEFAULT_METHOD,
-    Planning as Planning,
-    PlanOptions,
-    PlanRequest,
-    check_batch_axis,
-    check_check,
-    check_refine,
-    check_time_limit,
-    checked_submeshes,
-    mesh_argument,
-)
-from .stages import check_stages
+from .request import DEFAULT_METHOD, Planning as Planning, PlanOptions, PlanRequest
 from .storage_notes import storage_notes
 
 
@@ -115,24 +102,19 @@ def plan_for(
     )  # fmt: skip
     bound = bound_to_static(step, args)
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
-    args = bound.args
     try:
-        found = plan_without_advice(traces, args, options, tell=tell)
+        found = plan_without_advice(traces, bound.args, options, tell=tell)
         if check is not None:
             return found  # it says so of what was compiled
         ranks = dict.fromkeys(one.devices for one in found.plan.stages)
         held = dict(zip(ranks, held_bytes(found.plan), strict=True))
         needed = [MARGIN * held[one.devices] for one in found.plan.stages]
-        notes = memory_notes(found.plan, needed, _cluster(cluster, devices))
-        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, *notes)))
+        return found.noted(*memory_notes(found.plan, needed, cluster_asked(options)))
     except MemoryExceeded as refused:
         tell("looking for what fits")
-        where = _cluster(cluster, devices)
-        given = parse_preset(preset) if isinstance(preset, str) else preset
         raise with_advice(
-            refused, lambda changed: plan_without_advice(traces, args, changed), options,
-            given.on(where.num_devices) if given is not None else None, where.num_devices,
-            time_limit_seconds - (time.perf_counter() - started),
+            refused, lambda changed: plan_without_advice(traces, bound.args, changed), options,
+            cluster_asked(options).num_devices, time_limit_seconds - (time.perf_counter() - started),
         ) from refused  # fmt: skip
 
 
@@ -140,153 +122,66 @@ def plan_without_advice(
     step: Callable[..., Any], args: Sequence[Any], options: PlanOptions, *,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:  # fmt: skip
-    """As `plan_for`, whose refusals for memory do not say what would fit instead.
-
-    Args:
-      step: as there.
-      args: as there.
-      options: as there.
-      tell: as there.
-
-    Raises:
-      PlanError: as there.
-    """
+    """As `plan_for`, whose arguments these are; refusals for memory do not say what would fit instead."""
     start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
-    check_refine(options.refine)
-    check_check(options.check)
-    if options.refine is not None and options.check is not None:
-        raise PlanError(
-            refused=f'refine="{options.refine}" and check="{options.check}"', got="both", where="check=",
-            needed="one or the other: plans that are measured have been compiled and run", try_="leaving out check=",
-        )  # fmt: skip
-    if options.method is not None:
-        from .method import check_method  # what most never need
+    check_trials(options)
+    asked = request_of(traces, args, options, started=start, tell=tell)
+    if options.refine is not None or options.check is not None:
+        found = _tried(traces, args, options, asked)
+    elif options.method in (None, DEFAULT_METHOD):
+        found = _with_notes(asked, Planning.of(plan_for_kinds(asked), asked.cluster))
+    else:
+        from .method import plan_by_method  # what most never need
 
-        check_method(options)
-    asked, stages = request_of(traces, args, options, started=start, tell=tell)
+        found = _with_notes(asked, Planning.of(plan_by_method(asked, options.method), asked.cluster))
+    seconds, trace_seconds = time.perf_counter() - start, traces.seconds - traced
+    # What is no tracing is for the search.
+    return replace(found, seconds=seconds, trace_seconds=trace_seconds, solve_seconds=seconds - trace_seconds)
+
+
+def _tried(traces: Traces, args: Sequence[Any], options: PlanOptions, asked: PlanRequest) -> Planning:
+    """The best plan by the devices or by the compiler, beside by prediction."""
+    predicted = replace(options, devices=None, refine=None, check=None)
+
+    def plan(changed: PlanOptions) -> Planning:
+        return plan_without_advice(traces, args, changed, tell=asked.tell)
+
     if options.refine is not None:
         from ..calibrate.origin import check_origin  # a tenth of a second, which most never need
         from .measured import measured_best
 
-        where = asked.cluster
-        check_origin(where)
-        predicted = replace(options, cluster=where, devices=None, memory_per_device=None, refine=None)
-        found = measured_best(
-            lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted,
-            traces=traces, args=args, cluster=where, tell=tell, devices=options.devices,
-        )  # fmt: skip
-        return _timed(found, traces.seconds - traced, time.perf_counter() - start)
-    if options.check is not None:
-        from .compiled import checked_plan  # a runtime, which most never need
+        check_origin(asked.cluster)
+        predicted = replace(predicted, cluster=asked.cluster, memory_per_device=None)
+        return measured_best(plan, predicted, asked, devices=options.devices)
+    from .compiled import checked_plan  # a runtime, which most never need
 
-        predicted = replace(options, devices=None, check=None)
-        found = checked_plan(
-            lambda changed: plan_without_advice(traces, args, changed, tell=tell), predicted, cluster=asked.cluster,
-            tell=tell, whole=_cluster(options.cluster, options.devices), devices=_devices_here(options),
-        )  # fmt: skip
-        return _timed(found, traces.seconds - traced, time.perf_counter() - start)
-    preset = asked.preset
-    if options.method not in (None, DEFAULT_METHOD):
-        from .method import plan_by_method
+    # The devices to plan for, where they are those of this process.
+    named = options.devices
+    here = (options.cluster == "local" or named is not None) and process_count() == 1
+    devices = (devices_of_jax() if named is None else named_devices(named)) if here else None
+    return checked_plan(
+        plan, predicted, cluster=asked.cluster, tell=asked.tell, whole=cluster_asked(options), devices=devices
+    )
 
-        found = Planning.of(plan_by_method(asked, stages, options.method), asked.cluster)
-    else:
-        found = Planning.of(plan_for_kinds(asked, stages), asked.cluster)
-    notes = (*found.plan.notes, *found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
-    notes += storage_notes(found.plan, asked.constraints.zero, preset)
+
+def _with_notes(asked: PlanRequest, found: Planning) -> Planning:
+    """A plan with what there is to say of it."""
+    preset, plan = asked.preset, found.plan
+    notes = (*found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
+    notes += storage_notes(plan, asked.constraints.zero, preset)
     notes += replicated_work(asked, found, asked.constraints_in(found.program).roles)
-    if asked.schedule is not None and len(found.plan.stages) == 1:
+    if asked.schedule is not None and len(plan.stages) == 1:
         searched = any(one.what == "several stages" for one in found.considered)
         why = "one stage is faster than several (stages=2 for two)" if searched else "the plan can have one stage only"
         notes += (f"the schedule {asked.schedule} is not used: {why}",)
-    notes += effect_notes(found.program, found.plan.schedule)
-    notes += row_notes(found.plan)
-    if options.microbatches is None and found.plan.microbatches == 1 and len(found.plan.stages) > 1:
+    notes += effect_notes(found.program, plan.schedule)
+    notes += row_notes(plan)
+    if asked.microbatches is None and plan.microbatches == 1 and len(plan.stages) > 1:
         notes += _why_one_microbatch(asked)
-    if asked.is_traced(found.plan.microbatches):
-        asked.program(found.plan.microbatches, warn=True)
-    found = replace(found, plan=replace(found.plan, notes=notes))
-    return _timed(found, traces.seconds - traced, time.perf_counter() - start)
-
-
-def request_of(
-    traces: Traces, args: Sequence[Any], options: PlanOptions, *, started: float,
-    tell: Callable[[str], None] = lambda text: None,
-) -> tuple[PlanRequest, int | None]:  # fmt: skip
-    """What a user asks for, checked, and the number of stages; None to choose.
-
-    Args:
-      traces: of the step.
-      args: as of `plan_for`.
-      options: as there.
-      started: when the work began, by `time.perf_counter`.
-      tell: as there.
-
-    Raises:
-      PlanError: if something is wrong with it.
-    """
-    where = _cluster(options.cluster, options.devices)
-    preset, stages, schedule = options.preset, options.stages, options.schedule
-    _check_types(where, options.pins, preset)
-    check_time_limit(options.time_limit_seconds)
-    check_batch_axis(args, options.batch_axis)
-    check_remat(options.remat)
-    if options.memory_per_device is not None:
-        where = where.with_memory_limit(_positive(options.memory_per_device, "memory_per_device"))
-    meshes = mesh_argument(options.mesh)
-    zero, remat = options.zero, options.remat
-    if preset is not None:
-        preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
-        check_free(
-            preset, mesh=options.mesh, zero=zero, remat=remat, stages=stages, schedule=schedule,
-        )  # fmt: skip
-        if options.submeshes is not None:
-            raise PlanError(
-                refused="the submeshes", got=f"the preset {preset} as well, whose stages are on equal ones",
-                needed="one or the other", where="submeshes=", try_="leaving out submeshes= or preset=",
-            )  # fmt: skip
-        meshes, zero, remat = [preset.mesh], preset.zero, preset.remat or remat
-        stages, schedule = preset.stages, preset.schedule
-    layouts = {path: _layout(path, dims) for path, dims in (options.pins or {}).items()}
-    submeshes = None
-    if options.submeshes is not None:
-        submeshes = checked_submeshes(options.submeshes, where, stages)
-        stages = len(submeshes)
-    if preset is None:  # which has sensible ones
-        check_stages(stages, schedule, where.num_devices)
-    asked = PlanRequest(
-        traces=traces, args=args, cluster=where, microbatches=options.microbatches, mesh=meshes,
-        constraints=Constraints(layouts=layouts, zero=zero), remat=remat, batch_axis=options.batch_axis,
-        reduction=options.reduction, schedule=schedule, submeshes=submeshes, preset=preset, started=started,
-        time_limit_seconds=options.time_limit_seconds, tell=tell,
-        may_idle=(options.cluster != "local" and options.devices is None) or process_count() == 1,
-    )  # fmt: skip
-    return asked, stages
-
-
-def _cluster(cluster: Any, devices: Any) -> Any:
-    """The cluster, as it is called and on these devices. One that is called by name has the memory that the environment
-    gives programs; another says itself what they may use."""
-    if devices is None:
-        return with_given_memory(load_cluster(cluster)) if isinstance(cluster, str) else cluster
-    named = named_devices(devices)
-    found = cluster
-    if isinstance(cluster, str):
-        found = with_given_memory(cluster_of(named) if cluster == "local" else load_cluster(cluster))
-    if isinstance(found, Cluster) and found.num_devices != len(named):
-        raise PlanError(
-            refused="the devices", got=str(len(named)), needed=f"the {found.num_devices} of cluster {found.name}",
-            where="devices=", try_='cluster="local", or as many devices',
-        )  # fmt: skip
-    return found
-
-
-def _devices_here(options: PlanOptions) -> Sequence[Any] | None:
-    """The devices to plan for, where they are those of this process."""
-    if (options.cluster != "local" and options.devices is None) or process_count() > 1:
-        return None
-    return devices_of_jax() if options.devices is None else named_devices(options.devices)
+    if asked.is_traced(plan.microbatches):
+        asked.program(plan.microbatches, warn=True)
+    return found.noted(*notes)
 
 
 def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
@@ -299,57 +194,3 @@ def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
     except PlanError as error:
         return (f"1 microbatch, since no others are possible: {error}",)
     return ()
-
-
-def _timed(planning: Planning, trace_seconds: float, seconds: float) -> Planning:
-    """What was found, with all that it took: what is no tracing is for the search."""
-    return replace(planning, seconds=seconds, trace_seconds=trace_seconds, solve_seconds=seconds - trace_seconds)
-
-
-def _check_types(cluster: Any, pins: Any, preset: Any) -> None:
-    if not isinstance(cluster, Cluster):
-        raise PlanError(
-            refused="the cluster", got=f"{type(cluster).__name__} {cluster!r:.40}", needed="a name or a Cluster",
-            where="cluster=", try_='cluster="local", "p4d.24xlarge:2" or meshwright.load_cluster("cluster.toml")',
-        )  # fmt: skip
-    if pins is not None and not isinstance(pins, Mapping):
-        raise PlanError(
-            refused="the pins", got=f"{type(pins).__name__} {pins!r:.40}", needed="layouts by path pattern",
-            where="pins=", try_='pins={"*kernel*": (None, "model")}',
-        )  # fmt: skip
-    if preset is not None and not isinstance(preset, (str, Preset)):
-        raise PlanError(
-            refused="the preset", got=f"{type(preset).__name__} {preset!r:.40}", needed="a Preset or its text",
-            where="preset=", try_='preset="megatron(tp=2, pp=2)"',
-        )  # fmt: skip
-
-
-def _positive(value: float, name: str) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise PlanError(
-            refused=name, got=repr(value), needed="a positive number of bytes", where=f"{name}=", try_=f"{name}=16e9"
-        )
-    return float(value)
-
-
-def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(path, str) or isinstance(dims, str) or not isinstance(dims, Iterable):
-        raise PlanError(
-            refused=f"the pin {path!r}", got=repr(dims), where="pins=", try_='pins={"*kernel": (None, "model")}',
-            needed="a path pattern, and for each dim None, an axis or several",
-        )  # fmt: skip
-    layout: list[tuple[str, ...]] = []
-    for dim in dims:
-        if dim is None:
-            layout.append(())
-        elif isinstance(dim, str):
-            layout.append((dim,))
-        elif isinstance(dim, Sequence) and all(isinstance(axis, str) for axis in dim):
-            layout.append(tuple(dim))
-        else:
-            raise PlanError(
-                refused=f"the pin of {path}", got=repr(dim), needed="None, an axis name or a tuple of axis names",
-                where="pins=", try_='pins={"*kernel": (None, "model")}',
-            )  # fmt: skip
-    return tuple(layout)

@@ -27,8 +27,8 @@ class StepPrograms(Mapping[int, StagedProgram]):
       PlanError: on asking, if the step cannot be cut so, or has no loss function that is marked.
     """
 
-    def __init__(self, asked: PlanRequest, stages: int | None, counts: Sequence[int]) -> None:
-        self._asked, self._stages, self._counts = asked, stages, counts
+    def __init__(self, asked: PlanRequest, counts: Sequence[int]) -> None:
+        self._asked, self._counts = asked, counts
         self._known: dict[int, StagedProgram] = {}
         # Those from which others are extrapolated: the fewest microbatches, in which a step may be made of other
         # equations (no statistics of the batch, say), and further ones.
@@ -61,37 +61,27 @@ class StepPrograms(Mapping[int, StagedProgram]):
         them do."""
         staged = self._cut(count)
         # Microbatches of one sample say nothing of others.
-        if all(extent > count for extent in self._extents):
+        if all(extent > count for extent in batch_extents(self._asked.args, self._asked.batch_axis)):
             self._traced.append(staged)
         return staged
 
-    @cached_property
-    def _extents(self) -> list[int]:
-        return batch_extents(self._asked.args, self._asked.batch_axis)
-
     def _cut(self, count: int) -> StagedProgram:
-        asked = self._asked
+        asked, preset = self._asked, self._asked.preset
         asked.tell(f"tracing {count} microbatches")
         program = _traced(asked, count)
         if not program.marked:
             raise PlanError(
-                refused=f"a plan of {self._stages or 'several'} stages",
-                got=program.marks.got,
+                refused=f"a plan of {asked.stages or 'several'} stages", got=program.marks.got,
                 needed="a step whose loss function is marked: its forward program is what is cut",
-                where=getattr(asked.traces, "__name__", "the step"),
+                where=asked.traces.name,
                 try_=f"{program.marks.advice}; stages=1; or schedule='inference' for a step that computes no gradients",
             )  # fmt: skip
-        preset = asked.preset
         if preset is not None:
-            count = preset.stages * preset.chunks
-            scanned = count == 1 or main_scan(program) is not None
-            return equal_stages(program, count, None if scanned else asked.traces.staged(program))
-        return asked.traces.staged(program, tuple(self._traced), max(self._most_layers, self._stages or 0))
-
-    @property
-    def _most_layers(self) -> int:
-        large = self._asked.cluster.num_devices > _MANY_DEVICES
-        return 2 * DEFAULT_LAYERS if large else DEFAULT_LAYERS
+            stages = preset.stages * preset.chunks
+            scanned = stages == 1 or main_scan(program) is not None
+            return equal_stages(program, stages, None if scanned else asked.traces.staged(program))
+        layers = 2 * DEFAULT_LAYERS if asked.cluster.num_devices > _MANY_DEVICES else DEFAULT_LAYERS
+        return asked.traces.staged(program, tuple(self._traced), max(layers, asked.stages or 0))
 
     @cached_property
     def any(self) -> StagedProgram:

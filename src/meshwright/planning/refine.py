@@ -22,7 +22,7 @@ from ..errors import MemoryExceeded, size_words
 from ..lowering.local_step import LocalStep
 from ..lowering.pipeline.local_stages import LocalStages
 from ..lowering.pipeline.stage_memory import StageMemory
-from ..plan import Memory, Plan
+from ..plan import Memory, Plan, Stage
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..search.considered import Considered
@@ -132,19 +132,14 @@ class Refinement:
             least_seconds = min(least_seconds, found.least_seconds)
             if self.spare_seconds < 0:
                 return self._not_written_out(found.beside(least_seconds), known=known)
-            plan = self._written_out(found.plan, found.program)
+            self._asked.tell("predicting memory")
+            begun = time.perf_counter()
+            # Of a cluster of several kinds any device: their platform is what counts.
+            plan = written_out(found.plan, found.program, self._asked.cluster.device.platform, counted=self._counted)
+            self._writing_seconds = time.perf_counter() - begun
             if self._fits(plan, held_bytes(found.plan)):
                 return replace(found, plan=plan).beside(least_seconds)
         raise exceeded(least_seconds)
-
-    def _written_out(self, plan: Plan, program: Program | StagedProgram) -> Plan:
-        """A plan with the memory that its programs need."""
-        self._asked.tell("predicting memory")
-        begun = time.perf_counter()
-        # Of a cluster of several kinds any device: their platform is what counts.
-        plan = written_out(plan, program, self._asked.cluster.device.platform, counted=self._counted)
-        self._writing_seconds = time.perf_counter() - begun
-        return plan
 
     @staticmethod
     def _not_written_out(found: SearchResult, *, known: bool) -> SearchResult:
@@ -158,7 +153,7 @@ class Refinement:
         if known or (len(found.plan.stages) == 1 and found.stages):
             late = Considered(plan_words(found.plan), "not written out, out of time", seconds=found.step_seconds)
             raise NothingFaster(found.least_seconds, (*found.considered, late))
-        return replace(found, plan=replace(found.plan, notes=(*found.plan.notes, NOT_COUNTED)))
+        return found.noted(NOT_COUNTED)
 
     def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
         """Whether a plan fits that was written out; else what the search missed is learned.
@@ -168,14 +163,14 @@ class Refinement:
           counted: by the search, bytes on a device of each rank.
         """
         peaks, usable = held_bytes(plan), usable_bytes(plan)
-        if all(MARGIN * peak <= most for peak, most in zip(peaks, usable, strict=True)):
+        ranks = list(enumerate(zip(peaks, usable, strict=True)))
+        if all(MARGIN * peak <= most for _, (peak, most) in ranks):
             return True
-        share, rank = max(
-            (MARGIN * peak / most, rank) for rank, (peak, most) in enumerate(zip(peaks, usable, strict=True))
-        )
+        share, rank = max((MARGIN * peak / most, rank) for rank, (peak, most) in ranks)
         if self.leanest is None or share < self.leanest.share:
             self.leanest = _TooLarge(share, peaks[rank], usable[rank], plan.microbatches)
-        self.missed.learn(plan.microbatches, counted, peaks, usable, _plain_ranks(plan))
+        plain = [any(not stage.rematerialised for stage in stages) for stages in _ranks(plan)]
+        self.missed.learn(plan.microbatches, counted, peaks, usable, plain)
         return False
 
     def _exceeded(self, what: str, where: str, try_: str, least_seconds: float) -> MemoryExceeded:
@@ -219,22 +214,19 @@ def written_out(
     return replace(plan, stages=(replace(stage, memory=memory),))
 
 
+def _ranks(plan: Plan) -> list[list[Stage]]:
+    """The stages of each rank: those on the same devices."""
+    found: dict[tuple[int, ...], list[Stage]] = {}
+    for stage in plan.stages:
+        found.setdefault(stage.devices, []).append(stage)
+    return list(found.values())
+
+
 def usable_bytes(plan: Plan) -> tuple[float, ...]:
     """What a device of each rank of a plan can hold."""
-    return tuple({stage.devices: stage.memory_limit_bytes for stage in plan.stages}.values())
+    return tuple(stages[-1].memory_limit_bytes for stages in _ranks(plan))
 
 
 def held_bytes(plan: Plan) -> tuple[float, ...]:
     """What a device of each rank of a plan holds, all of its stages together."""
-    held: dict[tuple[int, ...], float] = {}
-    for stage in plan.stages:
-        held[stage.devices] = held.get(stage.devices, 0.0) + stage.memory.total
-    return tuple(held.values())
-
-
-def _plain_ranks(plan: Plan) -> list[bool]:
-    """Of each rank, whether some stage of it computes nothing again."""
-    found: dict[tuple[int, ...], bool] = {}
-    for stage in plan.stages:
-        found[stage.devices] = found.get(stage.devices, False) or not stage.rematerialised
-    return list(found.values())
+    return tuple(sum(stage.memory.total for stage in stages) for stages in _ranks(plan))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf, isfinite
 
 from ..cluster import Cluster, HostOrder, host_orders
@@ -19,7 +18,7 @@ from ..search.result import NothingFaster, SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
 from .refine import Refinement
-from .request import PlanRequest, in_cluster
+from .request import PlanRequest, on_devices
 
 REPLICAS = "replicas"
 
@@ -30,32 +29,27 @@ _FITS, _SOLVED, _EXPECTED, _TOLD = range(4)
 _AS_GOOD = 1.1
 
 
-def may_have_replicas(asked: PlanRequest, stages: int | None) -> bool:
+def may_have_replicas(asked: PlanRequest) -> bool:
     """Whether the cluster has several kinds of device, and the request leaves open what each of them does."""
     kinds = _kinds(asked.cluster)
     free = not asked.mesh and asked.submeshes is None and asked.preset is None
-    return kinds > 1 and free and stages in (None, kinds)
+    return kinds > 1 and free and asked.stages in (None, kinds)
 
 
-def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds: float = inf) -> SearchResult:
-    """The fastest plan of replicas.
+def plan_replicas(asked: PlanRequest) -> SearchResult:
+    """The fastest plan of replicas, as many as there are kinds of device.
 
     Numbers of microbatches are looked at in the order of what they promise: as the estimates of the fewest say, then as
     their own do, then by a plan, which is written out only if nothing else promises to be as fast.
 
-    Args:
-      asked: the request.
-      stages: how many replicas; None for as many as there are kinds of device.
-      faster_than_seconds: a plan whose step takes longer is not wanted.
-
     Raises:
       MemoryExceeded: if some kind of device cannot hold the program.
-      NothingFaster: if no plan is that fast.
+      NothingFaster: if no plan is as fast as asked for.
       PlanError: if there can be no replicas of this step on this cluster.
     """
     kinds = _kinds(asked.cluster)
     order = next((one for one in host_orders(asked.cluster) if len(like_groups(one.cluster)) == kinds), None)
-    if order is None or not may_have_replicas(asked, stages):
+    if order is None or not may_have_replicas(asked):
         raise PlanError(
             refused="the schedule replicas", got=f"cluster {asked.cluster.name} of {asked.cluster.device_kinds}",
             needed="several kinds of device, each with leaf switches of its own, a replica for each, and no mesh, "
@@ -68,16 +62,16 @@ def plan_replicas(asked: PlanRequest, stages: int | None, *, faster_than_seconds
             needed=f"one for each of {kinds} kinds of device", where="microbatches=", try_="a larger batch",
         )  # fmt: skip
     asked.tell("sharing microbatches out")
-    tries = _Tries(asked, order, counts, faster_than_seconds)
+    tries = _Tries(asked, order, counts)
     count = tries.best()
     if count is None:
-        if not tries.found and tries.refused is not None and not isfinite(faster_than_seconds):
+        if not tries.found and tries.refused is not None and not isfinite(asked.faster_than_seconds):
             if isinstance(tries.refused, MemoryExceeded):
                 tries.refused.least_seconds = tries.least_seconds
             raise tries.refused
         raise NothingFaster(tries.least_seconds, tries.considered)
     found = tries.found[count]
-    found = replace(found, plan=in_cluster(found.plan, order, asked.cluster), considered=tries.considered)
+    found = replace(found, plan=on_devices(found.plan, order.devices, asked.cluster), considered=tries.considered)
     return found.beside(tries.least_seconds)
 
 
@@ -88,7 +82,6 @@ class _Tries:
       asked: the request.
       order: of the hosts, those of a kind together.
       counts: the numbers.
-      faster_than_seconds: a plan whose step takes longer is not wanted.
 
     Attributes:
       found: by number a plan that fits.
@@ -99,10 +92,8 @@ class _Tries:
       PlanError: if the step can be cut into none of them, or replicas cannot share it.
     """
 
-    def __init__(
-        self, asked: PlanRequest, order: HostOrder, counts: Sequence[int], faster_than_seconds: float
-    ) -> None:  # fmt: skip
-        self._asked, self._order, self._most_seconds = asked, order, faster_than_seconds
+    def __init__(self, asked: PlanRequest, order: HostOrder, counts: Sequence[int]) -> None:
+        self._asked, self._order = asked, order
         self._refinement = Refinement(asked)
         self._made: dict[int, Replicas] = {}
         self._looked_at: dict[int, Considered] = {}
@@ -154,7 +145,7 @@ class _Tries:
     @property
     def _is_known(self) -> bool:
         """Whether a plan is known, here or before."""
-        return bool(self.found) or isfinite(self._most_seconds)
+        return bool(self.found) or isfinite(self._asked.faster_than_seconds)
 
     def _next(self) -> int | None:
         """The number that promises most; when the time is over and a plan is known, of those with a plan that fits."""
@@ -164,7 +155,7 @@ class _Tries:
             for count, (_, known) in self._left.items()
             if not late or known == _FITS
         }
-        if not bounds or min(bounds.values())[0] >= self._most_seconds:
+        if not bounds or min(bounds.values())[0] >= self._asked.faster_than_seconds:
             return None
         least, known, first = min(bounds.values())
         if known != _TOLD:
@@ -184,45 +175,36 @@ class _Tries:
         Raises:
           PlanError: if there is no plan in so many microbatches.
         """
-        replicas = self._replicas(count)
+        replicas, certainty = self._replicas(count), ""
+        over = _over(self._asked, replicas, count)
+
+        def plan(missed: MissedMemory, seconds: float) -> SearchResult:
+            """The best plan in the memory that is left; it takes as long as it does, whatever `seconds` there are."""
+            rooms = enumerate(replicas.usable_bytes)
+            found = replicas.plan([missed.limit_of_rank(count, group, room) for group, room in rooms])
+            if found is None:
+                raise over
+            return SearchResult(plan=found, program=replicas.request.program, considered=())
+
         if known == _TOLD:
             self._asked.tell(f"sharing out {count} microbatches")
-            expected, shares = replicas.expected(count)
-            if not isfinite(expected):
-                raise _over(self._asked, replicas, count)
-            self._lost[count] = expected - self._told[count]
-            self._say(count, expected, shares, "by estimates")
-            return expected
-        if known == _EXPECTED:
-            found = self._plan(replicas, self._refinement.missed)
-            reserved = self._refinement.leanest is not None
-            plan, self._bounds[count] = found.plan, self._left[count][0] if reserved else found.least_seconds
+            seconds, shares = replicas.expected(count)
+            if not isfinite(seconds):
+                raise over
+            self._lost[count], certainty = seconds - self._told[count], "by estimates"
         else:
-            refused = _over(self._asked, replicas, count)
-            found = self._refinement.run(
-                partial(self._plan, replicas), what=refused.refused, where=refused.where, try_=refused.try_,
-                known=self._is_known,
-            )  # fmt: skip
-            plan, self.found[count] = found.plan, found
-        assert plan.predicted is not None  # the search prices what it finds
-        self._say(count, plan.predicted.step_seconds, plan.shares, "if it fits" if known == _EXPECTED else "")
-        return plan.predicted.step_seconds
-
-    def _plan(self, replicas: Replicas, missed: MissedMemory, seconds: float = 0.0) -> SearchResult:
-        """The best plan in the memory that is left; it takes as long as it does, whatever `seconds` there are.
-
-        Raises:
-          MemoryExceeded: if nothing fits.
-        """
-        del seconds
-        plan = replicas.plan(_limits(replicas, missed))
-        if plan is None:
-            raise _over(self._asked, replicas, replicas.request.program.microbatches)
-        return SearchResult(plan=plan, program=replicas.request.program, considered=())
-
-    def _say(self, count: int, seconds: float, shares: Sequence[int], certainty: str) -> None:
+            if known == _EXPECTED:
+                found, certainty = plan(self._refinement.missed, 0.0), "if it fits"
+                reserved = self._refinement.leanest is not None
+                self._bounds[count] = self._left[count][0] if reserved else found.least_seconds
+            else:
+                found = self.found[count] = self._refinement.run(
+                    plan, what=over.refused, where=over.where, try_=over.try_, known=self._is_known
+                )
+            seconds, shares = found.step_seconds, found.plan.shares
         words = ", ".join(filter(None, [*map(str, shares), certainty]))
         self._looked_at[count] = Considered(count, f"with {words}", schedule=REPLICAS, seconds=seconds)
+        return seconds
 
     def _coarsest(self, counts: Sequence[int]) -> Replicas:
         """Of the fewest microbatches into which the step can be cut.
@@ -255,12 +237,6 @@ class _Tries:
 
 def _kinds(cluster: Cluster) -> int:
     return len({host.device for host in cluster.hosts})
-
-
-def _limits(replicas: Replicas, missed: MissedMemory) -> list[float]:
-    """Of each group what may be counted on a device."""
-    count = replicas.request.program.microbatches
-    return [missed.limit_of_rank(count, group, room) for group, room in enumerate(replicas.usable_bytes)]
 
 
 def _over(asked: PlanRequest, replicas: Replicas, microbatches: int) -> MemoryExceeded:

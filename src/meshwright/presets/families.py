@@ -31,7 +31,7 @@ def zero(stage: int) -> Preset:
     'zero(stage=3)'
     """
     _check_one_of("stage", stage, (1, 2, 3))
-    return Preset(family="zero", axes=(_data(None, shown=False),), zero=stage, shown=(("stage", stage),))
+    return Preset(family="zero", axes=(_data(None, shown=False),), zero=stage, zero_argument="stage")
 
 
 def parameter_server() -> Preset:
@@ -91,7 +91,7 @@ def fsdp_tp(*, tp: int | None = None, dp: int | None = None) -> Preset:
     >>> str(fsdp_tp(tp=2).on(8))
     'fsdp_tp(tp=2, dp=4)'
     """
-    return Preset(family="fsdp_tp", axes=(_data(dp), _tensor(tp)), zero=3)
+    return Preset(family="fsdp_tp", axes=(_data(dp), _tensor(tp)), zero=3, zero_argument="")
 
 
 def gpipe(stages: int | None = None, *, dp: int | None = None) -> Preset:
@@ -151,61 +151,33 @@ def three_dimensional(
 ) -> Preset:  # fmt: skip
     """Tensor, pipeline and data axes with any ZeRO stage: what Megatron-LM and DeepSpeed can be set to between them.
 
-    Args:
-      family: what it is called.
-      tp: as of `megatron`, like all but the next.
-      pp: as there.
-      dp: as there.
-      stage: the ZeRO stage, 0 to 3.
-      chunks: as there.
-      sequence_parallel: as there.
+    Args are those of `megatron`, but for `family`, what it is called, and `stage`, the ZeRO stage, 0 to 3.
     """
     _check_size("pp", pp)
     _check_size("chunks", chunks, optional=False)
-    if pp is None and tp is not None and dp is not None:
-        return Preset(
-            family=family, axes=(_data(dp), _tensor(tp)),
-            with_stages=lambda stages: three_dimensional(
-                family, tp, stages, dp, stage=stage, chunks=chunks, sequence_parallel=sequence_parallel
-            ),
-        )  # fmt: skip
-    tp, pp = 1 if tp is dp is None else tp, pp or 1
-    if chunks > 1 and pp < 2:
-        raise PlanError(
-            refused=f"the preset {family}", got=f"chunks={chunks} and pp={pp}",
-            needed="at least 2 groups of devices to interleave stages on", where="chunks=", try_="pp=2, or chunks=1",
-        )  # fmt: skip
-    shown: list[tuple[str, Any]] = [("pp", pp)] if pp > 1 else []
-    shown += [("zero", stage)] if stage else []
-    shown += [("chunks", chunks)] if chunks > 1 else []
-    shown += [("sequence_parallel", True)] if sequence_parallel else []
     return Preset(
-        family=family, axes=(_data(dp), _tensor(tp)), stages=pp, zero=stage, schedule="one_f_one_b" if pp > 1 else None,
-        chunks=chunks, sequence_parallel=sequence_parallel,
-        shown=tuple(shown),
+        family=family, axes=(_data(dp), _tensor(1 if tp is dp is None else tp)), stages=pp or 1,
+        stages_follow=pp is None and tp is not None and dp is not None, zero=stage, chunks=chunks,
+        sequence_parallel=sequence_parallel,
     )  # fmt: skip
 
 
 def _pipeline(family: str, stages: int | None, dp: int | None, *, schedule: str, remat: str | None) -> Preset:
     _check_size("stages", stages)
-    if stages is None:
-        if dp is None:
-            raise PlanError(
-                refused=f"the preset {family}", got="neither stages= nor dp=",
-                needed="one of them: the other follows from the devices", where="preset=", try_=f"{family}(2)",
-            )  # fmt: skip
-        return Preset(
-            family=family, axes=(_data(dp),),
-            with_stages=lambda stages: _pipeline(family, stages, dp, schedule=schedule, remat=remat),
+    if stages is dp is None:
+        raise PlanError(
+            refused=f"the preset {family}", got="neither stages= nor dp=",
+            needed="one of them: the other follows from the devices", where="preset=", try_=f"{family}(2)",
         )  # fmt: skip
-    if stages < 2:
+    if stages is not None and stages < 2:
         raise PlanError(
             refused=f"the preset {family}", got=f"stages={stages}", needed="at least 2 stages", where="stages=",
             try_=f"{family}(2), or data_parallel()",
         )  # fmt: skip
     return Preset(
-        family=family, axes=(_data(dp),), stages=stages, schedule=schedule, remat=remat, shown=(("stages", stages),)
-    )
+        family=family, axes=(_data(dp),), stages=stages or 1, stages_argument="stages", stages_follow=stages is None,
+        pipeline_schedule=schedule, remat=remat,
+    )  # fmt: skip
 
 
 def _check_size(name: str, size: Any, *, optional: bool = True) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -29,16 +28,16 @@ def for_devices(preset: Preset, devices: int) -> str:
     given = [axis for axis in preset.axes if axis.size is not None]
     known = preset.stages * prod(axis.size or 1 for axis in given)
     found = []
-    for axis in given if len(given) == len(preset.axes) and preset.with_stages is None else ():
+    for axis in given if len(given) == len(preset.axes) and not preset.stages_follow else ():
         rest = known // (axis.size or 1)
         if devices % rest == 0:
-            found.append(str(_sized(preset, {axis.name: devices // rest})))
+            found.append(str(preset.sized({axis.name: devices // rest})))
     if found:
         return " or ".join(sorted(found))
-    if preset.with_stages is not None and len(preset.axes) == 1:
+    if preset.stages_follow and len(preset.axes) == 1:
         several = [n for n in _divisors(devices) if n < devices]  # these pipelines have two stages at least
         sizes = sorted(several, key=lambda n: (abs(n - (preset.axes[0].size or 1)), n))
-        return str(_sized(preset, {preset.axes[0].name: sizes[0]})) if sizes else "data_parallel()"
+        return str(preset.sized({preset.axes[0].name: sizes[0]})) if sizes else "data_parallel()"
     stages = _nearest(preset.stages, devices) if preset.stages > 1 else 1
     if preset.stages > 1 and stages == 1:
         return "data_parallel()"
@@ -47,8 +46,7 @@ def for_devices(preset: Preset, devices: int) -> str:
     for axis in reversed(preset.axes[1:]):
         inner[axis.name] = _nearest(axis.size or 1, left)
         left //= inner[axis.name]
-    shown = tuple((name, stages if name in ("pp", "stages") else value) for name, value in preset.shown)
-    return str(replace(_sized(preset, {**inner, preset.axes[0].name: left}), stages=stages, shown=shown))
+    return str(preset.sized({**inner, preset.axes[0].name: left}, stages))
 
 
 def for_program(preset: Preset, program: Program, roles: Roles, axis: PresetAxis) -> str:
@@ -71,7 +69,7 @@ def for_program(preset: Preset, program: Program, roles: Roles, axis: PresetAxis
         if splits and (left == 1 or roles.can_split(graph, "batch", left)):
             if size == preset.stages == 1 and not preset.zero:
                 return "data_parallel()"
-            other = _sized(preset, {axis.name: size, data.name: left})
+            other = preset.sized({axis.name: size, data.name: left})
             stored = not preset.zero or left == 1 or any(extent % left == 0 for extent in extents)
             return str(other) if stored else without_zero(other)
     return "leaving out preset="
@@ -130,10 +128,6 @@ def check_interleaved(preset: Preset, microbatches: int, extents: Sequence[int])
         try_=f"microbatches={nearest}, or chunks=1" if nearest is not None
         else f"chunks=1, or microbatches={ranks} and a batch of {larger}",
     )  # fmt: skip
-
-
-def _sized(preset: Preset, sizes: dict[str, int]) -> Preset:
-    return replace(preset, axes=tuple(replace(axis, size=sizes.get(axis.name, axis.size)) for axis in preset.axes))
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -39,14 +39,18 @@ class Preset:
       family: the function that made it.
       axes: of the mesh of every stage, major first.
       stages: how many equal submeshes with stages there are.
+      stages_argument: what its function calls their number.
+      stages_follow: whether that follows from the devices; then `stages` is 1 until they are known (`on`).
+      pipeline_schedule: of several stages.
       zero: the ZeRO stage of every parameter.
-      schedule: of several stages; None where there is one.
+      zero_argument: what its function calls that; "" where it has no such argument.
       chunks: stages on each submesh; of more than one, the schedule is its interleaved form.
       remat: "none", "layer", or None for the better.
       sequence_parallel: whether tensor axes also split the sequence between products.
       gradient_exchange: as in `plan.Stage`.
-      shown: arguments that are no sizes, as the name shows them.
-      with_stages: where the number of stages follows from the devices, the preset with so many; else None.
+
+    Raises:
+      PlanError: for several chunks of one stage.
 
     >>> from meshwright.presets import megatron
     >>> str(megatron(tp=2, pp=2)), str(megatron(tp=2, pp=2).on(8))
@@ -56,21 +60,41 @@ class Preset:
     family: str
     axes: tuple[PresetAxis, ...]
     stages: int = 1
+    stages_argument: str = "pp"
+    stages_follow: bool = False
+    pipeline_schedule: str = "one_f_one_b"
     zero: int | None = 0
-    schedule: str | None = None
+    zero_argument: str = "zero"
     chunks: int = 1
     remat: str | None = None
     sequence_parallel: bool = False
     gradient_exchange: str = "collective"
-    shown: tuple[tuple[str, Any], ...] = ()
-    with_stages: Callable[[int], Preset] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and self.stages < 2 and not self.stages_follow:
+            raise PlanError(
+                refused=f"the preset {self.family}", got=f"chunks={self.chunks} and pp={self.stages}",
+                needed="at least 2 groups of devices to interleave stages on", where="chunks=",
+                try_="pp=2, or chunks=1",
+            )  # fmt: skip
 
     def __str__(self) -> str:
         """As it is written in Python."""
-        sizes = {axis.argument: axis.size for axis in self.axes if axis.size is not None}
-        given = {**sizes, **dict(self.shown)}
-        order = [name for name in _ORDER if name in given]
+        given: dict[str, Any] = {axis.argument: axis.size for axis in self.axes}
+        given |= {self.stages_argument: self.stages if self.stages > 1 else None, self.zero_argument: self.zero}
+        given |= {"chunks": self.chunks if self.chunks > 1 else None, "sequence_parallel": self.sequence_parallel}
+        order = [name for name in _ORDER if given.get(name)]
         return f"{self.family}({', '.join(f'{name}={given[name]!r}' for name in order)})"
+
+    @property
+    def schedule(self) -> str | None:
+        """Of several stages; None where there is one."""
+        return self.pipeline_schedule if self.stages > 1 else None
+
+    def sized(self, sizes: Mapping[str, int], stages: int | None = None) -> Preset:
+        """The same preset with other sizes of some axes, by name, and another number of stages."""
+        axes = tuple(replace(axis, size=sizes.get(axis.name, axis.size)) for axis in self.axes)
+        return replace(self, axes=axes, stages=self.stages if stages is None else stages)
 
     @property
     def mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -112,22 +136,21 @@ class Preset:
                 needed="all sizes but one: that one follows from the devices", where="preset=",
                 try_=f"giving {' or '.join(names)}",
             )  # fmt: skip
-        follows = self.with_stages is not None or bool(missing)
+        follows = self.stages_follow or bool(missing)
         # A pipeline whose stages follow has two of them at least.
-        one = self.with_stages is not None and len(self.axes) == 1 and devices == known
+        one = self.stages_follow and len(self.axes) == 1 and devices == known
         if devices % known or one or (not follows and known != devices):
             product = f"at least {2 * known}" if one else f"a multiple of {known}" if follows else str(known)
-            sizes = [f"{name}={size}" for name, size in self.shown if name in ("pp", "stages")]
+            sizes = [f"{self.stages_argument}={self.stages}"] if self.stages > 1 else []
             sizes += [f"{axis.argument}={axis.size}" for axis in self.axes if axis.size is not None]
             raise PlanError(
                 refused=f"the preset {self}", got=f"{devices} devices",
                 needed=f"{product} devices, for {' '.join(sizes)}" if sizes else f"{product} devices", where="preset=",
                 try_=other_sizes.for_devices(self, devices),
             )  # fmt: skip
-        if self.with_stages is not None:
-            return self.with_stages(devices // known).on(devices)
-        axes = tuple(axis if axis.size is not None else replace(axis, size=devices // known) for axis in self.axes)
-        return replace(self, axes=axes)
+        if self.stages_follow:
+            return replace(self, stages=devices // known, stages_follow=False).on(devices)
+        return self.sized({axis.name: devices // known for axis in missing})
 
     def roles_in(self, program: Program, batch: frozenset[tuple[str, int]], *, where: str) -> Roles:
         """What its axes may split in a program.

@@ -18,8 +18,8 @@ from .._jax.context import no_mesh
 from ..cluster import Cluster, load_cluster
 from ..errors import PlanError
 from ..plan import Memory
+from ..planning.checks import request_of
 from ..planning.microbatch_counts import microbatch_counts
-from ..planning.plan_for import request_of
 from ..planning.programs import StepPrograms
 from ..planning.request import PlanOptions
 from ..planning.stages import stage_request
@@ -209,14 +209,14 @@ class _Schemes:
         Raises:
           PlanError: if it does not suit the program or the cluster.
         """
-        asked, stages = request_of(
+        asked = request_of(
             self._traces, self._args, PlanOptions(
                 cluster=self._roomy, preset=replace(preset, remat="none"),
                 microbatches=microbatches,
             ), started=time.perf_counter(),
         )  # fmt: skip
-        programs = StepPrograms(asked, stages, microbatch_counts(asked))
-        return _Planned(preset=preset, result=StageSearch(stage_request(asked, stages, programs)).run())
+        programs = StepPrograms(asked, microbatch_counts(asked))
+        return _Planned(preset=preset, result=StageSearch(stage_request(asked, programs)).run())
 
     def _sizes(self, scheme: Scheme) -> list[int]:
         """Sizes of the own axis of a scheme, the largest first."""

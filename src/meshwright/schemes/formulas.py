@@ -113,7 +113,7 @@ def _pipeline(
     schedule = "one_f_one_b" if name == "inter_layer" else name
     return Scheme(
         name=name, title=title, source=source, splits="layers over p, the batch over d", own="p",
-        preset=lambda stages: replace(megatron(tp=1, pp=stages, chunks=chunks), schedule=schedule),
+        preset=lambda stages: replace(megatron(tp=1, pp=stages, chunks=chunks), pipeline_schedule=schedule),
         moves=(
             Move("send", "p", "forward", "v * X / d"),
             # The first of two ranks has no cotangent to send but those of its later stages.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Self
 
 from ..plan import Plan
 from ..program.staged import StagedProgram
@@ -43,10 +44,9 @@ class Priced:
         assert self.plan.predicted is not None
         return max(1 - self.plan.predicted.optimality_gap, 0.0) * self.counted_seconds
 
-    @property
-    def as_alternative(self) -> Alternative:
-        """It as one that another plan was preferred to."""
-        return Alternative(what=plan_words(self.plan), step_seconds=self.step_seconds)
+    def noted(self, *notes: str) -> Self:
+        """The same plan with further notes."""
+        return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +81,10 @@ class SearchResult(Priced):
         """The same plan, with what came of further candidates."""
         return replace(self, considered=(*self.considered, *others))
 
-    def preferred_to(self, *others: SearchResult) -> SearchResult:
-        """This plan, with the others, and what they were preferred to, among its alternatives."""
-        found = merged(self.alternatives, *(one.alternatives for one in others), (o.as_alternative for o in others))
-        return replace(self, alternatives=found)
+    def preferred_to(self, other: SearchResult) -> SearchResult:
+        """This plan, with the other, and what that was preferred to, among its alternatives."""
+        passed_over = Alternative(what=plan_words(other.plan), step_seconds=other.step_seconds)
+        return replace(self, alternatives=merged(self.alternatives, other.alternatives, [passed_over]))
 
 
 def plan_words(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,8 +10,10 @@ from ...cluster import Cluster
 from ...plan import Plan, Prediction, Stage
 from ...program.graph import Graph
 from ...program.segments import Segments
+from ...program.trace import Program
 from ..intra.account import account
 from ..intra.limited import LimitedProblem
+from ..intra.parameters import parameter_infos
 from ..intra.passes import Passes
 from ..intra.problem import IntraOpSolution, ParameterInfo
 from ..intra.solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
@@ -45,6 +47,39 @@ class SearchRequest:
     remat: str | None
     carried: int = 0
     split_dims: Sequence[int | None] = ()
+
+    @classmethod
+    def of(
+        cls, program: Program, *, cluster: Cluster, mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
+        constraints: Constraints, remat: str | None,
+    ) -> SearchRequest:  # fmt: skip
+        """A whole program."""
+        return cls(
+            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program), cluster=cluster,
+            microbatches=program.microbatches, mesh=mesh, constraints=constraints, remat=remat,
+            carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims,
+        )  # fmt: skip
+
+
+class StepRequests(Mapping[int, SearchRequest]):
+    """The step in each number of microbatches that may be considered, made each time it is asked for.
+
+    Args:
+      counts: the numbers.
+      make: the request of a number.
+    """
+
+    def __init__(self, counts: Sequence[int], make: Callable[[int], SearchRequest]) -> None:
+        self._counts, self._make = counts, make
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, count: int) -> SearchRequest:
+        return self._make(count)
 
 
 def one_stage_plan(

@@ -84,7 +84,7 @@ class Budget:
         self, *, seconds: float = inf, evaluations: float = inf, seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self._clock, self._seconds, self._most = clock, seconds, evaluations
+        self._clock, self.seconds, self._most = clock, seconds, evaluations
         self._begun = clock()
         self.rng = np.random.default_rng(seed)
         self.evaluations = 0
@@ -97,7 +97,7 @@ class Budget:
     @property
     def left_seconds(self) -> float:
         """Negative once the time is over."""
-        return self._seconds - self.spent_seconds
+        return self.seconds - self.spent_seconds
 
     @property
     def over(self) -> bool:

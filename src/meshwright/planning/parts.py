@@ -1,0 +1,170 @@
+"""The parts of the space of plans, under one incumbent: one stage or several, replicas, or one kind of device alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf, isfinite, prod
+
+from ..cluster import Cluster, devices_by_kind, one_kind_alone
+from ..errors import PlanError, size_words
+from ..search.driver import WORTH, Part
+from ..search.one_stage.driver import GAP
+from ..search.result import NothingFaster, SearchResult
+from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
+from .refine import ATTEMPTS
+from .replicas import REPLICAS, may_have_replicas, plan_replicas
+from .request import PlanRequest, on_devices
+from .stages import is_large, plan_stages
+
+# Shares of the time: what one stage may take where several are searched afterwards; what stages over all devices may
+# take where replicas are searched too; and what plans for one kind alone are given at least, together.
+_ONE_STAGE_SHARE, _STAGES_SHARE, _LEAST_SHARE = 0.5, 0.75, 0.1
+
+
+def plan_in_stages(asked: PlanRequest) -> SearchResult:
+    """The fastest plan of as many stages as are asked for, or of any number.
+
+    Where one stage is soon planned and its first plan fits, it comes first, and bounds the search for several. Else
+    several come first. One stage is a part of its own in both, since it runs as one program: that need not gather
+    parameters again for its backward pass, and holds more than a pipeline of one would. (Beside a plan of several
+    stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
+    `benchmarks/golden_plans.py` and `never_worse.py`. Where the first plan is too large, memory binds, and many more
+    would be written out for a plan that is seldom the best: 36 of 64 CPU seconds for wresnet-13b on 64 V100, whose best
+    plan of one stage takes ten times as long as that of four.)
+
+    Raises:
+      PlanError: if the request makes no sense, or nothing fits.
+      NothingFaster: if no plan is as fast as asked for.
+    """
+    if asked.stages is not None:
+        return plan_one_stage(asked) if asked.stages == 1 else plan_stages(asked)
+    if asked.schedule == "inference":
+        return _inference(asked)
+    program = asked.program(asked.microbatches if asked.microbatches is not None else 1)
+    devices = asked.cluster.num_devices
+    of_all = [one for one in asked.mesh if prod(one[1]) == devices]
+    whole = devices == 1 or (asked.mesh and len(of_all) == len(asked.mesh))
+    if whole or not program.marked or program.host_inputs or program.host_outputs:
+        return plan_one_stage(asked)
+    if asked.mesh and not of_all:
+        return plan_stages(asked)
+    of_one = replace(asked, mesh=of_all)  # the logical meshes that one stage may have
+    return asked.best_of(_one_or_several(asked, of_one, is_soon_planned=not is_large(program) or fits_in_few(asked)))
+
+
+def _one_or_several(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) -> Iterator[Part]:
+    """One stage and several, in the order in which they are searched."""
+    planner, tried = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), False
+
+    def one(most_seconds: float, seconds: float, attempts: int = ATTEMPTS) -> SearchResult:
+        return planner.plan(most_seconds, time_limit_seconds=max(seconds, 0.0), attempts=attempts)
+
+    def first(most_seconds: float, seconds: float) -> SearchResult:
+        nonlocal tried
+        tried = True
+        try:
+            return one(most_seconds, seconds, 1)
+        except PlanError:
+            tried = False
+            raise
+
+    # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
+    # devices, where several stages are most of what there is to gain.
+    is_soon_planned |= planner.is_late and len({host.device for host in asked.cluster.hosts}) == 1
+    if is_soon_planned:
+        yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)
+    yield Part(words="several stages", search=lambda *limits: plan_stages(replace(asked.within(*limits), several=True)))
+    if not tried:
+        words = "one stage in less memory" if is_soon_planned else "one stage"
+        yield Part(words=words, search=one, goes_on=is_soon_planned)
+
+
+def _inference(asked: PlanRequest) -> SearchResult:
+    """Of a step that computes no gradients, which has no stages otherwise."""
+    try:
+        return plan_stages(asked)
+    except NothingFaster:
+        one = plan_one_stage(replace(asked, microbatches=None))
+        if asked.microbatches in (None, 1):
+            return one
+        note = f"the {asked.microbatches} microbatches are not used: one stage takes the batch at once"
+        return one.noted(note)
+
+
+def plan_for_kinds(asked: PlanRequest) -> SearchResult:
+    """The fastest plan for a cluster of one or several kinds of device: stages over all, a replica for each kind, or
+    one kind alone, which leaves the others idle. Where every process has to have a part in the plan, or a schedule is
+    given, a note says that one kind alone would be faster.
+
+    Raises:
+      PlanError: if the request makes no sense, or nothing fits.
+    """
+    parts = []
+    wanted = asked.schedule is None and may_have_replicas(asked)
+    if asked.schedule != REPLICAS:
+        share = _STAGES_SHARE if wanted else 1.0
+        parts.append(
+            Part(words="stages", search=lambda *limits: plan_in_stages(asked.within(*limits)), share=share)
+        )  # fmt: skip
+    if asked.schedule == REPLICAS or wanted:
+        parts.append(Part(words=REPLICAS, search=lambda *limits: plan_replicas(asked.within(*limits))))
+    free = asked.preset is None and asked.submeshes is None and not asked.mesh
+    clusters = told_apart(asked.cluster) if free else ()
+    if not clusters and len(parts) == 1:
+        return parts[0].search(inf, asked.left_seconds)
+    alone = list(_alone(asked, clusters))
+    if asked.may_idle and asked.schedule is None:
+        return asked.best_of([*parts, *alone])
+    found = asked.best_of(parts)
+    best, words = (1 - WORTH) * found.counted_seconds, ""
+    for part in alone:
+        try:
+            best = part.search(best, max(part.share * asked.left_seconds, part.least_seconds)).counted_seconds
+            words = part.words
+        except (NothingFaster, PlanError):
+            continue
+    note = f"{words} would take {best:.4g} s a step: better leave out the other hosts"
+    return found.noted(note) if words else found
+
+
+def _alone(asked: PlanRequest, clusters: Sequence[Cluster]) -> Iterator[Part]:
+    """The hosts of each kind alone, their plans as ones for the whole cluster."""
+    least = _LEAST_SHARE * asked.time_limit_seconds / max(len(clusters), 1)
+    of_replicas = asked.schedule == REPLICAS
+    free = replace(asked, stages=None, schedule=None) if of_replicas else asked
+    for number, (cluster, devices) in enumerate(zip(clusters, devices_by_kind(asked.cluster), strict=False)):
+
+        def search(
+            most_seconds: float, seconds: float, cluster: Cluster = cluster, devices: Sequence[int] = devices
+        ) -> SearchResult:
+            asked.tell(f"planning for {cluster.name} alone")
+            found = plan_in_stages(replace(free.within(most_seconds, seconds), cluster=cluster))
+            idle = asked.cluster.num_devices - len(devices)
+            why = "are faster than all" if isfinite(most_seconds) else "have a plan, and all together none"
+            note = f"{'1 device is' if idle == 1 else f'{idle} devices are'} idle: {cluster.name} alone {why}"
+            others = tuple(replace(one, what=f"{cluster.name} alone, {one.what}") for one in found.alternatives)
+            whole = on_devices(found.plan, devices, asked.cluster)
+            return replace(found, plan=whole, alternatives=others).noted(note)
+
+        yield Part(
+            words=f"{cluster.name} alone", share=1 / (len(clusters) - number), least_seconds=least, search=search
+        )
+
+
+def told_apart(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The hosts of each kind of device as a cluster of their own; where devices have one name, with what tells them
+    apart: their memory, or else which hosts they are in."""
+    alone = one_kind_alone(cluster)
+    kinds = [one.hosts[0].device for one in alone]
+    named = Counter(device.kind for device in kinds)
+    sized = Counter((device.kind, size_words(device.memory_bytes)) for device in kinds)
+    found = []
+    for one, device in zip(alone, kinds, strict=True):
+        size, more = size_words(device.memory_bytes), ""
+        if named[device.kind] > 1:
+            mine = [str(number) for number, host in enumerate(cluster.hosts) if host.device == device]
+            more = f" of {size}" if sized[device.kind, size] == 1 else f" (host {', '.join(mine)})"
+        found.append(replace(one, name=f"{one.name}{more}"))
+    return tuple(found)
