@@ -11,7 +11,7 @@ from small_spaces import PIPELINES, SPACES, STRUCTURES, optimum, space
 
 from meshwright.errors import PlanError
 from meshwright.search.rivals import SEARCH_NAMES, Budget, Found, Search, search_named
-from meshwright.search.space.choice import Choice, Partial
+from meshwright.search.space.choice import Choice
 from meshwright.search.space.moves import neighbour
 from meshwright.search.space.space import Space
 
@@ -46,7 +46,7 @@ def test_what_is_found_fits_and_what_is_proven_holds(search: Search, name: str) 
         assert after.seconds <= before.seconds
         assert after.lower_bound >= before.lower_bound
         assert (after.seconds, -after.lower_bound) != (before.seconds, -before.lower_bound)
-    if search.exact and found and of.structures.stage_counts == {1}:
+    if search.exact and found and of.stage_counts == {1}:
         assert found[-1].seconds == pytest.approx(best, rel=1e-5)
         assert found[-1].lower_bound == pytest.approx(best, rel=1e-5)
     if search.name == "exhaustive":
@@ -86,22 +86,22 @@ def test_the_optimum_of_every_choice_is_no_less_than_its_bound() -> None:
     """Bounds of partial choices, in every structure of a space that is priced as a whole."""
     of = space("whole")
 
-    def check(partial: Partial) -> list[float]:
+    def check(partial: Choice) -> list[float]:
         if of.structures.is_complete(partial):
-            return [of.price(of.structures.choice(partial)).seconds]
+            return [of.price(partial).seconds]
         steps = [seconds for child in of.structures.children(partial) for seconds in check(child)]
         assert steps  # no branch is a dead end
         assert of.bound(partial) <= min(steps) * (1 + ROUNDING)
         return steps
 
-    assert len(check(Partial())) == of.structures.count() == len(list(of.structures.all()))
+    assert len(check(Choice())) == of.structures.count() == len(list(of.structures.all()))
 
 
 def test_a_walk_stays_in_the_space_and_above_every_bound() -> None:
     """Pipelines in all schedules, far more of them than can be enumerated."""
     of = space(PIPELINES)
     *_, searched = search_named("bfs").run(of, Budget(evaluations=100))
-    rng, layers, devices = np.random.default_rng(0), of.structures.layers(2), of.cluster.num_devices
+    rng, layers, devices = np.random.default_rng(0), of.layers(2), of.cluster.num_devices
     choice, seen = of.start(2, 4), set()
     assert choice is not None
     for _ in range(400):
@@ -115,14 +115,23 @@ def test_a_walk_stays_in_the_space_and_above_every_bound() -> None:
             seen.add((len(stages), price.schedule))
             assert price.seconds >= searched.lower_bound * (1 - ROUNDING)
             for number in range(len(stages) + 1):
-                assert price.seconds >= of.bound(Partial(choice.microbatches, stages[:number])) * (1 - ROUNDING)
+                assert price.seconds >= of.bound(Choice(choice.microbatches, stages[:number])) * (1 - ROUNDING)
     assert len({stages for stages, _ in seen}) >= 3
+
+
+def with_layouts(of: Space, choice: Choice) -> Choice | None:
+    """The same choice with the layouts that the integer program finds written into it; None where it finds none."""
+    for number, stage in enumerate(choice.stages):
+        if (found := of.solved(choice, number)) is None:
+            return None
+        choice = choice.with_stages(number, stage._replace(layouts=found.chosen.solution.choices))
+    return choice
 
 
 def test_layouts_of_the_integer_program_are_a_choice_like_any_other() -> None:
     of = space("whole")
     for structure in of.structures.all():
-        written = of.with_layouts(structure)
+        written = with_layouts(of, structure)
         assert written is not None
         assert written.structure == structure
         assert of.price(written) == of.price(structure)
@@ -139,7 +148,7 @@ def test_what_is_over_memory_says_by_how_much() -> None:
     of = space("tight")
     free, tight = space("mlp"), of
     for structure in free.structures.all():
-        written = free.with_layouts(structure)
+        written = with_layouts(free, structure)
         assert written is not None
         price = tight.price(written)
         limit = tight.layouts(written, 0).limit_bytes
@@ -155,7 +164,7 @@ def test_a_structure_in_layouts_that_cannot_be_together_is_no_plan() -> None:
     known = of.layouts(structure, 0)
     (u, v), table = next((pair, table) for pair, table in known.numbers.edges.items() if not table.max() < float("inf"))
     row, column = divmod(int(table.argmax()), table.shape[1])
-    written = of.with_layouts(structure)
+    written = with_layouts(of, structure)
     assert written is not None
     layouts = list(written.stages[0].layouts or ())
     layouts[u], layouts[v] = row, column

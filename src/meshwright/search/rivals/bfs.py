@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
-from ..space.choice import Partial
+from ..space.choice import Choice
 from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
@@ -39,10 +39,10 @@ class BreadthFirst:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best, dropped = Incumbent(space.bound(Partial())), inf
-        level = [space.structures.decide(Partial(), count) for count in space.structures.counts]
+        best, dropped = Incumbent(space.bound(Choice())), inf
+        level = [Choice(count) for count in space.counts]
         while level:
-            partials: list[Partial] = []
+            partials: list[Choice] = []
             for number, partial in enumerate(level):
                 if budget.over:
                     left = min(map(space.work_bound, [*partials, *level[number:]]), default=inf)
@@ -61,14 +61,13 @@ class BreadthFirst:
                 if not space.structures.is_complete(partial):
                     level.append(partial)
                     continue
-                choice = space.structures.choice(partial)
-                yield from best.offer(choice, budget.price(space, choice))
-                dropped = min(dropped, max(least, space.bound_within(choice)))
+                yield from best.offer(partial, budget.price(space, partial))
+                dropped = min(dropped, max(least, space.bound_within(partial)))
             level.sort(key=space.bound)
         yield from best.prove(dropped)
 
 
-def _stages(space: Space, partial: Partial) -> Iterator[Partial]:
+def _stages(space: Space, partial: Choice) -> Iterator[Choice]:
     """A partial choice with one more stage, in all ways."""
     for child in space.structures.children(partial):
         if child.open:

@@ -10,8 +10,9 @@ from collections.abc import Generator
 from math import inf, isfinite
 from typing import NamedTuple
 
-from ..space.choice import Choice, Option, Partial
+from ..space.choice import Choice
 from ..space.space import Price, Space
+from ..space.structures import Option
 from .search import Budget, Found, Incumbent
 
 # So many parameters of a stage are decided one by one: a transformer's layer has about so many matrices.
@@ -32,16 +33,12 @@ class State(NamedTuple):
       parameters: of its stages in order the choices of their largest parameters.
     """
 
-    partial: Partial = Partial()
+    partial: Choice = Choice()
     parameters: tuple[int, ...] = ()
 
 
 class Decisions:
-    """The sequence of decisions of a space.
-
-    Args:
-      space: of all plans.
-    """
+    """The sequence of decisions of a space."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -57,7 +54,7 @@ class Decisions:
         if len(state.parameters) == len(nodes):
             return None
         stage, node = nodes[len(state.parameters)]
-        size = self.space.layouts(self.space.structures.choice(state.partial), stage).sizes[node]
+        size = self.space.layouts(state.partial, stage).sizes[node]
         return ("parameter", len(state.parameters)), tuple(range(size))
 
     def decide(self, state: State, option: Option) -> State:
@@ -77,37 +74,29 @@ class Decisions:
         return option - state.partial.next_layer if about is not None and about.about == "layers" else option
 
     def choice(self, state: State, seconds: float) -> Choice | None:
-        """The choice of a state in which nothing is left to decide; None where it has no layouts.
-
-        Args:
-          state: complete.
-          seconds: for the solver.
-        """
+        """The choice of a state in which nothing is left to decide, given these seconds for the solver; None where it
+        has no layouts."""
         if state not in self._completed:
-            choice = self.space.structures.choice(state.partial)
-            for number, stage in enumerate(choice.stages):
-                pairs = zip(self._nodes(state), state.parameters, strict=True)
-                kept = {node: [one] for (at, node), one in pairs if at == number}
-                of = self.space.layouts(choice, number)
-                # Where nothing fits the walk is told by how much not, and not only that.
-                limit = seconds / len(choice.stages)
-                layouts = of.complete(kept, time_limit_seconds=limit) or of.complete(
-                    kept, limit_bytes=float("inf"), time_limit_seconds=limit
-                )
-                if layouts is None:
-                    self._completed[state] = None
-                    return None
-                choice = choice.with_stage(number, stage._replace(layouts=layouts))
-            self._completed[state] = choice
+            self._completed[state] = self._laid_out(state, seconds / len(state.partial.stages))
         return self._completed[state]
+
+    def _laid_out(self, state: State, seconds: float) -> Choice | None:
+        choice, nodes = state.partial, self._nodes(state)
+        for number, stage in enumerate(choice.stages):
+            pairs = zip(nodes, state.parameters, strict=True)
+            kept = {node: [one] for (at, node), one in pairs if at == number}
+            of = self.space.layouts(choice, number)
+            # Where nothing fits the walk is told by how much not, and not only that.
+            layouts = of.complete(kept, time_limit_seconds=seconds) or of.complete(
+                kept, limit_bytes=inf, time_limit_seconds=seconds
+            )
+            if layouts is None:
+                return None
+            choice = choice.with_stages(number, stage._replace(layouts=layouts))
+        return choice
 
     def tried(self, state: State, budget: Budget, best: Incumbent) -> Generator[Found, None, float]:
         """Price the choice of a complete state, and yield it where it is the best so far.
-
-        Args:
-          state: complete.
-          budget: of the run.
-          best: of the run.
 
         Returns:
           Its seconds, with what it counts for more where it does not fit; infinite where it has no layouts.
@@ -122,11 +111,10 @@ class Decisions:
 
     def _nodes(self, state: State) -> list[tuple[int, int]]:
         """The stage and the node of each parameter that is decided."""
-        choice = self.space.structures.choice(state.partial)
         return [
             (number, node)
-            for number in range(len(choice.stages))
-            for node in self.space.layouts(choice, number).parameter_nodes[:PARAMETERS]
+            for number in range(len(state.partial.stages))
+            for node in self.space.layouts(state.partial, number).parameter_nodes[:PARAMETERS]
         ]
 
 

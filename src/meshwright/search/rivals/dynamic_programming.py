@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ...solve import Infeasible
 from ..inter.submeshes import Submesh
-from ..space.choice import Choice, LayoutNumbers, Partial, StageChoice
+from ..space.choice import Choice, LayoutNumbers, StageChoice
 from ..space.space import Space
 from .search import Budget, Found, Incumbent
 
@@ -59,9 +59,9 @@ class DynamicProgramming:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best = Incumbent(space.bound(Partial()))
-        for count in space.structures.counts:
-            if space.work_bound(Partial(count)) >= best.seconds:
+        best = Incumbent(space.bound(Choice()))
+        for count in space.counts:
+            if space.work_bound(Choice(count)) >= best.seconds:
                 continue
             found = _balanced(space, count, budget)
             for _, stages in sorted(found.items(), key=lambda one: one[1])[:_PRICED]:
@@ -74,9 +74,8 @@ class DynamicProgramming:
 
 def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
     """The best stages by their number."""
-    structures, layers = space.structures, space.structures.layers(count)
-    devices, costs = structures.devices, space.costs_in(count, alone=False)
-    counts = range(1, min(layers, devices) + 1) if structures.stage_counts is None else structures.stage_counts
+    layers, devices, costs = space.layers(count), space.cluster.num_devices, space.costs_in(count, alone=False)
+    counts = range(1, min(layers, devices) + 1) if space.stage_counts is None else space.stage_counts
 
     @cache
     def sums(kind: Submesh, mesh: int, remat: str) -> list[_Layer]:
@@ -93,9 +92,8 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
     def stage(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[float, StageChoice] | None:
         """The fastest way to run a stage by the sums of its layers."""
         best: tuple[float, StageChoice] | None = None
-        for mesh, remat in product(
-            range(structures.meshes(count, first, last, submesh)), structures.remats(count, first, last)
-        ):
+        meshes = range(len(space.meshes(count, first, last, submesh)))
+        for mesh, remat in product(meshes, space.remats(count, first, last)):
             choice = StageChoice(first, last, submesh, mesh, remat)
             beside = _mesh_beside(space, count, choice)
             if beside is None:
@@ -114,7 +112,7 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
         for (number, last, device), after in list(known.items()):
             if number != placed:
                 continue
-            for submesh in (one for one in structures.submeshes if one.stop == device):
+            for submesh in (one for one in space.places if one.stop == device):
                 for first in range(last) if submesh.first else [0]:
                     if budget.over or (first == 0) != (submesh.first == 0):
                         continue
@@ -124,7 +122,7 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
                     found = _Stages(max(one[0], after.slowest), one[0] + after.total, (one[1], *after.stages))
                     key = placed + 1, first, submesh.first
                     known[key] = min(known.get(key, found), found)
-    ends = structures.ends
+    ends = space.ends
     return {
         number: found
         for (number, first, device), found in known.items()
@@ -166,7 +164,7 @@ def _as_alone(space: Space, choice: Choice) -> Choice | None:
         layouts = _stage_as_alone(space, choice, number)
         if layouts is None:
             return None
-        choice = choice.with_stage(number, stage._replace(layouts=layouts))
+        choice = choice.with_stages(number, stage._replace(layouts=layouts))
     return choice
 
 

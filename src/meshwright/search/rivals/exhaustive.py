@@ -66,4 +66,4 @@ def _all_layouts(space: Space, structure: Choice) -> Iterator[Choice]:
     each = [[range(size) for size in space.layouts(structure, n).sizes] for n in range(len(structure.stages))]
     for picked in product(*(product(*ranges) for ranges in each)):
         stages = zip(structure.stages, picked, strict=True)
-        yield Choice(structure.microbatches, tuple(stage._replace(layouts=one) for stage, one in stages))
+        yield structure._replace(stages=tuple(stage._replace(layouts=one) for stage, one in stages))

@@ -13,7 +13,7 @@ stage only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -21,11 +21,11 @@ from ...errors import MemoryExceeded
 from ..driver import Part, search_parts
 from ..inter.submeshes import Submesh
 from ..one_stage.driver import OneStageSearch
-from ..one_stage.plan import SearchRequest
+from ..one_stage.plan import SearchRequest, StepRequests
 from ..pipelines.driver import StageSearch
 from ..pipelines.request import SMALL_PROGRAM
 from ..result import SearchResult
-from ..space.choice import Choice, Partial, StageChoice
+from ..space.choice import Choice, StageChoice
 from ..space.space import Space
 from ..stages.solved import SolvedStage
 from .search import Budget, Found, Incumbent
@@ -44,13 +44,13 @@ class Hierarchical:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best, counts = Incumbent(space.bound(Partial())), space.structures.stage_counts
+        best, counts = Incumbent(space.bound(Choice())), space.stage_counts
         parts = []
         if counts is None or 1 in counts:
             parts.append(Part(words="one stage", search=partial(_one_stage, space), share=_FIRST_SHARE))
         if space.cluster.num_devices > 1 and (counts is None or counts != {1}):
             parts.append(Part(words="several stages", search=partial(_several_stages, space), share=_FIRST_SHARE))
-        if space.program(space.structures.counts[0]).graph.runs > SMALL_PROGRAM:
+        if space.program(space.counts[0]).graph.runs > SMALL_PROGRAM:
             parts.reverse()
         parts[-1] = replace(parts[-1], share=1.0)
         try:
@@ -63,31 +63,13 @@ class Hierarchical:
             return
 
 
-class _Requests(Mapping[int, SearchRequest]):
-    """The step as one stage in each number of microbatches, made when it is asked for."""
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._space.structures.counts)
-
-    def __len__(self) -> int:
-        return len(self._space.structures.counts)
-
-    def __getitem__(self, count: int) -> SearchRequest:
-        request, program = self._space.request, self._space.program(count).source
-        return SearchRequest(
-            graph=program.graph, fingerprint=program.fingerprint, parameters=request.parameters,
-            cluster=request.cluster, microbatches=count, mesh=request.mesh, constraints=request.constraints,
-            remat=request.remat,
-            split_dims=program.split_dims,
-        )  # fmt: skip
-
-
 def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
-    search = OneStageSearch(_Requests(space), time_limit_seconds=seconds, gap=space.gap)
-    usable = space.cluster.device.usable_memory_bytes
+    asked, usable = space.request, space.cluster.device.usable_memory_bytes
+    requests = StepRequests(space.counts, lambda count: SearchRequest.of(
+        space.program(count).source, cluster=asked.cluster, mesh=asked.mesh, constraints=asked.constraints,
+        remat=asked.remat,
+    ))  # fmt: skip
+    search = OneStageSearch(requests, time_limit_seconds=seconds, gap=space.gap)
     return search.run(
         lambda count: space.reserve(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
     )
@@ -103,29 +85,23 @@ def _several_stages(space: Space, faster_than_seconds: float, seconds: float) ->
 def _choice(space: Space, found: SearchResult) -> Choice:
     """The choice that a plan is of."""
     count = found.plan.microbatches
+
+    def number(first: int, last: int, submesh: Submesh, axes: tuple[tuple[str, int], ...]) -> int:
+        """Of a logical mesh among those that a stage may have."""
+        meshes = space.meshes(count, first, last, submesh)
+        return [tuple((axis.name, axis.size) for axis in mesh.axes) for mesh in meshes].index(axes)
+
     if not found.stages:
         (stage,) = found.plan.stages
-        layers = space.structures.layers(count)
-        mesh = _number(space, count, 0, layers, stage.mesh)
-        remat = "layer" if stage.rematerialised else "none"
+        layers, remat = space.layers(count), "layer" if stage.rematerialised else "none"
+        mesh = number(0, layers, space.whole, tuple(stage.mesh))
         return Choice(count, (StageChoice(0, layers, space.whole, mesh, remat),))
     stages = []
-    for placed in found.stages:
-        solved: SolvedStage = placed.option.tag
-        axes = tuple((axis.name, axis.size) for axis in solved.mesh.axes)
-        mesh = _number(space, count, placed.first, placed.last, axes, placed.submesh)
+    for first, last, submesh, option in found.stages:
+        solved: SolvedStage = option.tag
+        mesh = number(first, last, submesh, tuple((axis.name, axis.size) for axis in solved.mesh.axes))
         remat = "layer" if solved.segments else "none"
-        layouts = solved.chosen.solution.choices
-        stages.append(StageChoice(placed.first, placed.last, placed.submesh, mesh, remat, layouts))
+        stages.append(StageChoice(first, last, submesh, mesh, remat, solved.chosen.solution.choices))
     choice = Choice(count, tuple(stages))
     # One stage alone has other costs than as a pipeline's: its layouts are solved again.
     return choice if len(stages) > 1 else choice.structure
-
-
-def _number(
-    space: Space, count: int, first: int, last: int, axes: tuple[tuple[str, int], ...], submesh: Submesh | None = None
-) -> int:
-    """Of a logical mesh among those that a stage may have."""
-    meshes = space.meshes(count, first, last, submesh or space.whole)
-    known = [tuple((axis.name, axis.size) for axis in mesh.axes) for mesh in meshes]
-    return known.index(tuple(axes))

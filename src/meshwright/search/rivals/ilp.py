@@ -30,7 +30,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from ...errors import PlanError
-from ..space.choice import Choice, Partial, StageChoice
+from ..space.choice import Choice, StageChoice
 from ..space.layouts import Layouts
 from ..space.space import Space
 from .search import Budget, Found, Incumbent
@@ -58,15 +58,13 @@ class ILP:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        structures = space.structures
-        most = min(space.cluster.num_devices, max(map(structures.layers, structures.counts[:1])))
-        numbers = range(1, most + 1) if structures.stage_counts is None else structures.stage_counts
-        best, stated, left = Incumbent(space.bound(Partial())), False, inf
-        for count, stages in product(structures.counts, numbers):
+        numbers = filter(space.may_have, range(1, min(space.cluster.num_devices, space.layers(space.counts[0])) + 1))
+        best, stated, left = Incumbent(space.bound(Choice())), False, inf
+        for count, stages in product(space.counts, list(numbers)):
             if budget.over:
                 return
-            least = space.work_bound(Partial(count))
-            if least >= best.seconds or stages > structures.layers(count):
+            least = space.work_bound(Choice(count))
+            if least >= best.seconds or stages > space.layers(count):
                 left = min(left, least)
                 continue
             for candidates in _programs(space, count, stages):
@@ -93,41 +91,35 @@ class ILP:
 def _programs(space: Space, count: int, stages: int) -> Iterator[list[_Candidate] | None]:
     """What to choose from in each program to be solved, None for one with too many variables: of one stage a program
     for each candidate, which are the smallest, and of several one for all."""
-    if stages == 1:
-        for stage in _stages(space, count, 1):
-            candidate = _candidate(space, count, 1, *stage)
-            yield [candidate] if _variables(candidate.layouts) <= MOST_VARIABLES else None
-        return
     found, size = [], 0
-    for stage in _stages(space, count, stages):
-        found.append(_candidate(space, count, stages, *stage))
-        size += _variables(found[-1].layouts)
-        if size > MOST_VARIABLES:
-            yield None
-            return
+    for candidate in _candidates(space, count, stages):
+        found.append(candidate)
+        size += _variables(candidate.layouts)
+        if stages == 1 or size > MOST_VARIABLES:
+            yield found if size <= MOST_VARIABLES else None
+            if stages > 1:
+                return
+            found, size = [], 0
     if found:
         yield found
 
 
-def _candidate(space: Space, count: int, stages: int, place: int, stage: StageChoice) -> _Candidate:
-    return _Candidate(place, stage, space.layouts(Choice(count, (stage,) * stages), place))
-
-
-def _stages(space: Space, count: int, stages: int) -> Iterator[tuple[int, StageChoice]]:
+def _candidates(space: Space, count: int, stages: int) -> Iterator[_Candidate]:
     """All stages at all places of so many."""
-    structures, layers = space.structures, space.structures.layers(count)
-    for place, submesh, first in product(range(stages), structures.submeshes, range(layers)):
+    layers, devices = space.layers(count), space.cluster.num_devices
+    for place, submesh, first in product(range(stages), space.places, range(layers)):
         if (place == 0) != (first == 0) or (place == 0) != (submesh.first == 0) or first < place:
             continue
         last_place = place == stages - 1
-        if last_place != (submesh.stop == structures.devices):
+        if last_place != (submesh.stop == devices):
             continue
         for last in [layers] if last_place else range(first + 1, layers - (stages - 1 - place) + 1):
-            if structures.ends is not None and structures.ends[place] != last:
+            if space.ends is not None and space.ends[place] != last:
                 continue
-            for mesh in range(structures.meshes(count, first, last, submesh)):
-                for remat in structures.remats(count, first, last):
-                    yield place, StageChoice(first, last, submesh, mesh, remat)
+            meshes = range(len(space.meshes(count, first, last, submesh)))
+            for mesh, remat in product(meshes, space.remats(count, first, last)):
+                stage = StageChoice(first, last, submesh, mesh, remat)
+                yield _Candidate(place, stage, space.layouts(Choice(count, (stage,) * stages), place))
 
 
 def _variables(of: Layouts) -> int:
@@ -148,19 +140,7 @@ class _Program:
         self.scale = max(_typical_seconds(candidates[0].layouts), 1e-12)  # HiGHS has absolute tolerances
         self.costs: list[float] = []
         self.forbidden: list[bool] = []
-        self._rows: list[tuple[dict[int, float], float, float]] = []
-        self._state()
-
-    def _variable(self, seconds: float) -> int:
-        self.forbidden.append(not isfinite(seconds))
-        self.costs.append(seconds / self.scale if isfinite(seconds) else 0.0)
-        return len(self.costs) - 1
-
-    def _row(self, terms: dict[int, float], low: float, high: float) -> None:
-        self._rows.append((terms, low, high))
-
-    def _state(self) -> None:
-        count, stages = self.count, self.stages
+        self._rows: list[tuple[dict[int, float], float, float]] = []  # low <= sum of terms <= high
         self.used = [self._variable(0.0) for _ in self.candidates]
         self.picks: list[list[list[int]]] = []
         periods: list[dict[int, float]] = [{} for _ in range(stages)]
@@ -168,7 +148,7 @@ class _Program:
             self._state_stage(self.used[number], of, periods[place])
         longest = self._variable(0.0)
         for period in periods:  # the longest is as long as each
-            self._row({longest: -1.0, **period}, -inf, 0.0)
+            self._rows.append(({longest: -1.0, **period}, -inf, 0.0))
         # So far every variable costs what its stage's seconds are.
         self.costs = [cost / count for cost in self.costs]
         self.costs[longest] = (count - 1) / count
@@ -178,43 +158,45 @@ class _Program:
             if place < stages - 1:
                 bounds[place + 1, stage.last, stage.submesh.stop][used] = -1.0
         for (place, _, _), terms in bounds.items():
-            self._row(terms, float(place == 0), float(place == 0))
+            self._rows.append((terms, float(place == 0), float(place == 0)))
+
+    def _variable(self, seconds: float) -> int:
+        self.forbidden.append(not isfinite(seconds))
+        self.costs.append(seconds / self.scale if isfinite(seconds) else 0.0)
+        return len(self.costs) - 1
 
     def _state_stage(self, used: int, of: Layouts, period: dict[int, float]) -> None:
         numbers = of.numbers
         picks = [[self._variable(one) for one in cost] for cost in numbers.costs]
         self.picks.append(picks)
         for row in picks:
-            self._row({used: -1.0, **dict.fromkeys(row, 1.0)}, 0.0, 0.0)
+            self._rows.append(({used: -1.0, **dict.fromkeys(row, 1.0)}, 0.0, 0.0))
         pairs: list[int] = []
         for (u, v), table in numbers.edges.items():
             square = np.array([[self._variable(one) for one in row] for row in table])
             pairs += square.ravel().tolist()
             for row, pick in zip([*square, *square.T], [*picks[u], *picks[v]], strict=True):
-                self._row({pick: -1.0, **dict.fromkeys(row.tolist(), 1.0)}, 0.0, 0.0)
+                self._rows.append(({pick: -1.0, **dict.fromkeys(row.tolist(), 1.0)}, 0.0, 0.0))
         period.update((one, self.costs[one]) for row in (*picks, pairs) for one in row if self.costs[one])
         if numbers.memory is not None and isfinite(numbers.memory_limit):
             limit = numbers.memory_limit
             sizes = zip(picks, numbers.memory, strict=True)
             held = {one: size / limit for row, each in sizes for one, size in zip(row, each.tolist(), strict=True)}
-            self._row(held, -inf, 1.0)
+            self._rows.append((held, -inf, 1.0))
 
     def solved(self, gap: float, seconds: float) -> tuple[Choice | None, float]:
         """The best choice, None where none was found; and what no choice takes less than, infinite where none fits."""
-        rows, columns, values = [], [], []
-        for number, (terms, _, _) in enumerate(self._rows):
-            rows += [number] * len(terms)
-            columns += terms.keys()
-            values += terms.values()
+        each = [(row, column, value) for row, one in enumerate(self._rows) for column, value in one[0].items()]
+        rows, columns, values = zip(*each, strict=True)
         matrix = coo_array((values, (rows, columns)), shape=(len(self._rows), len(self.costs))).tocsr()
-        limits = [(low, high) for _, low, high in self._rows]
+        limits = np.array([(low, high) for _, low, high in self._rows])
         upper = np.where(self.forbidden, 0.0, 1.0)
         upper[-1] = inf  # the longest
         whole = np.zeros(len(self.costs))
         whole[[*self.used, *(one for picks in self.picks for row in picks for one in row)]] = 1
         found: Any = milp(
             np.array(self.costs), integrality=whole, bounds=Bounds(0.0, upper),
-            constraints=LinearConstraint(matrix, *np.array(limits).T),
+            constraints=LinearConstraint(matrix, *limits.T),
             options={"mip_rel_gap": gap, "time_limit": max(seconds, 0.1)},
         )  # fmt: skip
         if found.status == 2:  # infeasible

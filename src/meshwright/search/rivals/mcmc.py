@@ -13,9 +13,10 @@ and most single moves add two conversions, so that layouts which are better only
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from math import exp, isfinite
 
-from ..space.choice import Choice, Partial
+from ..space.choice import Choice
 from ..space.moves import neighbour
 from ..space.space import Space
 from .decisions import penalised_seconds
@@ -37,7 +38,7 @@ class MCMC:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best = Incumbent(space.bound(Partial()))
+        best = Incumbent(space.bound(Choice()))
         for begin in _beginnings(space):
             if budget.over:
                 return
@@ -61,19 +62,15 @@ class MCMC:
 
 def _beginnings(space: Space) -> Iterator[Choice]:
     """Simple choices, the fewest stages and microbatches first, over and over."""
-    structures, devices = space.structures, space.cluster.num_devices
+    numbers = [n for n in range(1, space.cluster.num_devices + 1) if space.may_have(n)]
     found = False
     while True:
-        for stages in (
-            n for n in range(1, devices + 1) if structures.stage_counts is None or n in structures.stage_counts
-        ):
-            for count in structures.counts:
-                begin = space.start(count, stages)
-                if begin is not None:
-                    found = True
-                    yield begin
+        for stages, count in product(numbers, space.counts):
+            if (begin := space.start(count, stages)) is not None:
+                found = True
+                yield begin
         if not found:
-            begin = next(structures.all(), None)
+            begin = next(space.structures.all(), None)
             if begin is None:
                 return
             yield space.filled(begin)

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log, sqrt
 
-from ..space.choice import Option, Partial
+from ..space.choice import Choice
 from ..space.space import Space
+from ..space.structures import Option
 from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 
@@ -48,7 +49,7 @@ class MCTS:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best, decisions, root = Incumbent(space.bound(Partial())), Decisions(space), _Node()
+        best, decisions, root = Incumbent(space.bound(Choice())), Decisions(space), _Node()
         least, most = inf, -inf
         while not budget.over:
             state, path = State(), [root]

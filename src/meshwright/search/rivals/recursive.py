@@ -15,8 +15,9 @@ after the last axis, and stages are even.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
-from ..space.choice import Choice, LayoutNumbers, Partial
+from ..space.choice import Choice, LayoutNumbers
 from ..space.layouts import Layouts
 from ..space.space import Space
 from .search import Budget, Found, Incumbent
@@ -33,12 +34,11 @@ class Recursive:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best = Incumbent(space.bound(Partial()))
+        best = Incumbent(space.bound(Choice()))
         for structure in even_structures(space):
             if budget.over:
                 return
-            partial = Partial(structure.microbatches, structure.stages)
-            if space.work_bound(partial) < best.seconds and space.bound(partial) < best.seconds:
+            if space.work_bound(structure) < best.seconds and space.bound(structure) < best.seconds:
                 choice = self._laid_out(space, structure, budget)
                 if choice is not None:
                     yield from best.offer(choice, budget.price(space, choice))
@@ -51,7 +51,7 @@ class Recursive:
                 known[id(of)] = axis_by_axis(of, seconds=max(budget.left_seconds, 0.1))
             if (layouts := known[id(of)]) is None:
                 return None
-            structure = structure.with_stage(number, stage._replace(layouts=layouts))
+            structure = structure.with_stages(number, stage._replace(layouts=layouts))
         return structure
 
 
@@ -59,16 +59,12 @@ def axis_by_axis(of: Layouts, *, seconds: float) -> LayoutNumbers | None:
     """The layouts of a stage, decided over one axis after the other; None where they do not fit."""
     kept: dict[int, list[int]] = {node: list(range(size)) for node, size in enumerate(of.sizes)}
     found: LayoutNumbers | None = None
-    later = 1.0
-    for axis in of.axes:
-        later *= of.problem.sizes[axis]
-    for place, axis in enumerate(of.axes):
-        later /= of.problem.sizes[axis]
-        unused = {node: _unused(of, node, some, of.axes[place + 1 :]) for node, some in kept.items()}
+    axes = tuple(of.problem.sizes)
+    for place, axis in enumerate(axes):
+        unused = {node: _unused(of, node, some, axes[place + 1 :]) for node, some in kept.items()}
         # What later axes do not split yet is that much larger.
-        found = of.complete(
-            unused, limit_bytes=later * of.limit_bytes, time_limit_seconds=min(seconds / len(of.axes), 5.0)
-        )
+        limit = prod(of.problem.sizes[one] for one in axes[place + 1 :]) * of.limit_bytes
+        found = of.complete(unused, limit_bytes=limit, time_limit_seconds=min(seconds / len(axes), 5.0))
         if found is None:
             return None
         for node, some in kept.items():
@@ -87,7 +83,6 @@ def _unused(of: Layouts, node: int, some: list[int], axes: tuple[str, ...]) -> l
 
 def even_structures(space: Space) -> Iterator[Choice]:
     """Structures of even stages: the fewest stages first, of each number what has the least arithmetic."""
-    structures = space.structures
     for stages in range(1, space.cluster.num_devices + 1):
-        found = [one for count in structures.counts for one in structures.even(count, stages)]
-        yield from sorted(found, key=lambda one: space.work_bound(Partial(one.microbatches, one.stages)))
+        found = [one for count in space.counts for one in space.structures.even(count, stages)]
+        yield from sorted(found, key=space.work_bound)

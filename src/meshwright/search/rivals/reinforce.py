@@ -19,8 +19,9 @@ from math import isfinite, log, sqrt
 
 import numpy as np
 
-from ..space.choice import Option, Partial
+from ..space.choice import Choice
 from ..space.space import Space
+from ..space.structures import Option
 from .decisions import Decisions, State
 from .search import Budget, Found, Incumbent
 
@@ -40,7 +41,7 @@ class Reinforce:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best, decisions, policy = Incumbent(space.bound(Partial())), Decisions(space), _Policy(budget.rng)
+        best, decisions, policy = Incumbent(space.bound(Choice())), Decisions(space), _Policy(budget.rng)
         mean, variance, slowest = 0.0, 1.0, 1.0
         drawn_plans = 0
         while not budget.over:

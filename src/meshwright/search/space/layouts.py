@@ -51,17 +51,6 @@ class Layouts:
         return self.numbers.sizes
 
     @cached_property
-    def axes(self) -> tuple[str, ...]:
-        """Axes of the logical mesh."""
-        return tuple(self.problem.sizes)
-
-    @cached_property
-    def operator_nodes(self) -> tuple[int, ...]:
-        """Nodes of operators and shared values, in program order."""
-        inputs = set(self.problem.input_node.values())
-        return tuple(node for node in range(len(self.sizes)) if node not in inputs)
-
-    @cached_property
     def parameter_nodes(self) -> tuple[int, ...]:
         """Nodes of parameters that have a choice, the largest first."""
         memory = self.numbers.memory
@@ -84,28 +73,21 @@ class Layouts:
         total = sum(cost.item(one) for cost, one in zip(costs, layouts, strict=True))
         return total + sum(table.item(layouts[u], layouts[v]) for (u, v), table in edges.items())
 
-    def bytes(self, layouts: LayoutNumbers) -> float:
-        """On a device."""
-        memory = self.numbers.memory
-        return sum(size.item(one) for size, one in zip(memory or (), layouts, strict=True))
-
     def around(self, layouts: Sequence[int], node: int) -> np.ndarray:
-        """Seconds of each choice of a node with its edges, the other nodes fixed."""
+        """Seconds of each choice of a node with its edges to other nodes, in these layouts; -1 for a node without."""
         total = self.numbers.costs[node]
         for other, table in self.neighbours[node]:
-            total = total + table[:, layouts[other]]
+            if layouts[other] >= 0:
+                total = total + table[:, layouts[other]]
         return total
 
     def greedy(self) -> LayoutNumbers | None:
         """Greedy layouts, node by node in program order, each the fastest after those before it; inputs and parameters,
         which have no operator before them, last. None where an edge forbids the result."""
         decided = [-1] * len(self.sizes)
-        inputs = sorted(set(range(len(self.sizes))) - set(self.operator_nodes))
-        for node in (*self.operator_nodes, *inputs):
-            total = self.numbers.costs[node]
-            for other, table in self.neighbours[node]:
-                if decided[other] >= 0:
-                    total = total + table[:, decided[other]]
+        inputs = set(self.problem.input_node.values())
+        for node in sorted(range(len(self.sizes)), key=lambda node: (node in inputs, node)):
+            total = self.around(decided, node)
             decided[node] = int(np.argmin(total))
             if not isfinite(total[decided[node]]):
                 return None

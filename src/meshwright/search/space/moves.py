@@ -43,8 +43,8 @@ def neighbour(space: Space, choice: Choice, rng: np.random.Generator) -> Choice:
 
 
 def _other_layout(space: Space, choice: Choice, rng: np.random.Generator) -> Choice:
-    number = int(rng.integers(len(choice.stages)))
-    stage, known = choice.stages[number], space.layouts(choice, number)
+    number, stage = _drawn(choice, rng)
+    known = space.layouts(choice, number)
     assert stage.layouts is not None
     node = int(rng.integers(len(known.sizes)))
     if (size := known.sizes[node]) == 1:
@@ -53,7 +53,7 @@ def _other_layout(space: Space, choice: Choice, rng: np.random.Generator) -> Cho
     layouts[node] = (layouts[node] + 1 + int(rng.integers(size - 1))) % size
     if rng.random() < _CARRIED:
         _carry(known, layouts, node, int(rng.integers(1, _MOST_CARRIED + 1)), rng)
-    return choice.with_stage(number, stage._replace(layouts=tuple(layouts)))
+    return choice.with_stages(number, stage._replace(layouts=tuple(layouts)))
 
 
 def _carry(known: Layouts, layouts: list[int], node: int, reach: int, rng: np.random.Generator) -> None:
@@ -71,13 +71,12 @@ def _carry(known: Layouts, layouts: list[int], node: int, reach: int, rng: np.ra
 
 
 def _other_count(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
-    counts = list(space.structures.counts)
-    place = counts.index(choice.microbatches) + (1 if rng.random() < 0.5 else -1)
-    if not 0 <= place < len(counts):
+    place = space.counts.index(choice.microbatches) + (1 if rng.random() < 0.5 else -1)
+    if not 0 <= place < len(space.counts):
         return None
-    structures, count = space.structures, counts[place]
-    same = structures.layers(count) == structures.layers(choice.microbatches)
-    return _kept(space, choice, Choice(count, choice.stages)) if same else None
+    count = space.counts[place]
+    same = space.layers(count) == space.layers(choice.microbatches)
+    return _kept(space, choice, choice._replace(microbatches=count)) if same else None
 
 
 def _kept(space: Space, before: Choice, after: Choice) -> Choice:
@@ -85,24 +84,23 @@ def _kept(space: Space, before: Choice, after: Choice) -> Choice:
     for number, stage in enumerate(after.stages):
         old, new = (space.layouts(one, number).problem.choices for one in (before, after))
         if old != new:
-            after = after.with_stage(number, stage._replace(layouts=None))
+            after = after.with_stages(number, stage._replace(layouts=None))
     return after
 
 
 def _other_mesh(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
     number, stage = _drawn(choice, rng)
-    meshes = space.structures.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)
-    mesh = int(rng.integers(meshes))
-    return choice.with_stage(number, stage._replace(mesh=mesh, layouts=None)) if mesh != stage.mesh else None
+    mesh = int(rng.integers(len(space.meshes(choice.microbatches, stage.first, stage.last, stage.submesh))))
+    return choice.with_stages(number, stage._replace(mesh=mesh, layouts=None)) if mesh != stage.mesh else None
 
 
 def _other_remat(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
     number, stage = _drawn(choice, rng)
-    remats = space.structures.remats(choice.microbatches, stage.first, stage.last)
+    remats = space.remats(choice.microbatches, stage.first, stage.last)
     other = next((one for one in remats if one != stage.remat), None)
     if other is None:
         return None
-    return _kept(space, choice, choice.with_stage(number, stage._replace(remat=other)))
+    return _kept(space, choice, choice.with_stages(number, stage._replace(remat=other)))
 
 
 def _other_cut(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
@@ -113,8 +111,7 @@ def _other_cut(space: Space, choice: Choice, rng: np.random.Generator) -> Choice
     bound = left.last + (1 if rng.random() < 0.5 else -1)
     if not left.first < bound < right.last:
         return None
-    pair = (_in_range(space, choice, left, left.first, bound), _in_range(space, choice, right, bound, right.last))
-    return _allowed(space, Choice(choice.microbatches, (*choice.stages[:number], *pair, *choice.stages[number + 2 :])))
+    return _replaced(space, choice, number, 2, left._replace(last=bound), right._replace(first=bound))
 
 
 def _joined(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
@@ -122,9 +119,8 @@ def _joined(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | 
         return None
     number = int(rng.integers(len(choice.stages) - 1))
     left, right = choice.stages[number : number + 2]
-    stage = left._replace(submesh=Submesh(left.submesh.first, right.submesh.stop))
-    stage = _in_range(space, choice, stage, left.first, right.last)
-    return _allowed(space, Choice(choice.microbatches, (*choice.stages[:number], stage, *choice.stages[number + 2 :])))
+    stage = left._replace(last=right.last, submesh=Submesh(left.submesh.first, right.submesh.stop))
+    return _replaced(space, choice, number, 2, stage)
 
 
 def _split(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
@@ -133,11 +129,9 @@ def _split(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | N
         return None
     bound = int(rng.integers(stage.first + 1, stage.last))
     at = int(rng.integers(stage.submesh.first + 1, stage.submesh.stop))
-    pair = (
-        _in_range(space, choice, stage._replace(submesh=Submesh(stage.submesh.first, at)), stage.first, bound),
-        _in_range(space, choice, stage._replace(submesh=Submesh(at, stage.submesh.stop)), bound, stage.last),
-    )
-    return _allowed(space, Choice(choice.microbatches, (*choice.stages[:number], *pair, *choice.stages[number + 1 :])))
+    left = stage._replace(last=bound, submesh=Submesh(stage.submesh.first, at))
+    right = stage._replace(first=bound, submesh=Submesh(at, stage.submesh.stop))
+    return _replaced(space, choice, number, 1, left, right)
 
 
 def _drawn(choice: Choice, rng: np.random.Generator) -> tuple[int, StageChoice]:
@@ -145,23 +139,19 @@ def _drawn(choice: Choice, rng: np.random.Generator) -> tuple[int, StageChoice]:
     return number, choice.stages[number]
 
 
-def _in_range(space: Space, choice: Choice, stage: StageChoice, first: int, last: int) -> StageChoice:
-    """A stage of other layers: rematerialised as before if that is possible, to be laid out anew, on the same logical
-    mesh if there is one of that number."""
-    remats = space.structures.remats(choice.microbatches, first, last)
-    meshes = space.structures.meshes(choice.microbatches, first, last, stage.submesh)
-    remat = stage.remat if stage.remat in remats else remats[0]
-    return StageChoice(first, last, stage.submesh, min(stage.mesh, max(meshes - 1, 0)), remat)
-
-
-def _allowed(space: Space, choice: Choice) -> Choice | None:
-    """The choice, if it is one of the space. One stage has another problem alone than beside others."""
-    structures = space.structures
-    places = all(stage.submesh in structures.known for stage in choice.stages)
-    counted = structures.stage_counts is None or len(choice.stages) in structures.stage_counts
-    if not places or not counted or structures.ends is not None:
+def _replaced(space: Space, choice: Choice, number: int, count: int, *stages: StageChoice) -> Choice | None:
+    """The choice with other stages in the place of some, if it is one of the space: rematerialised as before if that is
+    possible, to be laid out anew, on the same logical mesh if there is one of that number. One stage has another
+    problem alone than beside others."""
+    found = []
+    for stage in stages:
+        remats = space.remats(choice.microbatches, stage.first, stage.last)
+        meshes = space.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)
+        remat, mesh = stage.remat if stage.remat in remats else remats[0], min(stage.mesh, max(len(meshes) - 1, 0))
+        found.append(stage._replace(mesh=mesh, remat=remat, layouts=None))
+    other = choice.with_stages(number, *found, instead_of=count)
+    places = all(stage.submesh in space.places for stage in other.stages)
+    if not places or not space.may_have(len(other.stages)) or space.ends is not None:
         return None
-    meshed = all(
-        structures.meshes(choice.microbatches, stage.first, stage.last, stage.submesh) for stage in choice.stages
-    )
-    return choice if meshed else None
+    meshed = all(space.meshes(other.microbatches, one.first, one.last, one.submesh) for one in other.stages)
+    return other if meshed else None

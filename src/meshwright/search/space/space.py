@@ -31,8 +31,9 @@ from ..prices.least_work import least_work_by_equation
 from ..stages.costs import StageCosts, option_of
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from ..stages.solved import kept_bytes
-from .choice import Choice, LayoutNumbers, Partial
+from .choice import Choice
 from .stages import GAP, SECONDS_PER_SOLVE, StageSpace
+from .structures import Structures
 
 # Priced choices that are kept, of a large model 10 kB each: a walk comes back to few.
 _MOST_PRICES = 5_000
@@ -62,12 +63,14 @@ class Price:
 
 
 class Space(StageSpace):
-    """All plans of a request; arguments and attributes are those of `StageSpace`."""
+    """All plans of a request; arguments and attributes are those of `StageSpace`, and `structures`, the tree of
+    decisions."""
 
     def __init__(
         self, request: StageRequest, *, reserve: Callable[[int], MemoryReserve] = nothing_reserved, gap: float = GAP
     ) -> None:
         super().__init__(request, reserve=reserve, gap=gap)
+        self.structures = Structures(self)
         self._work: dict[int, list[float]] = {}
         self._prices: dict[Choice, Price] = {}
 
@@ -131,22 +134,22 @@ class Space(StageSpace):
     @cached_property
     def schedules(self) -> tuple[str, ...]:
         """Schedules to choose from."""
-        asked = schedules_for(self.request, self.program(self.structures.counts[0]))
+        asked = schedules_for(self.request, self.program(self.counts[0]))
         return tuple(name for name in asked if name != INTERLEAVED)
 
     # Bounds
 
-    def work_bound(self, partial: Partial) -> float:
+    def work_bound(self, partial: Choice) -> float:
         """As `bound`, by arithmetic alone and at once: no stage takes less than the arithmetic of its layers, shared
         evenly by its devices, nor do the layers that are left on the devices that are left."""
-        count = partial.microbatches or self.structures.counts[0]
+        count = partial.microbatches or self.counts[0]
         work = self._work_before(count)
         parts = [(work[stage.last] - work[stage.first]) / stage.submesh.size for stage in partial.stages]
         if partial.next_layer < len(work) - 1:
             parts.append((work[-1] - work[partial.next_layer]) / (self.cluster.num_devices - partial.next_device))
         return count * max(parts)
 
-    def bound(self, partial: Partial) -> float:
+    def bound(self, partial: Choice) -> float:
         """A lower bound on the seconds of all choices that a partial one can become; infinite where none fits.
 
         Each rank runs all microbatches of its stage, so a step takes no less than the fastest layouts of any decided
@@ -155,7 +158,7 @@ class Space(StageSpace):
         longest, count = self.work_bound(partial), partial.microbatches
         if not partial.stages:
             return longest
-        after = int(partial.next_layer < len(self.program(count).layers))
+        after = int(partial.next_layer < self.layers(count))
         costs = self.costs_in(count, alone=len(partial.stages) == 1 and not after)
         for number, stage in enumerate(partial.stages):
             in_flight = min(count, len(partial.stages) - number + after)
@@ -176,7 +179,7 @@ class Space(StageSpace):
         """
         found = [self.solved(choice, number) for number in range(len(choice.stages))]
         proven = [one.chosen.solution.lower_bound for one in found if one is not None]
-        return max(proven) if len(proven) == len(found) else self.bound(Partial(choice.microbatches, choice.stages))
+        return max(proven) if len(proven) == len(found) else self.bound(choice)
 
     def _work_before(self, count: int) -> list[float]:
         """Of each layer the arithmetic of all layers before it, seconds of a microbatch on one device; and of all."""
@@ -189,11 +192,6 @@ class Space(StageSpace):
 
     # Plans
 
-    def candidate(self, choice: Choice) -> Candidate | None:
-        """A choice as a candidate of the stage search; None where it does not fit."""
-        placed = self._placed(choice)
-        return scheduled(self.costs_of(choice), placed, self.schedules, chunks=1) if placed is not None else None
-
     def plan(self, choice: Choice, *, gap: float = inf) -> tuple[Plan, StagedProgram] | None:
         """The plan of a choice, and the program that its equations count in; None where it does not fit.
 
@@ -201,27 +199,19 @@ class Space(StageSpace):
           choice: of this space.
           gap: how much of its seconds other choices may save at most, as a share.
         """
-        found = self.candidate(choice)
-        if found is None:
-            return None
-        alone = len(choice.stages) == 1
+        placed, alone = self._placed(choice), len(choice.stages) == 1
 
-        def again(costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int) -> Candidate | None:
+        def again(costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:
             return scheduled(costs, stages, self.schedules, chunks=chunks)
 
+        found = again(self.costs_of(choice), placed) if placed is not None else None
+        if found is None:
+            return None
         whole = merged(found, lambda program: self.costs_of_program(program, alone=alone), again)
         return (whole.plan(gap), whole.costs.program) if whole is not None else None
 
     def start(self, microbatches: int, stages: int) -> Choice | None:
-        """A simple first choice: even stages with greedy layouts.
-
-        Args:
-          microbatches: in a step.
-          stages: how many.
-
-        Returns:
-          None where the devices cannot be cut so.
-        """
+        """A simple first choice: even stages with greedy layouts; None where the devices cannot be cut so."""
         even = next(self.structures.even(microbatches, stages), None)
         return self.filled(even) if even is not None else None
 
@@ -231,6 +221,6 @@ class Space(StageSpace):
         for number, stage in enumerate(choice.stages):
             if stage.layouts is None:
                 layouts = self.layouts(choice, number)
-                found: LayoutNumbers | None = layouts.greedy() or layouts.problem.fastest.choices
-                choice = choice.with_stage(number, stage._replace(layouts=found))
+                found = layouts.greedy() or layouts.problem.fastest.choices
+                choice = choice.with_stages(number, stage._replace(layouts=found))
         return choice

@@ -6,7 +6,7 @@ built once for all ranges that are the same program, and each solution is shared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import isfinite
@@ -23,7 +23,7 @@ from ..stages.problem import StageProblem
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from ..stages.solved import SolvedStage
 from ..stages.solver import Kinds, Place, WantedMesh, meshes_of
-from .choice import Choice, LayoutNumbers, StageChoice, Structures
+from .choice import Choice, LayoutNumbers, StageChoice
 from .layouts import Layouts
 
 # The integer program may take so long for one stage, beyond what prices of memory find; seconds.
@@ -42,8 +42,10 @@ class StageSpace:
       gap: relative, to which layouts that are left to the integer program are solved.
 
     Attributes:
-      structures: the tree of decisions.
-      reserve: as given.
+      counts: numbers of microbatches into which the step can be cut.
+      places: the submeshes that a stage may have.
+      stage_counts: allowed numbers of stages; None for any.
+      ends: one past the last layer of each stage, where these are given; None to choose.
 
     Raises:
       PlanError: for a request that makes no sense.
@@ -53,22 +55,17 @@ class StageSpace:
         self, request: StageRequest, *, reserve: Callable[[int], MemoryReserve] = nothing_reserved, gap: float = GAP
     ) -> None:
         check_request(request)
-        self.request, self.gap = request, gap
+        self.request, self.reserve, self.gap = request, reserve, gap
         self.cluster, self.submeshes = request.cluster, Submeshes(request.cluster)
-        self.reserve = reserve
         self._kinds = Kinds(self.submeshes, request.mesh)
         self._costs: dict[tuple[int, bool], StageCosts] = {}
         self._solved: dict[object, SolvedStage | None] = {}
         self._layouts: dict[tuple[int, int, float], Layouts] = {}
         self._laid_out: dict[object, SolvedStage] = {}
-        counts, stages = self._possible(sorted(request.by_microbatches)), request.stage_count
-        self.structures = Structures(
-            counts=counts, layers=lambda count: len(self.program(count).layers),
-            submeshes=placements(request, self.submeshes), devices=self.cluster.num_devices,
-            meshes=lambda count, first, last, submesh: len(self.meshes(count, first, last, submesh)),
-            remats=self._remats, stage_counts=None if stages is None else {stages},
-            ends=None if request.layers is None else list(accumulate(request.layers)),
-        )  # fmt: skip
+        self.counts = self._possible(sorted(request.by_microbatches))
+        self.places: Collection[Submesh] = dict.fromkeys(placements(request, self.submeshes))
+        self.stage_counts = None if request.stage_count is None else {request.stage_count}
+        self.ends = None if request.layers is None else list(accumulate(request.layers))
 
     def _possible(self, counts: Sequence[int]) -> list[int]:
         """Of these numbers of microbatches those into which the step can be cut; these were our idea."""
@@ -94,18 +91,21 @@ class StageSpace:
         check_layers(self.request, program)
         return program
 
+    def layers(self, microbatches: int) -> int:
+        """How many layers the step has in so many microbatches."""
+        return len(self.program(microbatches).layers)
+
+    def may_have(self, stages: int) -> bool:
+        """Whether a plan may have so many stages."""
+        return self.stage_counts is None or stages in self.stage_counts
+
     def reserve_again(self) -> None:
         """Apply the current `reserve`: where it has changed, results within memory limits are computed anew."""
         for (count, _), costs in self._costs.items():
             costs.reserve(self.reserve(count))
 
     def layouts(self, choice: Choice, number: int) -> Layouts:
-        """The layouts of a stage, for the microbatches in flight that 1F1B keeps there.
-
-        Args:
-          choice: with the stage.
-          number: of the stage.
-        """
+        """The layouts of a stage, for the microbatches in flight that 1F1B keeps there."""
         stage, costs = choice.stages[number], self.costs_of(choice)
         in_flight = min(choice.microbatches, len(choice.stages) - number)
         problem, limit = self.problem_of(costs, stage), self.limit_of(costs, stage)
@@ -130,8 +130,7 @@ class StageSpace:
         request, own = self.request, {self.whole: self._meshes_alone} if alone else None
         costs = StageCosts(
             program, parameters=request.parameters, submeshes=self.submeshes, constraints=request.constraints,
-            remat=request.remat,
-            meshes=request.mesh, own_meshes=own, alone=alone,
+            remat=request.remat, meshes=request.mesh, own_meshes=own, alone=alone,
         )  # fmt: skip
         costs.reserve(self.reserve(program.microbatches))
         return costs
@@ -146,13 +145,16 @@ class StageSpace:
         """Of the only stage of a plan: of a small program also meshes of three axes."""
         if self.request.mesh:
             return self.request.mesh
-        small = len(self.program(self.structures.counts[0]).graph.operators) <= THREE_AXES_OPERATORS
+        small = len(self.program(self.counts[0]).graph.operators) <= THREE_AXES_OPERATORS
         found = meshes_of(self.cluster, (), max_axes=3 if small else 2)
         return [(tuple(a.name for a in one.axes), tuple(a.size for a in one.axes)) for one in found]
 
+    def _is_whole(self, microbatches: int, first: int, last: int) -> bool:
+        return first == 0 and last == self.layers(microbatches)
+
     def meshes(self, microbatches: int, first: int, last: int, submesh: Submesh) -> tuple[LogicalMesh, ...]:
         """The logical meshes that a stage of these layers may have on a submesh."""
-        if first == 0 and last == len(self.program(microbatches).layers):
+        if self._is_whole(microbatches, first, last):
             solver = self.costs_in(microbatches, alone=True).solver
             return solver.meshes[solver.kind_of[submesh]]
         return self.meshes_beside(submesh)
@@ -161,10 +163,11 @@ class StageSpace:
         """The logical meshes of a submesh for one of several stages."""
         return self._kinds.meshes[self._kinds[submesh]]
 
-    def _remats(self, microbatches: int, first: int, last: int) -> tuple[str, ...]:
+    def remats(self, microbatches: int, first: int, last: int) -> tuple[str, ...]:
+        """Whether a stage of these layers may rematerialise: "none", "layer" or both."""
         if self.request.remat is not None:
             return (self.request.remat,)
-        alone = first == 0 and last == len(self.program(microbatches).layers)
+        alone = self._is_whole(microbatches, first, last)
         segments = self.costs_in(microbatches, alone=alone).solver.segments(first, last)
         return ("none", "layer") if segments else ("none",)
 
@@ -182,7 +185,7 @@ class StageSpace:
     def like(self, submesh: Submesh) -> Submesh:
         """The first of the submeshes that cost a stage the same as this one."""
         kind = self._kinds[submesh]
-        return next(one for one in self.structures.submeshes if self._kinds[one] == kind)
+        return next(one for one in self.places if self._kinds[one] == kind)
 
     def paths(self, choice: Choice, number: int) -> dict[tuple[int, ...], int]:
         """Of a stage the operators of its problem, by where they stand in the whole program."""
@@ -193,8 +196,7 @@ class StageSpace:
 
     def operators(self, choice: Choice, number: int, layouts: LayoutNumbers) -> dict[tuple[int, ...], OperatorChoice]:
         """Of a stage in these layouts what each operator chooses, by where it stands in the whole program."""
-        costs, stage = self.costs_of(choice), choice.stages[number]
-        chosen = self.problem_of(costs, stage).operator_choices(layouts)
+        chosen = self.problem_of(self.costs_of(choice), choice.stages[number]).operator_choices(layouts)
         found = {path: chosen[operator] for path, operator in self.paths(choice, number).items()}
         return {path: one for path, one in found.items() if one is not None}
 
@@ -228,13 +230,3 @@ class StageSpace:
                 del self._laid_out[next(iter(self._laid_out))]
             self._laid_out[full] = solver.laid_out(place, stage.remat, stage.layouts)
         return self._laid_out[full]
-
-    def with_layouts(self, choice: Choice) -> Choice | None:
-        """The same choice with the layouts that the integer program finds written into it; None where it finds none."""
-        found = [self.solved(choice, number) for number in range(len(choice.stages))]
-        stages = [
-            stage._replace(layouts=one.chosen.solution.choices)
-            for stage, one in zip(choice.stages, found, strict=True)
-            if one is not None
-        ]
-        return Choice(choice.microbatches, tuple(stages)) if len(stages) == len(found) else None
