@@ -49,9 +49,10 @@ from quality import faster, fates
 from meshwright import zoo
 from meshwright.cluster import Cluster, load_cluster
 from meshwright.errors import MemoryExceeded, PlanError, size_words
+from meshwright.lowering.written_out import written_out
 from meshwright.plan import Plan
 from meshwright.planning.plan_for import plan_for
-from meshwright.planning.refine import MARGIN, held_bytes, written_out
+from meshwright.planning.refine import MARGIN, held_bytes
 from meshwright.planning.request import Planning, PlanOptions
 from meshwright.presets import Preset
 from meshwright.presets.candidates import candidates_for

@@ -14,8 +14,9 @@ from one_device import assert_equal_trees
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.planning import measured as refine_module
-from meshwright.planning.measured import MOST, step_seconds
+from meshwright.planning.measured import MOST
 from meshwright.runtime.executable import Executable, executable
+from meshwright.runtime.step_seconds import step_seconds
 
 WIDTH = 32
 

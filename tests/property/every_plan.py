@@ -26,11 +26,12 @@ import jax.numpy as jnp
 
 import meshwright as mw
 from meshwright.cluster import Cluster, Host, host_orders, load_cluster
+from meshwright.lowering.written_out import written_out
 from meshwright.planning.checks import request_of
 from meshwright.planning.microbatch_counts import microbatch_counts
 from meshwright.planning.plan_for import plan_without_advice
 from meshwright.planning.programs import StepPrograms
-from meshwright.planning.refine import MARGIN, held_bytes, usable_bytes, written_out
+from meshwright.planning.refine import MARGIN, held_bytes, usable_bytes
 from meshwright.planning.request import Planning, PlanOptions
 from meshwright.planning.stages import stage_request
 from meshwright.program.traces import Traces, traces_of

@@ -15,10 +15,10 @@ from meshwright._jax.grad import value_and_grad
 from meshwright._jax.jaxpr import inline, open_jaxpr
 from meshwright.cluster import load_cluster
 from meshwright.lowering.loop_residuals import chooses
+from meshwright.lowering.written_out import written_out
 from meshwright.plan import Plan
 from meshwright.planning import refine
 from meshwright.planning.plan_for import plan_for
-from meshwright.planning.refine import written_out
 from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.staged import staged_program
 from meshwright.program.traces import traces_of

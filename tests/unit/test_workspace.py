@@ -14,8 +14,8 @@ from meshwright._jax.liveness_adapter import program_of
 from meshwright.cluster import load_cluster
 from meshwright.lowering.pipeline.local_stages import LocalStages
 from meshwright.lowering.pipeline.slots import Role
+from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
-from meshwright.planning.refine import written_out
 from meshwright.program.segments import rematerialise
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program

@@ -19,14 +19,12 @@ would wait.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._jax.devices import named_devices
 from ..calibrate.sample import sample_of
@@ -34,10 +32,10 @@ from ..cluster import Cluster
 from ..errors import PlanError
 from ..plan import Plan
 from ..plan.io import plan_from_dict, plan_to_dict
-from ..program.trace import abstract
 from ..report.table import format_seconds
 from ..runtime.agree import agree
 from ..runtime.executable import Executable, executable
+from ..runtime.step_seconds import step_seconds
 from ..search.considered import Considered
 from .request import Planning, PlanOptions, PlanRequest
 
@@ -131,32 +129,6 @@ def measured_best(
 def _told(decide: Callable[[], Any], about: str) -> Any:
     """What process 0 decides."""
     return json.loads(agree(lambda: json.dumps(decide()), about=about, timeout_seconds=_TRACE_SECONDS))
-
-
-def step_seconds(step: Executable, args: Sequence[Any], steps: int) -> list[float]:
-    """Seconds of so many steps, after one that is not counted.
-
-    Args:
-      step: on its devices.
-      args: its arguments, arrays or shapes; the state is not touched, one of zeros is made in its place.
-      steps: how many.
-    """
-    args = tuple(args)
-    with_state = bool(step.program.state_inputs)
-    shape = abstract((args[0],))[0] if with_state else None
-    rest = [_zeros(abstract((one,))[0]) if _has_shapes(one) else one for one in args[with_state:]]
-    state = [step.create(lambda: _zeros(shape))] if with_state else []
-    seconds = []
-    for _ in range(steps + 1):
-        begun = time.perf_counter()
-        out = step(*state, *rest)
-        jax.block_until_ready(out)
-        seconds.append(time.perf_counter() - begun)
-        if with_state:
-            # The state comes back by itself, or first.
-            alone = jax.tree.structure(out) == jax.tree.structure(state[0])
-            state = [out if alone else out[0]]
-    return seconds[1:]
 
 
 def _agreed(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked: PlanRequest) -> list[_Candidate]:
@@ -266,17 +238,3 @@ def _decided(
             f"{format_seconds(one.planning.step_seconds)}"
         )
     return order[0], lines + [f"{chosen[position].name}: {why}" for position, why in sorted(failed.items())]
-
-
-def _has_shapes(tree: Any) -> bool:
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
-def _zeros(tree: Any) -> Any:
-    def one(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            key = jax.random.key(0)
-            return jax.random.split(key, leaf.shape) if leaf.shape else key
-        return jnp.zeros(leaf.shape, leaf.dtype)
-
-    return jax.tree.map(one, tree)

@@ -14,6 +14,8 @@ from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
 from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError
+from ..notes.replicated_work import replicated_work
+from ..notes.storage import storage_notes
 from ..plan.row_notes import row_notes
 from ..presets import Preset
 from ..program.effects import effect_notes
@@ -24,9 +26,7 @@ from .device_memory import memory_notes
 from .microbatch_counts import microbatch_counts
 from .parts import plan_for_kinds
 from .refine import MARGIN, held_bytes
-from .replicated_work import replicated_work
 from .request import DEFAULT_METHOD, Planning as Planning, PlanOptions, PlanRequest
-from .storage_notes import storage_notes
 
 
 @no_mesh()
@@ -170,7 +170,9 @@ def _with_notes(asked: PlanRequest, found: Planning) -> Planning:
     preset, plan = asked.preset, found.plan
     notes = (*found.program.notes, *([f"held to the preset {preset}"] if preset is not None else []))
     notes += storage_notes(plan, asked.constraints.zero, preset)
-    notes += replicated_work(asked, found, asked.constraints_in(found.program).roles)
+    notes += replicated_work(
+        found.program, plan, asked.cluster, asked.constraints_in(found.program), seconds=asked.left_seconds
+    )
     if asked.schedule is not None and len(plan.stages) == 1:
         searched = any(one.what == "several stages" for one in found.considered)
         why = "one stage is faster than several (stages=2 for two)" if searched else "the plan can have one stage only"

@@ -12,19 +12,16 @@ note says so. A plan that was counted to be too large is never returned.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple
 
 from ..errors import MemoryExceeded, size_words
-from ..lowering.local_step import LocalStep
-from ..lowering.pipeline.local_stages import LocalStages
 from ..lowering.pipeline.stage_memory import StageMemory
-from ..plan import Memory, Plan, Stage
-from ..program.staged import StagedProgram
-from ..program.trace import Program
+from ..lowering.written_out import written_out
+from ..plan import Plan, Stage
 from ..search.considered import Considered
 from ..search.result import NothingFaster, SearchResult, plan_words
 from ..search.stages.reserve import MissedMemory
@@ -185,33 +182,6 @@ class Refinement:
         )  # fmt: skip
         error.least_seconds = least_seconds
         return error
-
-
-def written_out(
-    plan: Plan, program: Program | StagedProgram, platform: str, *,
-    counted: MutableMapping[Hashable, StageMemory] | None = None,
-) -> Plan:  # fmt: skip
-    """A plan with the memory that its programs need; nothing is compiled.
-
-    Args:
-      plan: of one stage or several.
-      program: whole, or cut into its stages.
-      platform: of the devices.
-      counted: stages that were counted before, by their fingerprints; new ones are added.
-    """
-    if isinstance(program, StagedProgram) and len(plan.stages) > 1:
-        return LocalStages(program, plan, platform=platform, counted=counted).plan_with_memory()
-    (stage,) = plan.stages
-    whole = program.source if isinstance(program, StagedProgram) else program
-    peak = float(LocalStep(whole, plan).predicted_memory(platform).peak_bytes)
-    known = stage.memory
-    held = max(peak - known.parameters - known.gradients - known.optimizer, 0.0)
-    activations = min(known.activations, held)
-    memory = Memory(
-        parameters=known.parameters, optimizer=known.optimizer, activations=activations, workspace=held - activations,
-        gradients=min(known.gradients, max(peak - known.parameters - known.optimizer, 0.0)),
-    )  # fmt: skip
-    return replace(plan, stages=(replace(stage, memory=memory),))
 
 
 def _ranks(plan: Plan) -> list[list[Stage]]:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import lcm, prod
 
+from ..cluster import Cluster
 from ..plan import Plan
 from ..program.graph import Graph
 from ..program.origins import indices_of
@@ -20,8 +21,7 @@ from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.intra.parameters import parameter_infos
 from ..search.one_stage.driver import OneStageSearch
 from ..search.one_stage.plan import SearchRequest
-from ..search.restrictions.roles import Roles
-from .request import Planning, PlanRequest
+from ..search.restrictions.constraints import Constraints
 
 # Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles
 # is named too where it is longer by less than 2 %, less than predictions are off by (docs/calibration.md).
@@ -90,23 +90,26 @@ def stage_graphs(program: Program, plan: Plan) -> list[Graph]:
     return [staged.cutter.cut(*equations).graph for equations in ranges]
 
 
-def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles: Roles | None) -> float:
+def solved_seconds(
+    program: Program, plan: Plan, number: int, graph: Graph, cluster: Cluster, constraints: Constraints, seconds: float
+) -> float:
     """What the work of a stage takes in a step with the best layouts of a graph on the stage's mesh.
 
     Args:
-      asked: the request.
-      found: its plan.
+      program: as it was planned.
+      plan: of it, priced.
       number: of the stage.
       graph: of the stage, or that with a dim made longer.
-      roles: of the mesh axes, where a preset gives them some.
+      cluster: it is for.
+      constraints: that the plan satisfies.
+      seconds: that solving may take.
 
     Raises:
       PlanError: if nothing fits, or no layout satisfies the constraints.
     """
-    plan, program, stage = found.plan, found.program, found.plan.stages[number]
-    one = len(plan.stages) == 1
-    if graph is program.graph:
-        return found.step_seconds
+    stage, one = plan.stages[number], len(plan.stages) == 1
+    if graph is program.graph and plan.predicted is not None:
+        return plan.predicted.step_seconds
     known = {
         info.name: (info, prod(program.graph.values[program.graph.inputs[position]].shape))
         for info, position in zip(parameter_infos(program), program.graph.parameters, strict=True)
@@ -120,14 +123,14 @@ def solved_seconds(asked: PlanRequest, found: Planning, number: int, graph: Grap
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
     request = SearchRequest(
         graph=graph, fingerprint=program.fingerprint, parameters=parameters,
-        cluster=asked.cluster if one else Submeshes(asked.cluster).part(where),
+        cluster=cluster if one else Submeshes(cluster).part(where),
         microbatches=plan.microbatches_of(number),
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],
-        constraints=replace(asked.constraints, roles=roles, gradient_exchange=stage.gradient_exchange),
+        constraints=replace(constraints, gradient_exchange=stage.gradient_exchange),
         remat="layer" if stage.rematerialised else "none",
         carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims if one else (),
     )  # fmt: skip
-    search = OneStageSearch({request.microbatches: request}, time_limit_seconds=max(asked.left_seconds, 0.0))
+    search = OneStageSearch({request.microbatches: request}, time_limit_seconds=max(seconds, 0.0))
     predicted = search.run(lambda count: stage.memory_limit_bytes).plan.predicted
     assert predicted is not None  # the search prices what it finds
     return predicted.step_seconds

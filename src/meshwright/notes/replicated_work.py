@@ -16,25 +16,29 @@ around the loss function (the optimizer) not at all.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
+from ..cluster import Cluster
 from ..cost.efficiency import profile_of
 from ..cost.kernels import kernel_seconds
 from ..errors import PlanError
 from ..lowering.plan_fits import algorithms_of
+from ..plan import Plan, Prediction
 from ..program.graph import Graph, Operator
 from ..program.origins import Origin, operator_origins
 from ..program.residuals import is_stored
 from ..program.rules import ReplicationWarning
+from ..program.trace import Program
 from ..report.table import format_seconds
 from ..search.prices.kernels import KernelsOf
+from ..search.restrictions.constraints import Constraints
 from ..search.restrictions.roles import Roles
 from .padded_dims import TILE, dim_index, dim_names, padded_extents, padded_graph, solved_seconds, stage_graphs
-from .request import Planning, PlanRequest
 
 # A note is due where it is about this share of a step at least: about what predictions are off by
 # (docs/calibration.md), and enough to change a model or a cluster for.
@@ -93,33 +97,42 @@ class _Dims(NamedTuple):
         return sum(self.saved(work, dim) + moving * work.seconds for work, dim in self.works.values())
 
 
-def replicated_work(asked: PlanRequest, found: Planning, roles: Roles | None) -> tuple[str, ...]:
+def replicated_work(
+    program: Program, plan: Plan, cluster: Cluster, constraints: Constraints, *, seconds: float
+) -> tuple[str, ...]:
     """Notes on what hinders a plan from splitting work.
 
     Args:
-      asked: the request.
-      found: its plan, priced.
-      roles: of the mesh axes, where a preset gives them some.
+      program: as it was planned.
+      plan: of it, priced.
+      cluster: it is for.
+      constraints: that it satisfies, with the roles of mesh axes where a preset gives them some.
+      seconds: that solving again may take.
 
     Warns:
       ReplicationWarning: for operators without a dim that could be split.
     """
-    if found.plan.predicted is None or found.plan.num_devices == 1:
+    if plan.predicted is None or plan.num_devices == 1:
         return ()
-    graphs = stage_graphs(found.program, found.plan)
-    works = [list(_works(asked, found, number, graph, roles)) for number, graph in enumerate(graphs)]
-    notes, noted = _uneven_notes(asked, found, graphs, roles, works)
+    until = time.perf_counter() + seconds
+    graphs = stage_graphs(program, plan)
+    works = [list(_works(plan, n, graph, cluster, constraints.roles)) for n, graph in enumerate(graphs)]
+    step, compute = plan.predicted.step_seconds, sum(work.seconds for each in works for work in each)
+
+    def solved(number: int, graph: Graph) -> float:
+        return solved_seconds(program, plan, number, graph, cluster, constraints, until - time.perf_counter())
+
+    notes, noted = _uneven_notes(program, plan, graphs, works, step, solved if seconds > 0 else None)
     rest = [(n, w) for n, each in enumerate(works) for w in each if w.alike > 1 and (n, w.operator.index) not in noted]
-    compute = sum(work.seconds for each in works for work in each)
     for whole in (True, False):
-        notes += _other_notes(found, [work for _, work in rest if work.whole is whole], compute, whole=whole)
+        notes += _other_notes(plan.predicted, [work for _, work in rest if work.whole is whole], compute, whole=whole)
     return tuple(notes)
 
 
-def _uneven_dims(found: Planning, graphs: list[Graph], works: list[list[_Work]]) -> Iterator[tuple[float, _Dims]]:
+def _uneven_dims(plan: Plan, graphs: list[Graph], works: list[list[_Work]]) -> Iterator[tuple[float, _Dims]]:
     """All uneven dims with what is at stake."""
     for number, graph in enumerate(graphs):
-        moving = found.plan.stages[number].communication_seconds / (sum(w.seconds for w in works[number]) or 1.0)
+        moving = plan.stages[number].communication_seconds / (sum(w.seconds for w in works[number]) or 1.0)
         uneven = [(work, dim) for work in works[number] for dim in work.uneven]
         extents: dict[int, int] = {}
         for _, dim in uneven:
@@ -133,15 +146,16 @@ def _uneven_dims(found: Planning, graphs: list[Graph], works: list[list[_Work]])
 
 
 def _uneven_notes(
-    asked: PlanRequest, found: Planning, graphs: list[Graph], roles: Roles | None, works: list[list[_Work]]
-) -> tuple[list[str], set[tuple[int, int]]]:
+    program: Program, plan: Plan, graphs: list[Graph], works: list[list[_Work]], step: float,
+    solved: Callable[[int, Graph], float] | None,
+) -> tuple[list[str], set[tuple[int, int]]]:  # fmt: skip
     """Notes on uneven dims, and the operators they are about: for the dims with the most at stake of what the search
-    finds, for others of what is bounded."""
-    step, names = found.step_seconds, dim_names(found.program, graphs[0])
+    finds, where there is time, for others of what is bounded."""
+    names = dim_names(program, graphs[0])
     most, least = _MOST * sum(work.seconds for each in works for work in each), SHARE * step
     notes: dict[int, str] = {}
     noted: set[tuple[int, int]] = set()
-    ranked = sorted(_uneven_dims(found, graphs, works), key=lambda one: -one[0])
+    ranked = sorted(_uneven_dims(plan, graphs, works), key=lambda one: -one[0])
     for rank, dims in enumerate(dims for stake, dims in ranked if stake >= least):
         number, extent, places = dims
         graph, indices = graphs[number], {dim.index for _, dim in places.values()}
@@ -153,10 +167,10 @@ def _uneven_notes(
         padded, tiled = padded_extents(extent, dim.unit)
         saved = sum(dims.saved(*one) for place, one in alike.items() if place not in noted)
         gain = f"save at most {format_seconds(saved)} of {format_seconds(step)} a step, of compute"
-        if rank == 0 and asked.left_seconds > 0:
+        if rank == 0 and solved is not None:
             longer = padded_graph(graph, indices, extent, tiled)
             with suppress(PlanError):  # pins, or memory
-                before, after = (solved_seconds(asked, found, number, one, roles) for one in (graph, longer))
+                before, after = solved(number, graph), solved(number, longer)
                 work = "a step" if len(graphs) == 1 else f"of a step of {format_seconds(step)} for stage {number + 1}"
                 gain = f"take {format_seconds(after)} in place of {format_seconds(before)} {work}, on the same mesh"
                 gain += f", with {tiled / extent:.2g} times the size" if tiled > _MUCH * extent else ""
@@ -178,19 +192,18 @@ def _uneven_notes(
     return list(notes.values()), noted
 
 
-def _other_notes(found: Planning, works: list[_Work], compute: float, *, whole: bool) -> list[str]:
+def _other_notes(predicted: Prediction, works: list[_Work], compute: float, *, whole: bool) -> list[str]:
     """A note on the work that devices do alike though no uneven dim is why, if it is worth one."""
     seconds, saved = sum(work.seconds for work in works), sum(work.saved for work in works)
-    if not works or (saved < SHARE * found.step_seconds if whole else seconds < _MOST * compute):
+    if not works or (saved < SHARE * predicted.step_seconds if whole else seconds < _MOST * compute):
         return []
     worst = max(works, key=lambda work: work.saved)
-    less = f"it would take at most {format_seconds(saved)} of {format_seconds(found.step_seconds)} a step less"
+    less = f"it would take at most {format_seconds(saved)} of {format_seconds(predicted.step_seconds)} a step less"
     if whole:
         text = f"{worst.operator.name} at {worst.operator.source} runs whole on"
-        warnings.warn(f"{text} every device: no dim of it can be split", ReplicationWarning, stacklevel=4)
+        warnings.warn(f"{text} every device: no dim of it can be split", ReplicationWarning, stacklevel=5)
         return [f"{text} {worst.alike} devices: no dim of it can be split; split, {less}"]
-    assert found.plan.predicted is not None
-    gap = found.plan.predicted.optimality_gap
+    gap = predicted.optimality_gap
     known = "the search did not find out whether a layout that splits it is faster"
     if gap < SHARE:
         known = (
@@ -202,10 +215,10 @@ def _other_notes(found: Planning, works: list[_Work], compute: float, *, whole: 
     ]
 
 
-def _works(asked: PlanRequest, found: Planning, number: int, graph: Graph, roles: Roles | None) -> Iterator[_Work]:
+def _works(plan: Plan, number: int, graph: Graph, cluster: Cluster, roles: Roles | None) -> Iterator[_Work]:
     """The operators of a stage, but for those whose results are known before the step."""
-    stage, microbatches = found.plan.stages[number], found.plan.microbatches_of(number)
-    sizes, device = stage.sizes, asked.cluster.device_at(stage.devices[0])
+    stage, microbatches = plan.stages[number], plan.microbatches_of(number)
+    sizes, device = stage.sizes, cluster.device_at(stage.devices[0])
     profile = profile_of(device)
     scans = {op.path[: op.path.index(-1)]: op.source for op in graph.operators if op.is_link}
     for operator, algorithm in zip(graph.operators, algorithms_of(graph, stage, number), strict=True):
