@@ -23,15 +23,8 @@ _MOST_SECONDS = 20.0
 def with_advice(
     refused: MemoryExceeded, plan: Callable[[PlanOptions], Planning], options: PlanOptions, devices: int, seconds: float
 ) -> MemoryExceeded:
-    """The refusal with what does fit, if that is soon found.
-
-    Args:
-      refused: a request that does not fit.
-      plan: finds a plan under other options.
-      options: of the request.
-      devices: of the cluster.
-      seconds: that may be spent.
-    """
+    """The refusal of a request, for so many devices, with what does fit, if that is found in these seconds; `plan`
+    finds a plan under other options."""
     until = time.perf_counter() + min(seconds, _MOST_SECONDS)
     for words, changed in _relaxed(options, devices):
         left = until - time.perf_counter()

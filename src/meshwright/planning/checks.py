@@ -32,14 +32,7 @@ def request_of(
     traces: Traces, args: Sequence[Any], options: PlanOptions, *, started: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> PlanRequest:  # fmt: skip
-    """What a user asks for, checked.
-
-    Args:
-      traces: of the step.
-      args: as of `plan_for`.
-      options: as there.
-      started: when the work began, by `time.perf_counter`.
-      tell: as there.
+    """What a user asks of the step with these traces, checked; the work on it `started` then, by `time.perf_counter`.
 
     Raises:
       PlanError: if something is wrong with it.
@@ -164,11 +157,7 @@ def check_time_limit(seconds: Any) -> None:
 
 
 def check_batch_axis(args: Sequence[Any], batch_axis: Any) -> None:
-    """Refuse an axis that no array of the batch has.
-
-    Args:
-      args: of the step.
-      batch_axis: which axis of every array outside the state is the batch; that it is one is checked elsewhere.
+    """Refuse an axis that no array of the batch has; that it is one is checked elsewhere.
 
     Raises:
       PlanError: naming the array with the most axes.
@@ -185,12 +174,7 @@ def check_batch_axis(args: Sequence[Any], batch_axis: Any) -> None:
 
 
 def checked_submeshes(submeshes: Any, cluster: Cluster, stages: int | None) -> tuple[int, ...]:
-    """How many devices each stage has.
-
-    Args:
-      submeshes: as the user said it.
-      cluster: to be cut.
-      stages: how many there are to be; None if it was not said.
+    """How many devices each of so many stages, if these are given, has in a cluster.
 
     Raises:
       PlanError: if these are no submeshes, or not of the cluster.
@@ -211,12 +195,8 @@ def checked_submeshes(submeshes: Any, cluster: Cluster, stages: int | None) -> t
 
 
 def check_stages(stages: Any, schedule: Any, devices: int) -> None:
-    """Refuse a number of stages that is none or that the schedule cannot have, and schedules that do not exist.
-
-    Args:
-      stages: as the user said it.
-      schedule: the same.
-      devices: of the cluster.
+    """Refuse a number of stages that is none or that the schedule cannot have on so many devices, and schedules that do
+    not exist.
 
     Raises:
       PlanError: saying which there are.

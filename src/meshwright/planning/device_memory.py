@@ -23,10 +23,6 @@ _DEFAULT_SHARE = 0.75
 def with_given_memory(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Cluster:
     """The cluster with the share of each GPU's memory that the environment gives programs, where it names one.
 
-    Args:
-      cluster: of any devices.
-      environment: its variables.
-
     Raises:
       PlanError: if what it says is no share.
     """

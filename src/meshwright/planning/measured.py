@@ -64,10 +64,6 @@ class _Candidate(NamedTuple):
 def local_devices(cluster: Cluster, named: Any = None) -> Sequence[jax.Device]:
     """The devices that stand for a cluster here.
 
-    Args:
-      cluster: to be stood for.
-      named: which they are (`devices=`); None for the first.
-
     Raises:
       PlanError: if there are too few of them, or they are of another platform.
     """

@@ -27,11 +27,7 @@ _LEAST_SHARE = 0.1
 
 
 def space_of(asked: PlanRequest, missed: MissedMemory | None = None) -> Space:
-    """All plans of a request.
-
-    Args:
-      asked: the request.
-      missed: what may not be counted on a device; None for nothing.
+    """All plans of a request; of a device's memory what is `missed` may not be counted.
 
     Raises:
       PlanError: if the request makes no sense, or the step has no loss function that is marked.
@@ -60,10 +56,6 @@ def choice_words(space: Space, choice: Choice) -> str:
 
 def plan_by_method(asked: PlanRequest, method: str) -> SearchResult:
     """The best plan that a method finds in time.
-
-    Args:
-      asked: the request.
-      method: its name.
 
     Raises:
       PlanError: if the method does not apply to the step, or finds nothing in time.

@@ -50,18 +50,11 @@ NOT_COUNTED = (
 
 
 class _TooLarge(NamedTuple):
-    """A plan that was too large, by the rank that exceeds its memory the most.
+    """A plan that was too large, by the rank that exceeds its memory the most."""
 
-    Args:
-      share: of what a device of it can hold, what it needs with what is to spare.
-      peak_bytes: predicted, on a device.
-      usable_bytes: of a device.
-      microbatches: of the plan.
-    """
-
-    share: float
-    peak_bytes: float
-    usable_bytes: float
+    share: float  # of what a device of it can hold, what it needs with what is to spare
+    peak_bytes: float  # predicted, on a device
+    usable_bytes: float  # of a device
     microbatches: int
 
 
@@ -153,12 +146,8 @@ class Refinement:
         return found.noted(NOT_COUNTED)
 
     def _fits(self, plan: Plan, counted: Sequence[float]) -> bool:
-        """Whether a plan fits that was written out; else what the search missed is learned.
-
-        Args:
-          plan: with the memory that its programs need.
-          counted: by the search, bytes on a device of each rank.
-        """
+        """Whether a plan fits that was written out; else what the search missed, which `counted` these bytes on a
+        device of each rank, is learned."""
         peaks, usable = held_bytes(plan), usable_bytes(plan)
         ranks = list(enumerate(zip(peaks, usable, strict=True)))
         if all(MARGIN * peak <= most for _, (peak, most) in ranks):

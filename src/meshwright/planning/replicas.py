@@ -76,12 +76,7 @@ def plan_replicas(asked: PlanRequest) -> SearchResult:
 
 
 class _Tries:
-    """Numbers of microbatches, and what is known of each.
-
-    Args:
-      asked: the request.
-      order: of the hosts, those of a kind together.
-      counts: the numbers.
+    """Numbers of microbatches, and what is known of each, with the hosts of a kind together.
 
     Attributes:
       found: by number a plan that fits.

@@ -177,12 +177,6 @@ class Planning(Priced):
 
 
 def on_devices(plan: Plan, devices: Sequence[int], cluster: Cluster) -> Plan:
-    """A plan for some devices of a cluster, numbered among themselves, as one for the cluster.
-
-    Args:
-      plan: for these devices.
-      devices: for each number there the one in the cluster.
-      cluster: the whole one.
-    """
+    """A plan for some devices of a cluster, numbered among themselves, as one for the cluster."""
     stages = tuple(replace(stage, devices=tuple(devices[d] for d in stage.devices)) for stage in plan.stages)
     return replace(plan, stages=stages, cluster=cluster.name, cluster_fingerprint=cluster.fingerprint())

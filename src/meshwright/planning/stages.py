@@ -74,10 +74,6 @@ def plan_stages(asked: PlanRequest) -> SearchResult:
 def stage_request(asked: PlanRequest, programs: StepPrograms) -> StageRequest:
     """What is asked of the stage search.
 
-    Args:
-      asked: the request.
-      programs: the step in each number of microbatches.
-
     Raises:
       PlanError: if pins or meshes are not of the step and the cluster.
     """

@@ -29,9 +29,6 @@ def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
     >>> from meshwright import load_cluster
     >>> [str(preset) for preset in candidates_for(load_cluster("rtx4090-4"))][:3]
     ['data_parallel()', 'parameter_server()', 'zero(stage=1)']
-
-    Args:
-      cluster: where the plans are to run.
     """
     devices = cluster.num_devices
     powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]

@@ -16,9 +16,6 @@ def leaner(preset: Preset) -> Iterator[Preset]:
     >>> from meshwright.presets import megatron
     >>> [str(one) for one in leaner(megatron(tp=2, pp=2).on(16))][:2]
     ['megatron(tp=2, pp=2, dp=4, zero=1)', 'megatron(tp=2, pp=4, dp=2, zero=1)']
-
-    Args:
-      preset: with all sizes.
     """
     data = preset.size("batch")
     if data == 1 or preset.family not in FAMILIES:

@@ -50,14 +50,7 @@ def for_devices(preset: Preset, devices: int) -> str:
 
 
 def for_program(preset: Preset, program: Program, roles: Roles, axis: PresetAxis) -> str:
-    """What suits a program in which a tensor or expert axis finds nothing to split: another size of it, or none.
-
-    Args:
-      preset: with all sizes.
-      program: the step, traced at the size of a microbatch.
-      roles: of the axes in it.
-      axis: the axis.
-    """
+    """What suits a program in which a tensor or expert axis finds nothing to split: another size of it, or none."""
     data = preset.axes[0]
     devices = prod(one.size or 1 for one in preset.axes)
     graph = program.graph
@@ -76,13 +69,8 @@ def for_program(preset: Preset, program: Program, roles: Roles, axis: PresetAxis
 
 
 def for_batch(program: Program, batch: Iterable[tuple[str, int]], size: int) -> str:
-    """Numbers of microbatches and batches that an axis divides.
-
-    Args:
-      program: the step, traced at the size of a microbatch.
-      batch: its inputs that hold the batch, as (name, dim).
-      size: of the axis.
-    """
+    """Numbers of microbatches and batches that an axis of this size divides. The dims of inputs that hold the batch are
+    (name, dim)."""
     shapes = {program.graph.values[v].name: program.graph.values[v].shape for v in program.graph.inputs}
     extents = sorted({shapes[name][dim] * program.microbatches for name, dim in batch})
     fewer = [n for n in range(1, program.microbatches) if extents and all(e % (n * size) == 0 for e in extents)]
@@ -93,11 +81,7 @@ def for_batch(program: Program, batch: Iterable[tuple[str, int]], size: int) -> 
 
 
 def without_zero(preset: Preset) -> str:
-    """The plans of a preset with optimizer state that is not split.
-
-    Args:
-      preset: with all sizes and a ZeRO stage.
-    """
+    """The plans of a preset with all sizes, with optimizer state that is not split."""
     if preset.family == "zero":
         return "data_parallel()"
     pipeline = f", pp={preset.stages}" if preset.stages > 1 else ""
@@ -105,12 +89,8 @@ def without_zero(preset: Preset) -> str:
 
 
 def check_interleaved(preset: Preset, microbatches: int, extents: Sequence[int]) -> None:
-    """Refuse numbers of microbatches that ranks with several stages each cannot take turns with.
-
-    Args:
-      preset: with all sizes.
-      microbatches: in a step.
-      extents: of the batch.
+    """Refuse numbers of microbatches, of batches of these extents, that ranks with several stages each cannot take
+    turns with.
 
     Raises:
       PlanError: if it is no multiple of the ranks.

@@ -16,14 +16,8 @@ from . import other_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetAxis:
-    """An axis of the mesh of every stage.
-
-    Args:
-      name: of the axis.
-      size: of the axis; None for what the devices leave.
-      role: what it may split.
-      argument: what the preset's function calls its size.
-    """
+    """An axis of the mesh of every stage: its size, None for what the devices leave; what it may split; and what the
+    preset's function calls its size."""
 
     name: str
     size: int | None
@@ -119,10 +113,7 @@ class Preset:
         return self.size("batch") * self.size("expert")
 
     def on(self, devices: int) -> Preset:
-        """The same preset with every size given.
-
-        Args:
-          devices: how many there are.
+        """The same preset with every size given, for so many devices.
 
         Raises:
           PlanError: if the sizes do not multiply to it.
@@ -153,12 +144,7 @@ class Preset:
         return self.sized({axis.name: devices // known for axis in missing})
 
     def roles_in(self, program: Program, batch: frozenset[tuple[str, int]], *, where: str) -> Roles:
-        """What its axes may split in a program.
-
-        Args:
-          program: the step, traced at the size of a microbatch.
-          batch: its inputs that hold the batch (`batch_inputs`).
-          where: what the step is called.
+        """What its axes may split in a program, whose inputs of the batch are those of `batch_inputs`.
 
         Raises:
           PlanError: if the program has nothing that an axis could split.
@@ -209,10 +195,6 @@ _ORDER = ("stage", "stages", "tp", "pp", "ep", "dp", "zero", "chunks", "sequence
 def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
     """Refuse a ZeRO stage that would split nothing.
 
-    Args:
-      preset: with all sizes.
-      parameters: of the program.
-
     Raises:
       PlanError: if its axes divide no dim of any parameter.
     """
@@ -240,11 +222,7 @@ def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
 
 
 def check_free(preset: Preset, **options: Any) -> None:
-    """Refuse options that the preset decides.
-
-    Args:
-      preset: with what it decides.
-      options: of `plan_for`, by name; None for one that is not given.
+    """Refuse options of `plan_for`, those that are not None, that the preset decides.
 
     Raises:
       PlanError: if one is given.

@@ -17,26 +17,18 @@ _MOST = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not taken.
-
-    Args:
-      what: in a few words.
-      step_seconds: predicted.
-    """
+    """A plan that was not taken, in a few words, and its predicted step."""
 
     what: str
     step_seconds: float
 
 
 def nearest(seconds: Mapping[str, float], *, but: str = "") -> tuple[Alternative, ...]:
-    """The fastest few plans; one of those with equal seconds, which are one layout under several schedules.
+    """The fastest few plans, but for the one that was taken; one of those with equal seconds, which are one layout
+    under several schedules.
 
     >>> [one.what for one in nearest({"gpipe": 2.0, "adaptive": 2.0, "taken": 1.0, "eager": 3.0}, but="taken")]
     ['adaptive', 'eager']
-
-    Args:
-      seconds: of each plan, by what it is.
-      but: the one that was taken.
     """
     found = sorted((taken, what) for what, taken in seconds.items() if what != but)
     first = {f"{taken:.9g}": (taken, what) for taken, what in reversed(found)}
@@ -63,15 +55,6 @@ def one_stage_words(microbatches: int, mesh: Sequence[tuple[str, int]], *, remat
     """
     again = ", rematerialised" if rematerialised else ""
     return f"{_microbatches(microbatches)}, one stage of mesh {mesh_words(mesh)}{again}"
-
-
-def preset_words(microbatches: int, preset: str, *, fits: bool) -> str:
-    """A plan under a preset.
-
-    >>> preset_words(8, "megatron(tp=4, pp=2, dp=1)", fits=False)
-    '8 microbatches, the preset megatron(tp=4, pp=2, dp=1), if it fits'
-    """
-    return f"{_microbatches(microbatches)}, the preset {preset}" + ("" if fits else ", if it fits")
 
 
 def stages_words(microbatches: int, schedule: str, sizes: Sequence[tuple[int, int]]) -> str:

@@ -21,7 +21,7 @@ class BestKnown:
     """The penalised seconds of the incumbent.
 
     Args:
-      seconds: that it counts for at most; infinite where nothing is known.
+      seconds: of it at most; infinite where nothing is known.
 
     Attributes:
       simulated: what it counts for.
@@ -61,14 +61,11 @@ def bounds(order: Order) -> bool:
 
 
 def gap_of(seconds: float, least_seconds: float) -> float:
-    """The optimality gap: the share of a plan's seconds that others may save at most; infinite where there is no bound.
+    """The optimality gap: the share of a plan's seconds that others, which take `least_seconds`, may save at most;
+    infinite where there is no bound (0).
 
     >>> gap_of(10.0, 7.5), gap_of(10.0, 12.0), gap_of(10.0, 0.0)
     (0.25, 0.0, inf)
-
-    Args:
-      seconds: of the plan.
-      least_seconds: that all others take at least; 0 where nothing is known.
     """
     if seconds <= 0:
         return 0.0

@@ -67,15 +67,19 @@ def search_parts(
     slower = False  # whether a part has nothing that is faster
     for part in parts:
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
-        left = left_seconds()
-        if left < 0 and part.least_seconds == 0 and isfinite(most):
-            bound = floor()
-            others.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
-            least = min(least, bound)
-            best = best.beside(bound) if best is not None else None
-            continue
+        left, bound = left_seconds(), inf
         try:
-            found = part.search(most, max(part.share * left, part.least_seconds))
+            if left < 0 and part.least_seconds == 0 and isfinite(most):
+                bound = floor()
+                others.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
+            else:
+                found = part.search(most, max(part.share * left, part.least_seconds))
+                if best is not None:
+                    found = found.preferred_to(best).beside(best.least_seconds)
+                    others += [one.within(known) for one in best.considered]
+                    others.append(Considered(known, seconds=best.step_seconds))
+                best, known = found.beside(least), part.words
+                yield best.beside_candidates(others)
         except NothingFaster as nothing:
             slower, bound = True, nothing.least_seconds or floor()
             late = left_seconds() < 0 or any("out of time" in one.words for one in nothing.considered)
@@ -84,22 +88,13 @@ def search_parts(
                 others.append(Considered(part.words, "broken off, out of time", least_seconds=bound))
             elif best is not None:
                 others.append(Considered(part.words, "none that fits and is faster"))
-            least = min(least, bound)
-            best = best.beside(bound) if best is not None else None
         except PlanError as error:
             refused = error if refused is None or part.goes_on else refused
             others.append(Considered(part.words, str(error)))
             if isinstance(error, MemoryExceeded):
                 bound = floor() if left_seconds() < 0 else error.least_seconds
-                least = min(least, bound)
-                best = best.beside(bound) if best is not None else None
-        else:
-            if best is not None:
-                found = found.preferred_to(best).beside(best.least_seconds)
-                others += [one.within(known) for one in best.considered]
-                others.append(Considered(known, seconds=best.step_seconds))
-            best, known = found.beside(least), part.words
-            yield best.beside_candidates(others)
+        least = min(least, bound)
+        best = best.beside(bound) if best is not None else None
     if best is not None:
         yield best.beside_candidates(others)
     elif refused is None or (isfinite(faster_than_seconds) and (slower or isfinite(least))):

@@ -19,11 +19,7 @@ from .inter.problem import PlacedStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A plan with its price.
-
-    Args:
-      plan: that a search has found.
-    """
+    """A plan that a search has found, with its price."""
 
     plan: Plan
 
@@ -100,12 +96,8 @@ def plan_words(plan: Plan) -> str:
 
 
 class NothingFaster(Exception):
-    """No plan of a search is faster than the one that is known before it.
-
-    Args:
-      least_seconds: what all its plans take at least, or the seconds of the known one where that is less.
-      considered: as of a result.
-    """
+    """No plan of a search is faster than the one that is known before it; all take `least_seconds` at least, or the
+    seconds of the known one where that is less."""
 
     def __init__(self, least_seconds: float, considered: tuple[Considered, ...]) -> None:
         super().__init__("no plan is faster than the one that is known")

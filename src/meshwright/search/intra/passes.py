@@ -107,8 +107,8 @@ def _conversions_of(problem: IntraOpProblem) -> list[tuple[int, int, float, np.n
     found = []
     for move in problem.moves:
         value = problem.graph.values[move.value]
-        once = problem.prices.forward_table(
-            move.sources, move.targets, value.bytes, differentiated=value.differentiated
+        once = problem.prices.conversion_table(
+            move.sources, move.targets, value.bytes, forward_runs=1, differentiated=value.differentiated, backward=False
         )
         found.append((move.source, move.target, move.times, once))
     return found

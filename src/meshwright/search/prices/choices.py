@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import permutations, product
+from itertools import combinations, product
 
 from ...program.dependence import values_of_data
 from ...program.graph import Graph, Operator, once_for_each
@@ -115,16 +115,11 @@ def _parameter_choices(shape: tuple[int, ...], of: tuple[tuple[str, int], ...]) 
         found.append(ParameterChoice(use, plain))
         free = [axis for axis in sizes if axis not in use.sharded_axes]
         for count in range(1, len(free) + 1):
-            for axes in _combinations(free, count):
+            for axes in combinations(free, count):
                 storage = _split_further(shape, plain, axes, sizes)
                 if storage is not None:
                     found.append(ParameterChoice(use, storage))
     return tuple(found)
-
-
-def _combinations(axes: Sequence[str], count: int) -> list[tuple[str, ...]]:
-    order = {axis: i for i, axis in enumerate(axes)}
-    return [c for c in permutations(axes, count) if list(c) == sorted(c, key=order.__getitem__)]
 
 
 def _split_further(shape: Sequence[int], spec: Spec, axes: Sequence[str], sizes: Mapping[str, int]) -> Spec | None:

@@ -54,17 +54,9 @@ class ConversionPrices:
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool, forward_runs: float,
         backward: bool, times: float = 1.0,
     ) -> np.ndarray:  # fmt: skip
-        """Seconds from each source to each target, `[source, target]`, infinite where no conversion exists.
-
-        Args:
-          sources: specs.
-          targets: the same.
-          value_bytes: of the whole value.
-          differentiated: whether the value has a cotangent: without one, what that would be does not matter.
-          forward_runs: how often the forward collectives run.
-          backward: whether the backward collectives run, once.
-          times: how often all that is done.
-        """
+        """Seconds from each source to each target, `[source, target]`, infinite where no conversion exists: so many
+        times so many runs of the forward collectives, and one of the backward ones, on a value of so many bytes in all.
+        Without a cotangent what that would be does not matter."""
         if not differentiated:
             sources, targets = sources.without_broadcast, targets.without_broadcast
         numbers = _CATALOGUE.numbers(sources, targets)

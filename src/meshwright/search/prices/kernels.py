@@ -23,13 +23,8 @@ from .product_orders import operand_factors, product_factors, product_orders, sl
 
 
 class Gradient(NamedTuple):
-    """A part of an operator's derivative.
-
-    Args:
-      operand: position of the operand whose gradient it is.
-      kernel: what runs.
-      runs: how often, for one run of the operator.
-    """
+    """A part of an operator's derivative: for the gradient of the operand at this position, what runs, and how often
+    for one run of the operator."""
 
     operand: int
     kernel: Kernel
@@ -37,13 +32,8 @@ class Gradient(NamedTuple):
 
 
 class OperatorKernels(NamedTuple):
-    """What one device runs for an operator.
-
-    Args:
-      forward: for one run of it.
-      gradients: for one run of its derivative.
-      copies: what is brought into another order for each run of it.
-    """
+    """What one device runs for an operator: for one run of it, for one run of its derivative, and to bring operands
+    into another order for each run of it."""
 
     forward: Kernel
     gradients: tuple[Gradient, ...]
@@ -51,15 +41,8 @@ class OperatorKernels(NamedTuple):
 
 
 class KernelsOf:
-    """The kernels of an operator under any of its algorithms; what all algorithms share is computed once.
-
-    Args:
-      graph: it belongs to.
-      operator: no link of a scan.
-      sizes: of the mesh axes.
-      device: what it runs on.
-      stored: whether its result is written to memory, if it is no product.
-    """
+    """The kernels of an operator, no link of a scan, under any of its algorithms; what all algorithms share is computed
+    once. `stored` is whether its result is written to memory, if it is no product."""
 
     def __init__(
         self, graph: Graph, operator: Operator, sizes: Mapping[str, int], device: Device, *, stored: bool
@@ -180,15 +163,8 @@ def chain_flops(operator: Operator) -> float:
 
 
 def plain_kernel(operator: Operator, device: Device, written: float, flops: float, *, stored: bool) -> Kernel:
-    """The kernel of an operator that is no product.
-
-    Args:
-      operator: which.
-      device: what it runs on.
-      written: bytes.
-      flops: of it, where they matter (`Device.vector_flops`).
-      stored: whether its result is written to memory.
-    """
+    """The kernel of an operator that is no product, from the bytes it writes, and its FLOPs where they matter
+    (`Device.vector_flops`); `stored` is whether its result is written to memory."""
     if stored and operator.name == "transpose" and device.transpose_bandwidth_bytes_per_second:
         before, after = operator.rule.operands[0], operator.rule.results[0]
         if after != (*before[:-2], *before[:-3:-1]):  # products read matrices by columns

@@ -11,24 +11,15 @@ from .kernels import KernelsOf
 
 
 def least_work_seconds(graph: Graph, microbatches: int, cluster: Cluster) -> float:
-    """Seconds of a step in which every product, convolution and attention of both passes runs once, in full tiles, on
-    all devices at once; of several kinds of device each kernel at the rate of the best for it.
-
-    Args:
-      graph: the program at the size of one microbatch.
-      microbatches: in a step.
-      cluster: where it runs.
-    """
+    """Seconds of a step in which every product, convolution and attention of both passes of a program, at the size of
+    one microbatch, runs once, in full tiles, on all devices at once; of several kinds of device each kernel at the rate
+    of the best for it."""
     return microbatches * sum(least_work_by_equation(graph, cluster).values()) / cluster.num_devices
 
 
 def least_work_by_equation(graph: Graph, cluster: Cluster) -> dict[int, float]:
-    """Of each top-level equation of a program that has any such work, its seconds in one microbatch on one device.
-
-    Args:
-      graph: the program at the size of one microbatch.
-      cluster: where it runs.
-    """
+    """Of each top-level equation of a program, at the size of one microbatch, that has any such work, its seconds in
+    one microbatch on one device."""
     devices = list(dict.fromkeys(host.device for host in cluster.hosts))
     found: dict[int, float] = {}
     for operator in graph.operators:

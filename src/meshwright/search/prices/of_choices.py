@@ -20,10 +20,9 @@ class OperatorPrices:
       choices: how they can be run.
       operands: of each operand, the spec that each choice reads.
       results: of each result, the spec that each choice makes.
-      forward_seconds: of one run of each choice.
-      backward_seconds: of one run of each choice; rematerialised or not, both are the same.
+      forward_seconds: of one run of each choice; like the next, the same whether it is rematerialised or not.
+      backward_seconds: the same.
       weight_seconds: of these, what computes gradients of parameters.
-      in_step: what `seconds` has said.
     """
 
     choices: tuple[Any, ...]
@@ -35,12 +34,7 @@ class OperatorPrices:
     in_step: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def seconds(self, forward_runs: int, times: int) -> np.ndarray:
-        """Of so many times so many runs forward and one backward, of each choice; not to be changed.
-
-        Args:
-          forward_runs: for one backward.
-          times: in a step.
-        """
+        """Of so many times in a step so many runs forward and one backward, of each choice; not to be changed."""
         key = forward_runs, times
         if key not in self.in_step:
             self.in_step[key] = times * (forward_runs * self.forward_seconds + self.backward_seconds)

@@ -25,14 +25,8 @@ from .spec_row import SpecRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerCollective:
-    """A collective inside an operator.
-
-    Args:
-      kind: see `cost.collective`.
-      size_bytes: its buffer on one device.
-      axes: mesh axes it spans.
-      mirrored: whether the derivative makes the same one again.
-    """
+    """A collective inside an operator: its kind (`cost.collective`), its buffer on one device, the mesh axes it spans,
+    and whether the derivative makes the same one again."""
 
     kind: str
     size_bytes: float
@@ -47,12 +41,7 @@ def prices_of(mesh: LogicalMesh, device: Device) -> Prices:
 
 
 class Prices:
-    """The cost model of one submesh seen as one logical mesh.
-
-    Args:
-      mesh: its axes.
-      device: the device all of it is made of.
-    """
+    """The cost model of one submesh, made of one kind of device, seen as one logical mesh."""
 
     def __init__(self, mesh: LogicalMesh, device: Device) -> None:
         self.mesh = mesh
@@ -64,7 +53,6 @@ class Prices:
         bandwidth = device.transpose_bandwidth_bytes_per_second
         self._strided_seconds_per_byte = 1 / bandwidth if bandwidth else 0.0
         self._tables: dict[tuple[object, ...], np.ndarray] = {}
-        self._forward_tables: dict[tuple[object, ...], np.ndarray] = {}
         self._shards: dict[SpecRow, np.ndarray] = {}
         self._shared: dict[tuple[SpecRow, tuple[SpecRow, ...]], SpecRow] = {}
         self._kernels: dict[Kernel, float] = {}
@@ -75,14 +63,8 @@ class Prices:
         self._conversions = conversion_prices(mesh, self._strided_seconds_per_byte)
 
     def collective(self, kind: str, size_bytes: float, axes: Sequence[str], *, strided: bool = False) -> float:
-        """Seconds of one collective on a buffer of `size_bytes` (see `cost.collective`).
-
-        Args:
-          kind: see there, and `size_bytes` too.
-          size_bytes: of its buffer.
-          axes: of the mesh.
-          strided: see `sharding.conversion.Step`.
-        """
+        """Seconds of one collective over axes of the mesh on a buffer of `size_bytes` (see `cost.collective`, and for
+        `strided` `sharding.conversion.Step`)."""
         key = (kind, tuple(axes), size_bytes)
         if key not in self._collectives:
             self._collectives[key] = collective_seconds(kind, size_bytes, [self._axes[a] for a in axes])
@@ -90,7 +72,7 @@ class Prices:
 
     def conversion_table(
         self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, forward_runs: int, differentiated: bool,
-        times: float = 1,
+        times: float = 1, backward: bool = True,
     ) -> np.ndarray:  # fmt: skip
         """Seconds from each source spec to each target spec; infinite where no conversion exists.
 
@@ -101,30 +83,20 @@ class Prices:
           forward_runs: how often the forward collectives run for one backward (2 where they are rematerialised).
           differentiated: whether the value has a cotangent; if not, backward collectives do not run.
           times: how often all that is done.
+          backward: whether backward collectives run at all.
 
         Returns:
           Shape (sources, targets). The array lives as long as these prices and is not to be changed: its identity tells
           it from others.
         """
         # Rows are hashed by their identity, which is quicker: there is one of each, for good.
-        key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times)
+        key = (id(sources), id(targets), value_bytes, forward_runs, differentiated, times, backward)
         if key not in self._tables:
             self._tables[key] = self._conversions.table(
                 sources, targets, value_bytes, differentiated=differentiated, forward_runs=forward_runs,
-                backward=differentiated, times=times,
+                backward=backward and differentiated, times=times,
             )  # fmt: skip
         return self._tables[key]
-
-    def forward_table(
-        self, sources: SpecRow, targets: SpecRow, value_bytes: float, *, differentiated: bool
-    ) -> np.ndarray:
-        """As `conversion_table`, of the forward collectives alone, once."""
-        key = (id(sources), id(targets), value_bytes, differentiated)
-        if key not in self._forward_tables:
-            self._forward_tables[key] = self._conversions.table(
-                sources, targets, value_bytes, differentiated=differentiated, forward_runs=1, backward=False
-            )
-        return self._forward_tables[key]
 
     def of_operator(
         self, graph: Graph, operator: Operator, choices: Choices, of_parameters: Container[int | None]
@@ -152,13 +124,9 @@ class Prices:
             forward, backward, inside, mirrored, weight = np.array(parts, dtype=float).reshape(-1, 5).T
             forward, backward = forward + inside, backward + mirrored
         return OperatorPrices(
-            choices=choices,
-            operands=choices.operands,
-            results=choices.results,
-            forward_seconds=forward,
-            backward_seconds=backward,
-            weight_seconds=weight,
-        )
+            choices=choices, operands=choices.operands, results=choices.results, forward_seconds=forward,
+            backward_seconds=backward, weight_seconds=weight,
+        )  # fmt: skip
 
     def shared(self, made: SpecRow, read: tuple[SpecRow, ...]) -> SpecRow:
         """The specs to which a value with several readers may be resharded once: those that it is made or read in,
@@ -177,11 +145,8 @@ class Prices:
     def operator(
         self, graph: Graph, operator: Operator, algorithm: Algorithm, *, forward_runs: int
     ) -> tuple[float, float]:
-        """Seconds of compute and of collectives inside one run of an operator, backward included.
-
-        Args:
-          forward_runs: 2 if it is rematerialised, else 1.
-        """
+        """Seconds of compute and of collectives inside one run of an operator, backward included; forward twice if it
+        is rematerialised."""
         ((forward, backward, inside, mirrored, _),) = self.operator_parts(graph, operator, [algorithm])
         return forward_runs * forward + backward, forward_runs * inside + mirrored
 
@@ -189,23 +154,14 @@ class Prices:
         self, graph: Graph, operator: Operator, algorithms: Sequence[Algorithm],
         of_parameters: Container[int | None] = (),
     ) -> list[tuple[float, float, float, float, float]]:  # fmt: skip
-        """The same for many algorithms, each forward and backward apart: seconds of compute, and of collectives
-        inside; and of compute backward what is for gradients of parameters.
-
-        Args:
-          graph: it belongs to.
-          operator: the operator.
-          algorithms: how it may be split.
-          of_parameters: the values that depend on parameters alone.
-        """
+        """The same for many algorithms, each forward and backward apart: seconds of compute, and of collectives inside;
+        and of compute backward what is for gradients of parameters, where these values depend on parameters alone."""
         if operator.is_link:
             # Backward it is taken again, which others wait for, and its gradient added to that of the stack.
             adding = (SLICED_BACKWARD - 1) / SLICED_BACKWARD * (operator.operands[0] in of_parameters)
             sliced = (self._sliced(graph, operator, algorithm) for algorithm in algorithms)
             return [(forward, backward, 0.0, 0.0, adding * backward) for forward, backward in sliced]
-        kernels_of = KernelsOf(graph, operator, self.sizes, self.device, stored=is_stored(graph, operator))
-        still = moves_nothing(operator)
-        parts = []
+        kernels_of, still, parts = self._kernels_of(graph, operator), moves_nothing(operator), []
         for algorithm in algorithms:
             found = kernels_of(algorithm)
             backward = weight = inside = mirrored = 0.0
@@ -232,8 +188,10 @@ class Prices:
 
     def kernels(self, graph: Graph, operator: Operator, algorithm: Algorithm) -> OperatorKernels:
         """What a device runs for an operator that is no link."""
-        stored = is_stored(graph, operator)
-        return KernelsOf(graph, operator, self.sizes, self.device, stored=stored)(algorithm)
+        return self._kernels_of(graph, operator)(algorithm)
+
+    def _kernels_of(self, graph: Graph, operator: Operator) -> KernelsOf:
+        return KernelsOf(graph, operator, self.sizes, self.device, stored=is_stored(graph, operator))
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one run of a kernel."""

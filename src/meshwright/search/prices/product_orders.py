@@ -45,12 +45,7 @@ def sliced_operands(graph: Graph, operator: Operator) -> frozenset[int]:
 @lru_cache(maxsize=1 << 12)
 def product_orders(rule: Rule, sliced: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Positions of operands that are copied into another order: for a product, for the gradient of its left operand,
-    for that of its right one. What is made in another order has the position of the operand whose gradient it is.
-
-    Args:
-      rule: of the product.
-      sliced: see `sliced_operands`.
-    """
+    for that of its right one. What is made in another order has the position of the operand whose gradient it is."""
     batch, m, n, k = product_factors(rule)
     left, right = (_copied(rule, i, order, sliced) for i, order in enumerate(((batch, m, k), (batch, k, n))))
     by_left, by_right = (_copied(rule, i, order, sliced) for i, order in ((1, (batch, n, k)), (0, (batch, k, m))))

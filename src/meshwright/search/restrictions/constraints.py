@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from ...errors import PlanError
 from ...sharding import Spec
@@ -13,6 +14,8 @@ from ..prices.choices import ParameterChoice
 from .roles import Roles
 
 Layout = tuple[tuple[str, ...], ...]
+
+_Choice = TypeVar("_Choice")
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -43,29 +46,26 @@ class Constraints:
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
             raise PlanError(
-                refused="the ZeRO stage",
-                got=repr(self.zero),
-                needed="0, 1, 2, 3 or None",
-                where="zero=",
+                refused="the ZeRO stage", got=repr(self.zero), needed="0, 1, 2, 3 or None", where="zero=",
                 try_="zero=None",
-            )
+            )  # fmt: skip
 
     def check(self, names: Sequence[str], planned: Sequence[str]) -> None:
         """Refuse patterns that match none of the inputs called `names`, or none of those that are `planned`."""
         for pattern in self.layouts:
             matching = [name for name in names if _matches(name, pattern)]
             if matching and not any(_matches(name, pattern) for name in planned):
-                raise PlanError(
-                    refused=f"the pin {pattern!r}", got=f"a pattern of {matching[0]}, which has no layout of its own",
-                    needed="a parameter, or an input that the loss function reads; optimizer state follows its "
-                    "parameter", where="pins=", try_="pinning the parameter, or zero= to split its optimizer state",
+                raise _refusal(
+                    repr(pattern), f"a pattern of {matching[0]}, which has no layout of its own",
+                    "a parameter, or an input that the loss function reads; optimizer state follows its parameter",
+                    "pinning the parameter, or zero= to split its optimizer state",
                 )  # fmt: skip
             if not matching:
                 near = get_close_matches(pattern, planned, n=3, cutoff=0.0)
-                raise PlanError(
-                    refused=f"the pin {pattern!r}", got="a pattern that matches no input of the step",
-                    needed="the path of a parameter or an argument, with * for any part of it", where="pins=",
-                    try_=" or ".join(near) or "pins=None",
+                raise _refusal(
+                    repr(pattern), "a pattern that matches no input of the step",
+                    "the path of a parameter or an argument, with * for any part of it",
+                    " or ".join(near) or "pins=None",
                 )  # fmt: skip
 
     def layout(self, name: str, rank: int, sizes: Mapping[str, int]) -> Layout | None:
@@ -73,52 +73,39 @@ class Constraints:
         matching = {pattern: layout for pattern, layout in self.layouts.items() if _matches(name, pattern)}
         found = set(matching.values())
         if len(found) > 1:
+            got = f"{len(found)} different layouts from the patterns {sorted(matching)}"
             raise PlanError(
-                refused=f"the pins of {name}",
-                got=f"{len(found)} different layouts from the patterns {sorted(matching)}",
-                needed="one layout for each array",
-                where="pins=",
+                refused=f"the pins of {name}", got=got, needed="one layout for each array", where="pins=",
                 try_="patterns that do not overlap",
-            )
+            )  # fmt: skip
         if not found:
             return None
         (layout,) = found
         unknown = sorted({axis for dim in layout for axis in dim} - set(sizes))
         if unknown:
-            raise PlanError(
-                refused=f"the pin of {name}",
-                got=f"axis {unknown[0]!r}",
-                needed=f"axes of the mesh: {', '.join(sizes)}",
-                where="pins=",
-                try_="mesh= with the axis names you want",
-            )
+            raise _refusal(
+                f"of {name}", f"axis {unknown[0]!r}", f"axes of the mesh: {', '.join(sizes)}",
+                "mesh= with the axis names you want",
+            )  # fmt: skip
         used = [axis for dim in layout for axis in dim]
         if len(layout) != rank or len(set(used)) != len(used):
-            raise PlanError(
-                refused=f"the pin of {name}",
-                got=f"{layout} for an array of {rank} dims",
-                needed="one tuple of axes for each dim, no axis twice",
-                where="pins=",
-                try_="() for a dim that is not split",
-            )
+            raise _refusal(
+                f"of {name}", f"{layout} for an array of {rank} dims",
+                "one tuple of axes for each dim, no axis twice", "() for a dim that is not split",
+            )  # fmt: skip
         return layout
 
     def input(self, name: str, choices: Sequence[Spec], sizes: Mapping[str, int]) -> tuple[Spec, ...]:
         """The specs of an input that satisfy the constraints."""
         layout = self.layout(name, len(choices[0].dims), sizes)
-        if layout is None:
-            return tuple(choices)
-        kept = tuple(spec for spec in choices if spec.dims == layout)
-        return kept or self._refuse(name, layout)
+        return _kept(name, layout, choices, [spec.dims for spec in choices])
 
     def parameter(
         self, name: str, choices: Sequence[ParameterChoice], sizes: Mapping[str, int]
     ) -> tuple[ParameterChoice, ...]:
         """The choices of a parameter that satisfy the constraints."""
         layout = self.layout(name, len(choices[0].use.dims), sizes)
-        kept = tuple(c for c in choices if layout is None or c.use.dims == layout)
-        if not kept:
-            return self._refuse(name, layout)
+        kept = _kept(name, layout, choices, [choice.use.dims for choice in choices])
         if self.zero is None or layout is not None:
             return kept
         storing = summing = frozenset(sizes)
@@ -139,11 +126,19 @@ class Constraints:
         most = max(map(stored, kept), default=0)
         return tuple(c for c in kept if stored(c) == most)
 
-    def _refuse(self, name: str, layout: Layout | None) -> tuple[()]:
-        raise PlanError(
-            refused=f"the pin of {name}",
-            got=f"the layout {layout}",
-            needed="axes whose sizes divide the dims they split",
-            where="pins=",
-            try_="another dim, or a mesh of another shape",
-        )
+
+def _kept(
+    name: str, layout: Layout | None, choices: Sequence[_Choice], layouts: Sequence[Layout]
+) -> tuple[_Choice, ...]:
+    """The choices with a pinned layout."""
+    kept = tuple(one for one, its in zip(choices, layouts, strict=True) if layout is None or its == layout)
+    if not kept:
+        raise _refusal(
+            f"of {name}", f"the layout {layout}", "axes whose sizes divide the dims they split",
+            "another dim, or a mesh of another shape",
+        )  # fmt: skip
+    return kept
+
+
+def _refusal(pin: str, got: str, needed: str, try_: str) -> PlanError:
+    return PlanError(refused=f"the pin {pin}", got=got, needed=needed, where="pins=", try_=try_)

@@ -16,10 +16,11 @@ An operator that cannot satisfy a role (the axis does not divide its size) is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from ...program.factors import Factor
 from ...program.graph import Graph, Operator
 from ...program.origins import Origin, dim_origins, operator_origins
 from ...sharding import Spec
@@ -74,14 +75,8 @@ class Roles:
     def operator(
         self, operator: Operator, origins: Sequence[Origin], choices: Sequence[OperatorChoice], *, of_parameters: bool
     ) -> Choices:
-        """The algorithms of an operator that the roles allow.
-
-        Args:
-          operator: of the program.
-          origins: what its factors stand for (`operator_origins`).
-          choices: all of its algorithms.
-          of_parameters: whether it depends on parameters alone.
-        """
+        """Of all algorithms of an operator, whose factors have these origins (`operator_origins`), those that the
+        roles allow; `of_parameters` if it depends on parameters alone."""
         for axis, role in self.axes.items():
             wanted, required = self._factors(operator, origins, role, of_parameters=of_parameters)
 
@@ -121,25 +116,26 @@ class Roles:
         """The factors of an operator that an axis of the mesh is to split."""
         return self._factors(operator, origins, self.axes[axis], of_parameters=False)[0]
 
-    def can_split(self, graph: Graph, role: Role, size: int) -> bool:
-        """Whether some operator has what an axis of this role and size must split."""
+    def _required(self, graph: Graph, role: Role) -> Iterator[tuple[Operator, Factor, Origin]]:
+        """What axes of a role must split."""
         for operator, origins in zip(graph.operators, operator_origins(graph), strict=True):
             wanted, required = self._factors(operator, origins, role, of_parameters=False)
-            if role == "expert":
-                wanted = {f for f in wanted if self._is(origins[f], "expert")}
-            able = wanted.intersection(operator.rule.splittable) if required else ()
-            if any(operator.rule.factors[f].size % size == 0 for f in able):
-                return True
-        return False
+            for f in wanted.intersection(operator.rule.splittable) if required else ():
+                yield operator, operator.rule.factors[f], origins[f]
+
+    def can_split(self, graph: Graph, role: Role, size: int) -> bool:
+        """Whether some operator has what an axis of this role and size must split."""
+        return any(
+            factor.size % size == 0 and (role != "expert" or self._is(origin, "expert"))
+            for _, factor, origin in self._required(graph, role)
+        )
 
     def can_split_sequence(self, graph: Graph, size: int) -> bool:
         """Whether tensor axes of this size would split the sequence of some operator."""
-        for operator, origins in zip(graph.operators, operator_origins(graph), strict=True):
-            wanted, required = self._factors(operator, origins, "tensor", of_parameters=False)
-            able = wanted.intersection(operator.rule.splittable) if required and not operator.matmul else ()
-            if any(self._is(origins[f], "data") and operator.rule.factors[f].size % size == 0 for f in able):
-                return True
-        return False
+        return any(
+            factor.size % size == 0 and self._is(origin, "data") and not operator.matmul
+            for operator, factor, origin in self._required(graph, "tensor")
+        )
 
     def parameter(self, origins: Sequence[Origin | None], choices: Sequence[ParameterChoice]) -> list[ParameterChoice]:
         """The choices of a parameter, whose dims have these origins, that the roles allow."""

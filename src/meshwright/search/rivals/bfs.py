@@ -25,11 +25,7 @@ BEAM = 256
 
 
 class BreadthFirst:
-    """See the module.
-
-    Args:
-      beam: the most partial choices of a level that are kept.
-    """
+    """See the module; `beam` is the most partial choices of a level that are kept."""
 
     name, exact = "bfs", True
     paper = "Land and Doig, An Automatic Method of Solving Discrete Programming Problems, Econometrica 1960"

@@ -26,12 +26,7 @@ _EXCESS = 4.0
 
 
 class State(NamedTuple):
-    """The decisions taken so far.
-
-    Args:
-      partial: the structure.
-      parameters: of its stages in order the choices of their largest parameters.
-    """
+    """The decisions taken so far: the structure, and of its stages in order the choices of their largest parameters."""
 
     partial: Choice = Choice()
     parameters: tuple[int, ...] = ()

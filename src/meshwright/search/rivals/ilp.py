@@ -127,13 +127,7 @@ def _variables(of: Layouts) -> int:
 
 
 class _Program:
-    """The program of one number of microbatches and of stages.
-
-    Args:
-      candidates: all stages at all places.
-      count: microbatches.
-      stages: how many.
-    """
+    """The program of one number of microbatches and of stages, with all stages at all places as candidates."""
 
     def __init__(self, candidates: list[_Candidate], count: int, stages: int) -> None:
         self.candidates, self.count, self.stages = candidates, count, stages

@@ -69,11 +69,7 @@ _Drawn = tuple[tuple[str, int], list[Option], int, np.ndarray]
 
 
 class _Policy:
-    """Logits by decision and option.
-
-    Args:
-      rng: random numbers.
-    """
+    """Logits by decision and option."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng

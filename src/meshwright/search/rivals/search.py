@@ -111,11 +111,7 @@ class Budget:
 
 
 class Incumbent:
-    """The best choice so far, and what is proven.
-
-    Args:
-      lower_bound: that is known from the beginning, seconds.
-    """
+    """The best choice so far, and what is proven; from the beginning a lower bound in seconds."""
 
     def __init__(self, lower_bound: float = 0.0) -> None:
         self.lower_bound, self.seconds = lower_bound, inf

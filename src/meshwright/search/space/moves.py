@@ -26,13 +26,7 @@ _CARRIED, _MOST_CARRIED = 0.5, 16
 
 
 def neighbour(space: Space, choice: Choice, rng: np.random.Generator) -> Choice:
-    """A random neighbour, itself where the drawn move is not possible.
-
-    Args:
-      space: of the choice.
-      choice: with all its layouts.
-      rng: random numbers.
-    """
+    """A random neighbour of a choice that has all its layouts, itself where the drawn move is not possible."""
     if rng.random() < _OF_LAYOUTS:
         return _other_layout(space, choice, rng)
     moves: list[Callable[[Space, Choice, np.random.Generator], Choice | None]] = [

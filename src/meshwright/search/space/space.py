@@ -82,12 +82,8 @@ class Space(StageSpace):
     # Prices
 
     def price(self, choice: Choice, *, time_limit_seconds: float = SECONDS_PER_SOLVE) -> Price:
-        """The price of a choice.
-
-        Args:
-          choice: of this space.
-          time_limit_seconds: for the layouts of each stage that are left to the integer program.
-        """
+        """The price of a choice; the layouts of each stage that are left to the integer program are solved in this
+        time."""
         if choice not in self._prices:
             if len(self._prices) >= _MOST_PRICES:
                 self._prices.clear()
@@ -172,11 +168,7 @@ class Space(StageSpace):
         return longest
 
     def bound_within(self, choice: Choice) -> float:
-        """A lower bound on the seconds of this structure, from the bounds of its stages' problems within memory.
-
-        Args:
-          choice: whose layouts are left to the integer program.
-        """
+        """A lower bound on the seconds of this structure, from the bounds of its stages' problems within memory."""
         found = [self.solved(choice, number) for number in range(len(choice.stages))]
         proven = [one.chosen.solution.lower_bound for one in found if one is not None]
         return max(proven) if len(proven) == len(found) else self.bound(choice)
@@ -193,12 +185,8 @@ class Space(StageSpace):
     # Plans
 
     def plan(self, choice: Choice, *, gap: float = inf) -> tuple[Plan, StagedProgram] | None:
-        """The plan of a choice, and the program that its equations count in; None where it does not fit.
-
-        Args:
-          choice: of this space.
-          gap: how much of its seconds other choices may save at most, as a share.
-        """
+        """The plan of a choice, and the program that its equations count in; None where it does not fit. Other choices
+        may save the share `gap` of its seconds at most."""
         placed, alone = self._placed(choice), len(choice.stages) == 1
 
         def again(costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:

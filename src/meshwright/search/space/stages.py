@@ -203,13 +203,8 @@ class StageSpace:
     def solved(
         self, choice: Choice, number: int, *, time_limit_seconds: float = SECONDS_PER_SOLVE
     ) -> SolvedStage | None:
-        """A stage in its layouts; None where there are none within memory, or they cannot be together.
-
-        Args:
-          choice: with the stage.
-          number: of the stage.
-          time_limit_seconds: for layouts that are left to the integer program.
-        """
+        """A stage in its layouts; None where there are none within memory, or they cannot be together. Layouts that are
+        left to the integer program are solved in this time."""
         costs, stage = self.costs_of(choice), choice.stages[number]
         solver, place = costs.solver, self._place(costs, stage)
         alone = len(choice.stages) == 1

@@ -32,11 +32,7 @@ class Decision(NamedTuple):
 
 
 class Structures:
-    """The tree of decisions of a space.
-
-    Args:
-      of: the stages that its plans may have.
-    """
+    """The tree of decisions of a space, given the stages that its plans may have."""
 
     def __init__(self, of: StageSpace) -> None:
         self._of = of
