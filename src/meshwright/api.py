@@ -28,10 +28,10 @@ from .calibrate.origin import check_origin
 from .cluster import Cluster, cluster_of, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
+from .notes.device_memory import with_given_memory
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
 from .planning.checks import check_batch_axis, check_refine, check_time_limit
-from .planning.device_memory import with_given_memory
 from .planning.plan_for import Planning as Planning, plan_for as plan_for
 from .program.trace import Program, abstract
 from .program.traces import traces_of

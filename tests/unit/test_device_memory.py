@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
-from meshwright.planning.device_memory import memory_notes, with_given_memory
+from meshwright.notes.device_memory import memory_notes, with_given_memory
 from meshwright.planning.plan_for import plan_for
 from meshwright.targets import load_target
 

@@ -14,6 +14,7 @@ from jax import process_count
 from .._jax.devices import named_devices
 from ..cluster import Cluster, cluster_of, load_cluster
 from ..errors import PlanError
+from ..notes.device_memory import with_given_memory
 from ..presets import Preset, check_free, parse_preset
 from ..program.batch import batch_extents
 from ..program.trace import abstract
@@ -22,7 +23,6 @@ from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.pipelines.request import INTERLEAVED, SIMULATED, check_remat
 from ..search.restrictions.constraints import Constraints
 from ..search.rivals import search_named
-from .device_memory import with_given_memory
 from .replicas import REPLICAS
 from .request import DEFAULT_METHOD, PlanOptions, PlanRequest
 from .stages import SEARCHED_AS

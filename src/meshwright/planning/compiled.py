@@ -22,10 +22,10 @@ from ..cluster import Cluster
 from ..compilers import check_compiler, target_devices
 from ..compilers.facts import StageFacts, facts_of
 from ..errors import MemoryExceeded, size_words
+from ..notes.device_memory import memory_notes
 from ..program.effects import without_effects
 from ..runtime.executable import executable
 from ..search.considered import Considered
-from .device_memory import memory_notes
 from .request import Planning, PlanOptions
 
 # Plans that are compiled at most.

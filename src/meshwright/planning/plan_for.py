@@ -14,6 +14,7 @@ from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
 from ..cluster import Cluster
 from ..errors import MemoryExceeded, PlanError
+from ..notes.device_memory import memory_notes
 from ..notes.replicated_work import replicated_work
 from ..notes.storage import storage_notes
 from ..plan.row_notes import row_notes
@@ -22,7 +23,6 @@ from ..program.effects import effect_notes
 from ..program.traces import Traces, traces_of
 from .advice import with_advice
 from .checks import check_trials, cluster_asked, request_of
-from .device_memory import memory_notes
 from .microbatch_counts import microbatch_counts
 from .parts import plan_for_kinds
 from .refine import MARGIN, held_bytes

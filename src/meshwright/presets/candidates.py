@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..cluster import Cluster
-from .families import (
-    data_parallel,
-    deepspeed_3d,
-    expert_parallel,
-    fsdp_tp,
-    gpipe,
-    megatron,
-    parameter_server,
-    pipedream,
-    zero,
-)
+from . import families
 from .preset import Preset
 
 # More stages are not tried.
@@ -34,16 +24,20 @@ def candidates_for(cluster: Cluster) -> tuple[Preset, ...]:
     powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]
     inside = [n for n in powers if n <= min(host.devices for host in cluster.hosts)]
     staged = [n for n in powers if n <= _MOST_STAGES]
-    found = [data_parallel(), parameter_server(), *(zero(stage=stage) for stage in (1, 2, 3))]
+    found = [
+        families.data_parallel(),
+        families.parameter_server(),
+        *(families.zero(stage=stage) for stage in (1, 2, 3)),
+    ]
     shapes = [(tp, pp) for pp in staged for tp in inside if tp * pp > 1 and devices % (tp * pp) == 0]
     shapes.sort(key=lambda shape: shape[0] * shape[1])
-    found += [megatron(tp=tp, pp=pp) for tp, pp in shapes]
-    found += [megatron(tp=tp, pp=pp, sequence_parallel=True) for tp, pp in shapes if tp > 1]
-    found += [megatron(tp=tp, pp=pp, chunks=2, sequence_parallel=tp > 1) for tp, pp in shapes if pp > 1]
-    found += [deepspeed_3d(tp=tp, pp=pp) for tp, pp in shapes if devices // (tp * pp) > 1]
-    found += [fsdp_tp(tp=tp) for tp in inside if 1 < tp < devices]
-    found += [family(n) for n in staged if n > 1 for family in (gpipe, pipedream)]
-    found += [expert_parallel(ep=n, dp=None) for n in powers if n > 1]
+    found += [families.megatron(tp=tp, pp=pp) for tp, pp in shapes]
+    found += [families.megatron(tp=tp, pp=pp, sequence_parallel=True) for tp, pp in shapes if tp > 1]
+    found += [families.megatron(tp=tp, pp=pp, chunks=2, sequence_parallel=tp > 1) for tp, pp in shapes if pp > 1]
+    found += [families.deepspeed_3d(tp=tp, pp=pp) for tp, pp in shapes if devices // (tp * pp) > 1]
+    found += [families.fsdp_tp(tp=tp) for tp in inside if 1 < tp < devices]
+    found += [family(n) for n in staged if n > 1 for family in (families.gpipe, families.pipedream)]
+    found += [families.expert_parallel(ep=n, dp=None) for n in powers if n > 1]
     ranks: Counter[str] = Counter()
     ranked = []
     for preset in found if devices > 1 else ():

@@ -197,16 +197,11 @@ def _check_one_of(name: str, value: Any, allowed: tuple[int, ...]) -> None:
 
 
 FAMILIES: Mapping[str, Callable[..., Preset]] = {
-    "data_parallel": data_parallel,
-    "zero": zero,
-    "parameter_server": parameter_server,
-    "megatron": megatron,
-    "deepspeed_3d": deepspeed_3d,
-    "fsdp_tp": fsdp_tp,
-    "gpipe": gpipe,
-    "pipedream": pipedream,
-    "expert_parallel": expert_parallel,
-}
+    one.__name__: one
+    for one in (
+        data_parallel, zero, parameter_server, megatron, deepspeed_3d, fsdp_tp, gpipe, pipedream, expert_parallel
+    )
+}  # fmt: skip
 
 
 def parse_preset(text: str) -> Preset:

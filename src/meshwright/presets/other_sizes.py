@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from ..errors import PlanError
 from ..program.trace import Program
 from ..search.restrictions.roles import Roles
 
@@ -74,8 +73,7 @@ def for_batch(program: Program, batch: Iterable[tuple[str, int]], size: int) -> 
     shapes = {program.graph.values[v].name: program.graph.values[v].shape for v in program.graph.inputs}
     extents = sorted({shapes[name][dim] * program.microbatches for name, dim in batch})
     fewer = [n for n in range(1, program.microbatches) if extents and all(e % (n * size) == 0 for e in extents)]
-    block = size * program.microbatches
-    larger = " and ".join(str(-(-extent // block) * block) for extent in extents)
+    larger = _larger(extents, size * program.microbatches)
     tries = [*([f"microbatches={max(fewer)}"] if fewer else []), *([f"a batch of {larger}"] if larger else [])]
     return ", or ".join(tries) or "leaving out preset="
 
@@ -101,13 +99,17 @@ def check_interleaved(preset: Preset, microbatches: int, extents: Sequence[int])
     batch = gcd(*extents)
     counts = [n for n in range(ranks, batch + 1, ranks) if batch % (n * preset.blocks) == 0]
     nearest = min(counts, key=lambda n: (abs(n - microbatches), n), default=None)
-    larger = " and ".join(str(-(-extent // block) * block) for extent in extents)
-    raise PlanError(
-        refused=f"the preset {preset}", got=f"{microbatches} microbatches",
-        needed=f"a multiple of {ranks}: stages are interleaved", where="microbatches=",
-        try_=f"microbatches={nearest}, or chunks=1" if nearest is not None
-        else f"chunks=1, or microbatches={ranks} and a batch of {larger}",
+    larger = _larger(extents, block)
+    raise preset.refusal(
+        f"{microbatches} microbatches", f"a multiple of {ranks}: stages are interleaved",
+        f"microbatches={nearest}, or chunks=1" if nearest is not None
+        else f"chunks=1, or microbatches={ranks} and a batch of {larger}", "microbatches=",
     )  # fmt: skip
+
+
+def _larger(extents: Sequence[int], block: int) -> str:
+    """The next extents that a block divides."""
+    return " and ".join(str(-(-extent // block) * block) for extent in extents)
 
 
 def _divisors(number: int) -> list[int]:

@@ -80,6 +80,10 @@ class Preset:
         order = [name for name in _ORDER if given.get(name)]
         return f"{self.family}({', '.join(f'{name}={given[name]!r}' for name in order)})"
 
+    def refusal(self, got: str, needed: str, try_: str, where: str = "preset=") -> PlanError:
+        """The error for a preset that does not suit the devices or the program."""
+        return PlanError(refused=f"the preset {self}", got=got, needed=needed, where=where, try_=try_)
+
     @property
     def schedule(self) -> str | None:
         """Of several stages; None where there is one."""
@@ -122,10 +126,9 @@ class Preset:
         missing = [axis for axis in self.axes if axis.size is None]
         if len(missing) > 1:
             names = [f"{axis.argument}=" for axis in missing]
-            raise PlanError(
-                refused=f"the preset {self}", got=f"neither {' nor '.join(names)}",
-                needed="all sizes but one: that one follows from the devices", where="preset=",
-                try_=f"giving {' or '.join(names)}",
+            raise self.refusal(
+                f"neither {' nor '.join(names)}", "all sizes but one: that one follows from the devices",
+                f"giving {' or '.join(names)}",
             )  # fmt: skip
         follows = self.stages_follow or bool(missing)
         # A pipeline whose stages follow has two of them at least.
@@ -134,11 +137,8 @@ class Preset:
             product = f"at least {2 * known}" if one else f"a multiple of {known}" if follows else str(known)
             sizes = [f"{self.stages_argument}={self.stages}"] if self.stages > 1 else []
             sizes += [f"{axis.argument}={axis.size}" for axis in self.axes if axis.size is not None]
-            raise PlanError(
-                refused=f"the preset {self}", got=f"{devices} devices",
-                needed=f"{product} devices, for {' '.join(sizes)}" if sizes else f"{product} devices", where="preset=",
-                try_=other_sizes.for_devices(self, devices),
-            )  # fmt: skip
+            needed = f"{product} devices, for {' '.join(sizes)}" if sizes else f"{product} devices"
+            raise self.refusal(f"{devices} devices", needed, other_sizes.for_devices(self, devices))
         if self.stages_follow:
             return replace(self, stages=devices // known, stages_follow=False).on(devices)
         return self.sized({axis.name: devices // known for axis in missing})
@@ -150,32 +150,26 @@ class Preset:
           PlanError: if the program has nothing that an axis could split.
         """
         if not program.marked:
-            raise PlanError(
-                refused=f"the preset {self}", got=program.marks.got,
-                needed="a step whose loss function is marked, so that its parameters are known", where=where,
-                try_=f"{program.marks.advice}; or, for a step without gradients, mesh= or pins= in place of preset=",
+            raise self.refusal(
+                program.marks.got, "a step whose loss function is marked, so that its parameters are known",
+                f"{program.marks.advice}; or, for a step without gradients, mesh= or pins= in place of preset=", where,
             )  # fmt: skip
-        roles = Roles(
-            axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3,
-        )  # fmt: skip
+        roles = Roles(axes=self.roles, batch=batch, sequence_parallel=self.sequence_parallel, gathered=self.zero == 3)
         for axis in self.axes:
             size = axis.size or 1
             # A data axis of one device splits nothing: a batch may be of one example.
             if size > 1 and not roles.can_split(program.graph, axis.role, size):
-                raise PlanError(
-                    refused=f"the preset {self}",
-                    got=f"a program without {_SPLIT[axis.role]} that {size} divides",
-                    needed="one, for its axis to split", where=where,
-                    try_=other_sizes.for_batch(program, batch, size) if axis.role == "batch"
-                    else other_sizes.for_program(self, program, roles, axis),
+                raise self.refusal(
+                    f"a program without {_SPLIT[axis.role]} that {size} divides", "one, for its axis to split",
+                    other_sizes.for_batch(program, batch, size) if axis.role == "batch"
+                    else other_sizes.for_program(self, program, roles, axis), where,
                 )  # fmt: skip
         tensor = self.size("tensor")
         if self.sequence_parallel and tensor > 1 and not roles.can_split_sequence(program.graph, tensor):
-            raise PlanError(
-                refused=f"the preset {self}", got=f"a program without a sequence that {tensor} divides",
-                needed="one beside a residual stream, for sequence_parallel=True to split", where=where,
-                try_="leaving out sequence_parallel=, or a sequence that is padded to a multiple of "
-                f"{tensor}",
+            raise self.refusal(
+                f"a program without a sequence that {tensor} divides",
+                "one beside a residual stream, for sequence_parallel=True to split",
+                f"leaving out sequence_parallel=, or a sequence that is padded to a multiple of {tensor}", where,
             )  # fmt: skip
         check_storage(self, [program.graph.values[program.graph.inputs[p]] for p in program.graph.parameters])
         return roles
@@ -213,12 +207,11 @@ def check_storage(preset: Preset, parameters: Sequence[Value]) -> None:
         tries = [
             f"zero={preset.zero}, mesh={mesh} in place of preset=, which splits over {max(parts)} of {size} devices"
         ]
-    raise PlanError(
-        refused=f"the preset {preset}",
-        got=f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
-        needed=f"one, for ZeRO stage {preset.zero} to split", where="preset=",
-        try_=", or ".join([*tries, f"{other_sizes.without_zero(preset)}, the same without ZeRO"]),
-    )  # fmt: skip
+    raise preset.refusal(
+        f"parameters without a dim that {size} divides (the largest: {largest.name} of shape {largest.shape})",
+        f"one, for ZeRO stage {preset.zero} to split",
+        ", or ".join([*tries, f"{other_sizes.without_zero(preset)}, the same without ZeRO"]),
+    )
 
 
 def check_free(preset: Preset, **options: Any) -> None:

@@ -30,9 +30,9 @@ from ..cluster import Cluster, load_cluster
 from ..compilers import check_compiler, target_devices
 from ..compilers.facts import facts_of, sent_of
 from ..errors import PlanError
+from ..notes.device_memory import with_given_memory
 from ..plan import Plan
 from ..plan.io import load_plan
-from ..planning.device_memory import with_given_memory
 from ..planning.plan_for import plan_for
 from ..program.effects import without_effects
 from ..program.trace import Program

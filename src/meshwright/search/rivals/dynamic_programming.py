@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import inf
@@ -42,8 +41,7 @@ class _Layer(NamedTuple):
     kept_bytes: float
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Stages:
+class _Stages(NamedTuple):
     """The best stages for the last layers on the last devices: seconds of the slowest, and of all."""
 
     slowest: float

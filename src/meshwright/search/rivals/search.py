@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -39,22 +39,17 @@ class Found:
 
 
 class Search(Protocol):
-    """A search method. `run` raises PlanError where the method does not apply to a space, saying why."""
+    """A search method. `run` raises PlanError where the method does not apply to a space, saying why.
 
-    @property
-    def name(self) -> str:
-        """As the user calls it."""
-        ...
+    Attributes:
+      name: as the user calls it.
+      paper: the publication that the method is from.
+      exact: whether its lower bound reaches its best choice, up to the space's gap, given time enough.
+    """
 
-    @property
-    def paper(self) -> str:
-        """The publication that the method is from."""
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Whether its lower bound reaches its best choice, up to the space's gap, given time enough."""
-        ...
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    exact: ClassVar[bool]
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """Anytime: each that is found is faster than the one before it, or proves more. The same seed and the same
