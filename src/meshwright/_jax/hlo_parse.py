@@ -156,8 +156,11 @@ def _mesh_groups(text: str) -> tuple[tuple[int, ...], ...]:
     sizes = {name.strip("'"): int(size) for name, size in re.findall(r"('[^']*'|\w+)=(\d+)", text[: text.index("]")])}
     order = re.search(r"device_ids=\(((?:[^()]|\([^()]*\))*)\)", text)
     ids = np.arange(math.prod(sizes.values()))
-    if order:
-        ids = _iota(order[1]).reshape(-1) if "<=" in order[1] else np.array(_integers(order[1]))
+    if order and order[1].startswith("["):
+        # The TPU compiler leaves out the flat shape in front of its source.
+        ids = _iota(order[1] if "<=" in order[1] else f"[{len(ids)}]<={order[1]}")
+    elif order:
+        ids = np.array(_integers(order[1]))
     grouped = re.findall(r"(?:'([^']*)'|(\w+))(?::\((\d+)\)(\d+))?", text[text.rindex("{") :])
     # Every axis is split into (before, taken, after): a whole axis has nothing before or after its taken part.
     dims: list[int] = []
