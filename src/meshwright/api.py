@@ -28,7 +28,7 @@ from .calibrate.origin import check_origin
 from .cluster import Cluster, cluster_of, load_cluster
 from .cluster.errors import ClusterError
 from .errors import PlanError
-from .notes.device_memory import with_given_memory
+from .notes.device_memory import warn_of_memory
 from .plan import Plan
 from .plan.io import load_plan as load_plan, plan_from_dict, plan_to_dict
 from .planning.checks import check_batch_axis, check_refine, check_time_limit
@@ -238,6 +238,7 @@ class Parallelized:
                 _check_devices(self._options.get("cluster", "local"), devices)
                 program, plan = self._found(args, devices)
             agreed = _check_agreed(program, plan, devices)
+            warn_of_memory(plan, devices)
             made = executable(program, plan, devices)
         made.what = f"{name} by plan {agreed}"
         return made
@@ -401,7 +402,7 @@ def _check_cluster(plan: Plan, devices: Sequence[jax.Device]) -> None:
         here = cluster_of(devices)
     except ClusterError:
         return  # devices that no preset describes: nothing to compare with
-    if plan.cluster_fingerprint in (here.fingerprint(), with_given_memory(here).fingerprint()):
+    if plan.cluster_fingerprint == here.fingerprint():
         return
     try:
         planned = load_cluster(plan.cluster).device

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
 import pytest
 
 from meshwright.cluster import load_cluster
 from meshwright.errors import PlanError
-from meshwright.notes.device_memory import memory_notes, with_given_memory
+from meshwright.notes.device_memory import memory_notes, warn_of_memory, with_given_memory, with_memory_here
 from meshwright.planning.plan_for import plan_for
 from meshwright.targets import load_target
 
@@ -57,3 +61,33 @@ def test_of_a_mixed_cluster_each_stage_has_the_memory_of_its_devices() -> None:
     assert memory_notes(plan, [0.5 * size for size in memory], mixed) == ()
     needed = [0.9 * size if size == max(memory) else 0.0 for size in memory]
     assert f"of the {max(memory) / 2**30:.4g} GiB" in memory_notes(plan, needed, mixed)[0]
+
+
+@dataclass
+class GPU:
+    """What is asked of a device of JAX."""
+
+    limit: int | None
+    process_index: int = 0
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+def test_devices_that_are_here_say_what_they_give() -> None:
+    """The least of those of this process; never more than their description says."""
+    usable = H100.device.usable_memory_bytes
+    here: Any = [GPU(60 * 2**30), GPU(50 * 2**30), GPU(10, process_index=1)]
+    assert with_memory_here(H100, here).device.usable_memory_bytes == 50 * 2**30
+    assert with_memory_here(H100, cast("Any", [GPU(2**50)])).device.usable_memory_bytes == usable
+    assert with_memory_here(H100, jax.devices()) == H100  # CPUs do not say
+
+
+def test_a_plan_that_needs_more_than_is_given_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    target = load_target("mlp-tiny")
+    plan = plan_for(target.step, target.example_args, cluster=H100).plan
+    warn_of_memory(plan, cast("Any", [GPU(None), GPU(2**40)]))
+    assert not caplog.records
+    warn_of_memory(plan, cast("Any", [GPU(2**40), GPU(1000)]))
+    assert "1000 B of each (XLA_CLIENT_MEM_FRACTION sets the share)" in caplog.text

@@ -40,6 +40,14 @@ def visible_devices(devices: Sequence[jax.Device] | None = None) -> VisibleDevic
     return VisibleDevices(kind=kinds[0], devices_of_process=tuple(count[process] for process in sorted(count)))
 
 
+def given_bytes(devices: Sequence[jax.Device]) -> float | None:
+    """The memory that JAX gives a program on each of these devices, the least of them, as far as this process has them;
+    None where their backend does not say it (CPUs)."""
+    stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+    limits = [one["bytes_limit"] for one in stats if one and one.get("bytes_limit")]
+    return float(min(limits)) if limits else None
+
+
 def named_devices(devices: Any) -> tuple[jax.Device, ...]:
     """The devices that `devices=` names, in order, those of a process together.
 

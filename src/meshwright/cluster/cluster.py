@@ -181,15 +181,16 @@ class Cluster:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that are equal for equal hardware in every process and release of Python.
 
-        The name is left out, and where the numbers are from: two descriptions of the same machines are the same
-        cluster.
+        The name is left out, where the numbers are from, and what memory a program is given of a device: two
+        descriptions of the same machines are the same cluster, and predicted times hold on it.
         """
         described = {id(host): dataclasses.asdict(host) for host in self._distinct_hosts()}
         content = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
         content = {**content, "hosts": [described[id(host)] for host in self.hosts]}
         del content["name"], content["measured_on"]
         for host in described.values():
-            del host["device"]["clock_hertz"]  # plans do not depend on it
+            for name in ("clock_hertz", "memory_bytes", "usable_memory_fraction"):  # no time depends on these
+                del host["device"][name]
             for part in (host["link"], host["nic"], host["device"]):
                 for later in _LATER & part.keys():
                     if not part[later]:

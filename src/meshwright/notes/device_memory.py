@@ -1,19 +1,26 @@
 """The share of a GPU's memory that JAX gives a program: three quarters, unless the environment says otherwise.
 
 Plans are made for the share that the environment names, or else that of the cluster's description; where that is more
-than JAX gives by default and a plan needs it, the plan says what to set.
+than JAX gives by default and a plan needs it, the plan says what to set. Plans for devices that are here are made for
+what JAX says that it gives of them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
+import jax
+
+from .._jax.devices import given_bytes
 from ..cluster import Cluster, Host
 from ..errors import PlanError, size_words
 from ..plan import Plan
+
+log = logging.getLogger("meshwright")
 
 # As JAX documents them (docs.jax.dev, GPU memory allocation); the second is the older name.
 _VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -67,3 +74,33 @@ def memory_notes(plan: Plan, needed_bytes: Sequence[float], cluster: Cluster) ->
         f"needs {_VARIABLES[0]}={share:.2f} where it runs ({_VARIABLES[1]} in older JAX): JAX gives a program "
         f"{_DEFAULT_SHARE:.0%} of the {size_words(device.memory_bytes)} of a device otherwise",
     )
+
+
+def with_memory_here(cluster: Cluster, devices: Sequence[jax.Device]) -> Cluster:
+    """The cluster with no more memory than JAX gives programs of its devices, where they say how much.
+
+    Args:
+      cluster: of these devices.
+      devices: of all processes; those of this one are asked.
+    """
+    given = given_bytes(devices)
+    return cluster if given is None else cluster.with_memory_limit(given)
+
+
+def warn_of_memory(plan: Plan, devices: Sequence[jax.Device]) -> None:
+    """Warn of a plan that needs more than JAX gives a program of the devices that it is to run on.
+
+    Args:
+      plan: that is about to run.
+      devices: of all processes; those of this one are asked.
+    """
+    given, held = given_bytes(devices), dict.fromkeys((stage.devices for stage in plan.stages), 0.0)
+    for stage in plan.stages:
+        held[stage.devices] += stage.memory.total
+    needed = max(held.values())
+    if given is not None and needed > given:
+        share = f" ({_VARIABLES[0]} sets the share)" if devices[0].platform == "gpu" else ""
+        log.warning(
+            "the plan needs %s on a device by prediction, and JAX gives programs %s of each%s: it will probably run "
+            "out of memory", size_words(needed), size_words(given), share,
+        )  # fmt: skip

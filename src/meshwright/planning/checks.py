@@ -14,7 +14,7 @@ from jax import process_count
 from .._jax.devices import named_devices
 from ..cluster import Cluster, cluster_of, load_cluster
 from ..errors import PlanError
-from ..notes.device_memory import with_given_memory
+from ..notes.device_memory import with_given_memory, with_memory_here
 from ..presets import Preset, check_free, parse_preset
 from ..program.batch import batch_extents
 from ..program.trace import abstract
@@ -80,14 +80,16 @@ def request_of(
 
 def cluster_asked(options: PlanOptions) -> Any:
     """The cluster, as it is called and on the devices that are named. One that is called by name has the memory that
-    the environment gives programs; another says itself what they may use.
+    the environment gives programs, that of local devices what JAX gives of them; another says itself what they may use.
 
     Raises:
       PlanError: if it has not as many devices as are named.
     """
     found, named = options.cluster, None if options.devices is None else named_devices(options.devices)
-    if isinstance(found, str):
-        found = with_given_memory(cluster_of(named) if named is not None and found == "local" else load_cluster(found))
+    if found == "local":
+        found = with_memory_here(with_given_memory(cluster_of(named)), named or jax.devices())
+    elif isinstance(found, str):
+        found = with_given_memory(load_cluster(found))
     if named is not None and isinstance(found, Cluster):
         _is(found.num_devices == len(named), "devices", str(len(named)),
             f"the {found.num_devices} of cluster {found.name}", 'cluster="local", or as many devices',
