@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -55,7 +56,7 @@ class FlatEdges:
         self._starts = np.array([starts[id(table)] for _, _, table in edges], dtype=int)
         self._first = np.array([u for u, _, _ in edges], dtype=int)
         self._second = np.array([v for _, v, _ in edges], dtype=int)
-        self._width = np.array([table.shape[1] for _, _, table in edges], dtype=int)
+        self._height, self._width = np.array([table.shape for _, _, table in edges], dtype=int).reshape(-1, 2).T
 
     @classmethod
     def of(cls, edges: Mapping[tuple[int, int], np.ndarray]) -> FlatEdges:
@@ -81,3 +82,33 @@ class FlatEdges:
         if first.ndim == 2:
             starts, width = starts[:, None], width[:, None]
         return self._numbers[starts + first[self._first] * width + second[self._second]]
+
+    def beside(self, choices: np.ndarray, nodes: FlatNodes) -> np.ndarray:
+        """Of each choice of each node the numbers with these choices of its neighbours together, node after node.
+
+        Args:
+            choices: shape (nodes,).
+            nodes: with the same choices.
+        """
+        (upper, row), (lower, column) = self._rows, self._columns
+        first = self._starts[upper] + row * self._width[upper] + choices[self._second][upper]
+        second = self._starts[lower] + choices[self._first][lower] * self._width[lower] + column
+        at = np.concatenate([nodes.starts[self._first][upper] + row, nodes.starts[self._second][lower] + column])
+        numbers = self._numbers[np.concatenate([first, second])]
+        return np.bincount(at, numbers, minlength=len(nodes.numbers))
+
+    @cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each row of each table: the pair, and the row."""
+        return _each(self._height)
+
+    @cached_property
+    def _columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each column of each table: the pair, and the column."""
+        return _each(self._width)
+
+
+def _each(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers below each of these sizes, one after the other: whose they are, and themselves."""
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -32,16 +32,21 @@ class Improvement:
 
     Args:
         problem: the problem.
+        edges: of the problem, where somebody has laid them end to end already.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, edges: FlatEdges | None = None) -> None:
         self._problem = problem
         self._costs = FlatNodes(problem.costs)
         self._held = FlatNodes(problem.memory) if problem.memory is not None else None
-        self._edges = FlatEdges.of(problem.edges)
-        self._place = places(problem)
-        ends = self._place[np.array(list(problem.edges), dtype=int).reshape(-1, 2)]
-        self._in_order, self._ends = ends[:, 0] < ends[:, 1], np.sort(ends, axis=1)
+        self._edges = edges if edges is not None else FlatEdges.of(problem.edges)
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each node stands in the program; of each edge whether its first node comes first, and both places."""
+        place = places(self._problem)
+        ends = place[np.array(list(self._problem.edges), dtype=int).reshape(-1, 2)]
+        return place, ends[:, 0] < ends[:, 1], np.sort(ends, axis=1)
 
     def of(self, *, heavy: Sequence[tuple[int, ...]], light: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The best assignment within the limit that crossing over and single moves find.
@@ -50,10 +55,10 @@ class Improvement:
             heavy: assignments over the limit.
             light: assignments within the limit; at least one.
         """
-        problem = self._problem
 
         def weight(choices: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-            return problem.objective(choices), choices
+            at = np.array(choices, dtype=int)
+            return float(self._costs.sum(at) + self._edges.sum(at)), choices
 
         found = min((self.descended(choices) for choices in light), key=weight)
         for _ in range(_MOST_CROSSINGS if heavy else 0):
@@ -72,11 +77,12 @@ class Improvement:
         Returns:
             The assignment, or `None` when no cut gives one.
         """
-        problem, place, edges, ends = self._problem, self._place, self._edges, self._ends
+        problem, edges = self._problem, self._edges
+        place, in_order, ends = self._places
         nodes = len(place)
         a, b = np.array(first, dtype=int), np.array(rest, dtype=int)
         own, other = (self._costs.numbers[self._costs.starts + one] for one in (a, b))
-        across = np.where(self._in_order, edges.between(a, b), edges.between(b, a))
+        across = np.where(in_order, edges.between(a, b), edges.between(b, a))
         # What is paid while the cut is from one place on to before another: indexed by the cut, how the total changes
         # when it passes each node; infinities are counted, not added.
         begin, end = np.zeros(len(ends), dtype=int), np.full(len(ends), nodes + 1)
@@ -115,6 +121,13 @@ class Improvement:
             around[v].append((u, table.T))
         return around
 
+    def _restless(self, choices: Sequence[int]) -> set[int]:
+        """Nodes of which another choice costs less beside these choices of their neighbours."""
+        at, starts = np.array(choices, dtype=int), self._costs.starts
+        seconds = self._costs.numbers + self._edges.beside(at, self._costs)
+        least = np.minimum.reduceat(seconds, starts) if len(starts) else seconds
+        return set(np.flatnonzero(least < seconds[starts + at]).tolist())
+
     def descended(self, choices: Sequence[int]) -> tuple[int, ...]:
         """Move single nodes to cheaper choices within the limit until none helps.
 
@@ -123,7 +136,7 @@ class Improvement:
         """
         problem, around = self._problem, self._around
         current, memory = list(choices), problem.memory_of(choices)
-        waiting, full = set(range(len(current))), set[int]()  # and those that want more memory than there is
+        waiting, full = self._restless(choices), set[int]()  # and those that want more memory than there is
         for _ in range(_MOST_SWEEPS):
             moved: set[int] = set()
             for v in sorted(waiting):

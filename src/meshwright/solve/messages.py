@@ -73,7 +73,7 @@ class Messages:
             left -= self.sent[(v, u)][:, None]
             # Rounding may leave a little less than nothing.
             edges[(u, v)] = np.maximum(left, 0.0, out=left)
-        return bound, Problem(costs=tuple(r - r.min() for r in rest), edges=edges)
+        return bound, Problem.unchecked(costs=tuple(r - r.min() for r in rest), edges=edges)
 
     def decode(self, costs: Sequence[np.ndarray]) -> tuple[int, ...]:
         """An assignment, chosen node by node for what went before and what messages say of the rest."""

@@ -169,8 +169,7 @@ class LimitedProblem(IntraOpProblem):
 
     def release(self) -> None:
         """Free what solving it has prepared; it is made again where it is asked for."""
-        for name in ("_free", "_numbers"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("_free", None)
 
     def priced(self, prices: Sequence[tuple[float, float]], *, gap: float, time_limit_seconds: float) -> list[Priced]:
         """The best choices at each price of memory, without a limit (`PricedProblem.best`).

