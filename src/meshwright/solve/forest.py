@@ -5,6 +5,9 @@ is left the least total is exact, and found in one pass from the leaves to the r
 is best beside all neighbours that have chosen, those over left-out edges too. On the graphs of programs, chains with
 few cross-links, bound and assignment are mostly equal, in a twentieth of the time of exact elimination.
 
+Subtrees that are equal, with equal edges to what is above them, send the same message and are looked at once: of the
+3,500 nodes of a public Gemma 3 4B three quarters are in others' place.
+
 Cost: for all cases together about ten microseconds a node and edge, as long as tables have few entries.
 """
 
@@ -35,12 +38,16 @@ class Forest:
         problem: of which the edges are looked at, and of nodes how many choices they have.
         first: edges to take before others, as far as they are a forest.
         edges: of the problem, where somebody has laid them end to end already.
+        kinds: of each node a number; nodes of one have the same costs in every case. None where all may differ.
 
     Attributes:
         edges: of the problem.
     """
 
-    def __init__(self, problem: Problem, first: Sequence[tuple[int, int]] = (), edges: FlatEdges | None = None) -> None:
+    def __init__(
+        self, problem: Problem, first: Sequence[tuple[int, int]] = (), edges: FlatEdges | None = None,
+        kinds: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         nodes, sizes = len(problem.costs), problem.sizes
         self.edges = edges if edges is not None else FlatEdges.of(problem.edges)
         # Nodes with one choice are in no forest: the other end of an edge is charged what it costs.
@@ -57,7 +64,8 @@ class Forest:
         kept = dict.fromkeys(spanning_forest(open_, first))
         self._left_out = {pair: table for pair, table in open_edges.items() if pair not in kept}
         # And what edges that are left out cost at least, by the choice of one end.
-        self._charges = FlatNodes(relaxed(open_, kept).costs)
+        charged = relaxed(open_, kept).costs
+        self._charges = FlatNodes(charged)
         self._settled = [start for start, k in zip(self._charges.starts.tolist(), sizes, strict=True) if k == 1]
         # Of each node its neighbours, each with the table (neighbour's choices, own): the problem's, or a view of it.
         in_forest: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(nodes)]
@@ -79,6 +87,20 @@ class Forest:
                     if not seen[u]:
                         seen[u] = True
                         stack.append((u, one[0], table))
+        # The messages that subtrees send up, each once: the root of one such subtree, the messages it gets, and its
+        # table. Of each node the number of its message.
+        self._messages: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+        self._message_of = [0] * nodes
+        numbers: dict[tuple[int, bytes, tuple[int, ...], int], int] = {}
+        got: list[list[int]] = [[] for _ in range(nodes)]
+        for v, parent, table in reversed(self._order):
+            heard = tuple(sorted(got[v]))
+            key = kinds[v] if kinds is not None else v, charged[v].tobytes(), heard, id(table)
+            number = self._message_of[v] = numbers.setdefault(key, len(self._messages))
+            if number == len(self._messages):
+                self._messages.append((v, heard, table))
+            if parent != _NO_PARENT:
+                got[parent].append(number)
         # Of each node the left-out edges to nodes that have chosen before it, with the table (their choices, own).
         position = {v: i for i, (v, *_) in enumerate(self._order)}
         self._before: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -119,15 +141,22 @@ class Forest:
         for start in self._settled:
             bounds += total[:, start]
         ends = [*starts.tolist(), len(costs)]
-        summed = [total[:, first:last] for first, last in pairwise(ends)]
-        for v, parent, table in reversed(self._order):
-            if parent == _NO_PARENT:
-                bounds += summed[v].min(axis=1)
-            else:
-                summed[parent] += np.minimum.reduce(table[:, None, :] + summed[v].T[:, :, None], axis=0)
-        choices = np.zeros((len(summed), cases), dtype=int)
+        rows = [total[:, first:last] for first, last in pairwise(ends)]
+        summed: list[np.ndarray] = []
+        sent: list[np.ndarray] = []
+        for v, heard, table in self._messages:
+            row = rows[v]
+            for number in heard:
+                row += sent[number]
+            summed.append(row)
+            sent.append(row if table is _NO_TABLE else np.minimum.reduce(table[:, None, :] + row.T[:, :, None], axis=0))
+        choices = np.zeros((len(rows), cases), dtype=int)
         for v, parent, table in self._order:
-            vector = summed[v] if parent == _NO_PARENT else summed[v] + table.T[choices[parent]]
+            vector = summed[self._message_of[v]]
+            if parent == _NO_PARENT:
+                bounds += vector.min(axis=1)
+            else:
+                vector = vector + table.T[choices[parent]]
             for u, left_out in self._before.get(v, ()):
                 vector = vector + left_out[choices[u]]
             choices[v] = vector.argmin(axis=1)

@@ -88,8 +88,15 @@ class PricedProblem:
         return FlatEdges.of(self._problem.edges)
 
     @cached_property
+    def _kinds(self) -> list[int]:
+        """Of each node a number that it shares with those of the same seconds and bytes."""
+        numbers: dict[tuple[bytes, ...], int] = {}
+        rows = zip(self._problem.costs, self._constant, self._kept, strict=True)
+        return [numbers.setdefault(tuple(np.asarray(one).tobytes() for one in row), len(numbers)) for row in rows]
+
+    @cached_property
     def _forest(self) -> Forest:
-        return Forest(self._problem, edges=self._edges)
+        return Forest(self._problem, edges=self._edges, kinds=self._kinds)
 
     @cached_property
     def _second_forest(self) -> Forest:
@@ -97,7 +104,7 @@ class PricedProblem:
         independent of the order in which prices are solved."""
         choices, _, _ = self._forest.minimise_each(self._flat[0].numbers[:, None])
         first = self._forest.paid_for(choices)
-        return Forest(self._problem, first, self._edges) if first else self._forest
+        return Forest(self._problem, first, self._edges, self._kinds) if first else self._forest
 
     @cached_property
     def _allowed(self) -> tuple[Reduction, np.ndarray, np.ndarray]:
