@@ -211,6 +211,7 @@ class _Run:
                 self._look_at_count(entry.what, entry.least_seconds)
             else:
                 self._look_at_way(entry.what, entry)
+                entry.what.problem.release()
         return min(self.solved, key=_weight, default=None)
 
     def _nearest(self) -> _Entry:
@@ -325,7 +326,10 @@ class _Run:
     def _fastest(self, way: Way) -> float:
         """What any layouts take at least; infinite if there are none."""
         try:
-            return way.problem.fastest.bound
+            bound = way.problem.fastest.bound
+            # Few are looked at again, and what is freed is soon made again.
+            way.problem.release()
+            return bound
         except Infeasible:
             return self._fastest(way) if way.relax() else inf
 
