@@ -231,8 +231,8 @@ class StageCosts:
 
     def release(self) -> None:
         """Free what solving ranges and parts has prepared, where few more will be solved."""
-        for solver in (self.solver, self.estimates.solver):
-            solver.release()
+        self.solver.release()
+        self.estimates.solver.release(problems=self.estimates.solver is not self.solver)
 
     def crossings(self) -> tuple[Crossing, ...]:
         """What layers share: values, those with the same producer and readers together, and parameters."""
