@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import jax
 
 from meshwright._jax.hlo_flops import instruction_flops
 from meshwright._jax.hlo_origins import Origins
-from meshwright._jax.hlo_parse import Computation, Instruction, Module, parse_groups, parse_module
+from meshwright._jax.hlo_parse import Computation, Instruction, Module, dtype_bits, parse_groups, parse_module
+from meshwright._jax.hlo_roles import Roles, program_types
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -93,8 +94,13 @@ class _Totals:
     unknown_loops: int
 
 
-def read_compiled(compiled: jax.stages.Compiled) -> CompiledFacts:
+def read_compiled(compiled: jax.stages.Compiled, program: str = "") -> CompiledFacts:
     """Reads the collectives, FLOPs and memory of `compiled`, as ``jax.jit(f).lower(...).compile()`` returns it.
+
+    Args:
+      compiled: the program.
+      program: the text that it was compiled from, for the types in which that sends arrays; empty where the compiler
+        rounds none.
 
     Raises:
       ValueError: if the backend gives no memory analysis, or prints its program in a form not known here.
@@ -107,8 +113,9 @@ def read_compiled(compiled: jax.stages.Compiled) -> CompiledFacts:
             " · where: hlo.read_compiled · try: the CPU, GPU or TPU backend of a JAX release this package supports"
         )
     collectives, flops, unknown_loops = read_text(text)
+    types = program_types(program)
     return CompiledFacts(
-        collectives=collectives,
+        collectives=tuple(_unrounded(one, types) for one in collectives),
         flops=flops,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -133,7 +140,8 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
     module = parse_module(text)
     origins = Origins(module)
     totals = _walk(module, module.entry, {}, origins)
-    found = []
+    roles = Roles(module, origins)
+    found: list[CompiledCollective] = []
     chains = set[str]()
     for (computation_name, name), count in totals.executions.items():
         computation = module.computations[computation_name]
@@ -142,7 +150,12 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
             if chain in chains:
                 continue
             chains.add(chain)
-        found.append(_collective(module, computation, instruction, count, origins))
+        one = _collective(module, computation, instruction, count, origins)
+        sizes = [shape.size_bytes for shape in computation.operand_shapes(instruction)]
+        if one.kind == "all_reduce" and len(sizes) == len(instruction.operands):  # none of them a tuple
+            found.extend(_by_role(one, roles.of(computation, instruction), sizes))
+        else:
+            found.append(one)
     return tuple(found), totals.flops, totals.unknown_loops
 
 
@@ -187,6 +200,35 @@ def _collective(
         dtypes=tuple(shape.dtype for shape in shapes),
         sent_bytes=tuple(size * times for size in sent),
     )
+
+
+def _unrounded(one: CompiledCollective, types: Mapping[tuple[str, int], set[int]]) -> CompiledCollective:
+    """A collective with `sent_bytes` in the types in which the program sends as many elements."""
+    if one.kind not in ("all_gather", "all_to_all", "permute"):
+        return one
+    sent = []
+    for size, dtype in zip(one.sent_bytes, one.dtypes, strict=True):
+        bits = dtype_bits(dtype)
+        widths = types.get((one.kind, 8 * size // bits), {bits})
+        sent.append(size if bits in widths or size % bits else size * max(widths) // bits)
+    return replace(one, sent_bytes=tuple(sent))
+
+
+def _by_role(joined: CompiledCollective, kinds: tuple[str, ...], sizes: list[int]) -> Iterator[CompiledCollective]:
+    """An all-reduce as the collectives of the program that the compiler has made one of.
+
+    Args:
+      joined: the all-reduce.
+      kinds: of each of its arrays.
+      sizes: bytes of each.
+    """
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, one in enumerate(kinds) if one == kind]
+        yield replace(
+            joined, kind=kind, bytes=sum(sizes[place] for place in places), operands=len(places),
+            dtypes=tuple(joined.dtypes[place] for place in places),
+            sent_bytes=tuple(joined.sent_bytes[place] for place in places),
+        )  # fmt: skip
 
 
 def _walk(module: Module, name: str, seen: dict[str, _Totals], origins: Origins) -> _Totals:

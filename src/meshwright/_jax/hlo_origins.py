@@ -21,6 +21,8 @@ _CALLS = {"fusion": "calls", "call": "to_apply"}
 _SAME_DIMS = ("copy", "convert", "reverse")
 _SAME_NUMBERS = ("copy", "bitcast", "transpose", "reshape", "concatenate", "pad", "reverse")
 _NARROW = ("bf16", "f16")
+# Other names, orders and places of the same numbers.
+_SAME_ARRAY = ("bitcast", "copy", "copy-done", "copy-start", "reshape", "transpose")
 
 
 class Origins:
@@ -55,7 +57,7 @@ class Origins:
         if instruction.opcode == "bitcast":
             source = computation.instructions[instruction.operands[0]].shapes[0].dims
             return self.extents(computation, instruction.operands[0]) if source == whole else whole
-        if instruction.opcode == "pad" and self._is_zero(computation, instruction.operands[1]):
+        if instruction.opcode == "pad" and self.is_zero(computation, instruction.operands[1]):
             read = self.extents(computation, instruction.operands[0])
             return tuple(min(have, most) for have, most in zip(read, whole, strict=True))
         return whole
@@ -70,6 +72,20 @@ class Origins:
             widened = collective.attributes["to_apply"].endswith("promoted")
             return ArrayShape(dtype=_NARROW[0], dims=shape.dims) if widened else shape
         return ArrayShape(dtype=self._narrowest(computation, name) or shape.dtype, dims=shape.dims)
+
+    def made_by(self, computation: Computation, name: str) -> tuple[Computation, Instruction]:
+        """The instruction that computes an array, or writes a part of it, seen through tuples and other names of it."""
+        place: int | None = None
+        while True:
+            computation, instruction = self._seen_through(computation, name)
+            if instruction.opcode == "get-tuple-element" and place is None:
+                place, name = int(instruction.attributes["index"]), instruction.operands[0]
+            elif instruction.opcode == "tuple" and place is not None:
+                place, name = None, instruction.operands[place]
+            elif instruction.opcode in _SAME_ARRAY and place is None:
+                name = instruction.operands[0]
+            else:
+                return computation, instruction
 
     def _narrowest(self, computation: Computation, name: str) -> str | None:
         """The 16-bit type that an array was converted from, all of it; None if it was not."""
@@ -97,7 +113,8 @@ class Origins:
             else:
                 return computation, instruction
 
-    def _is_zero(self, computation: Computation, name: str) -> bool:
+    def is_zero(self, computation: Computation, name: str) -> bool:
+        """Whether an instruction is the constant zero."""
         _, instruction = self._seen_through(computation, name)
         literal = instruction.attributes.get("literal", "")
         return instruction.opcode == "constant" and bool(re.fullmatch(r"-?0(\.0*)?", literal.strip()))

@@ -39,7 +39,7 @@ class ArrayShape:
     @property
     def size_bytes(self) -> int:
         """Bytes of the dense array; types under a byte are packed."""
-        return -(-self.elements * _dtype_bits(self.dtype) // 8)
+        return -(-self.elements * dtype_bits(self.dtype) // 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,8 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"-?\d+", text))
 
 
-def _dtype_bits(dtype: str) -> int:
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element, by XLA's name of its type."""
     if dtype in _BITS:
         return _BITS[dtype]
     # f32, bf16, s4, u8, and the float8 family (f8e4m3fn), whose first number is the width.

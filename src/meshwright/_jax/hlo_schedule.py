@@ -88,7 +88,8 @@ class Schedule:
 
     Args:
       kernels: by class: "products", "convolutions", "reductions", "indexing", "elementwise", "copies", "opaque" (custom
-        calls, such as Pallas kernels).
+        calls, such as Pallas kernels), and "updates": of these what is outside of a function that is differentiated,
+        products and custom calls left out (the optimizer, where the program has both).
       collectives: in the order in which they are issued.
     """
 
@@ -124,7 +125,7 @@ def read_schedule(text: str) -> Schedule:
       ValueError: if the text is not a compiled program.
     """
     module = parse_module(text)
-    reader = _Reader(module, Origins(module))
+    reader = _Reader(module, Origins(module), "jvp(" in text)
     reader.read(module.entry, 1)
     return Schedule(kernels=reader.kernels, collectives=tuple(reader.collectives))
 
@@ -133,6 +134,7 @@ def read_schedule(text: str) -> Schedule:
 class _Reader:
     module: Module
     origins: Origins
+    differentiates: bool
     kernels: dict[str, Kernels] = field(default_factory=dict)
     collectives: list[ScheduledCollective] = field(default_factory=list)
 
@@ -162,7 +164,7 @@ class _Reader:
         branches = conditional.computations("branch_computations") or (
             conditional.computations("true_computation") + conditional.computations("false_computation")
         )
-        readers = [_Reader(self.module, self.origins) for _ in branches]
+        readers = [_Reader(self.module, self.origins, self.differentiates) for _ in branches]
         for reader, branch in zip(readers, branches, strict=True):
             reader.read(branch, times)
         longest = max(readers, key=_Reader._length)
@@ -209,6 +211,8 @@ class _Reader:
         cycles = float(found[1]) if found else 0.0
         kernel = Kernels(count=times, cycles=times * cycles, flops=times * flops)
         name = "products" if opaque and flops else _class([one for _, one in inside])
+        if self.differentiates and name not in ("products", "convolutions", "opaque") and _is_outside(instruction):
+            name = "updates"
         self.kernels[name] = self.kernels.get(name, Kernels()) + kernel
         for chain, one in open_.items():
             open_[chain] = replace(one, kernels=one.kernels + 1, cycles=one.cycles + cycles)
@@ -228,6 +232,12 @@ def _is_kernel(instruction: Instruction) -> bool:
     # Of a TPU's custom calls the others allocate buffers, or say something of values.
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     return target == "tpu_custom_call" or target.startswith("__") or "estimated_cycles" in str(instruction.attributes)
+
+
+def _is_outside(instruction: Instruction) -> bool:
+    """Whether a kernel comes from an operation that is not in a function that is differentiated."""
+    source = re.search(r'op_name="([^"]*)"', instruction.attributes.get("metadata", ""))
+    return source is not None and "jvp(" not in source[1]
 
 
 def _described(computation: Computation, instruction: Instruction, times: int) -> ScheduledCollective:

@@ -62,7 +62,7 @@ class StageFacts:
       unknown_loops: how many loops the compiled programs have whose length depends on data; they count once.
       rematerialised: instructions that the compiler computes again by itself, so that the programs fit.
       schedule: of the compiled programs, in a step; None where they are run.
-      compute_seconds: predicted; and by the compiler's cycles, NaN where it says none.
+      compute_seconds: predicted, the update included; and by the compiler's cycles, NaN where it says none.
       refusals: of programs that the compiler says do not fit, its words; nothing else is known of them, and the peak
         is infinite.
     """
@@ -134,8 +134,9 @@ def _compiled(lowered: Any, *, ahead: bool) -> _Compiled:
             ) from error  # fmt: skip
         return _Compiled(facts=None, refusal=words.removeprefix("RESOURCE_EXHAUSTED: "))
     return _Compiled(
-        facts=read_compiled(compiled), schedule=read_schedule(compiled.as_text()) if ahead else None
-    )  # fmt: skip
+        facts=read_compiled(compiled, lowered.as_text() if ahead else ""),
+        schedule=read_schedule(compiled.as_text()) if ahead else None,
+    )
 
 
 def _of_schedule(
@@ -149,7 +150,7 @@ def _of_schedule(
     schedule = in_turn((one.schedule, runs) for one, runs in programs if one.schedule is not None)
     clock = cluster.device.clock_hertz
     seconds = schedule.cycles / clock if clock and schedule.cycles else nan
-    return {"schedule": schedule, "compute_seconds": (stage.compute_seconds, seconds)}
+    return {"schedule": schedule, "compute_seconds": (stage.compute_seconds + stage.update_seconds, seconds)}
 
 
 def sent_of(step: Executable, plan: Plan) -> tuple[Sent, ...]:
