@@ -79,6 +79,16 @@ def test_a_sum_that_is_also_read_whole_is_a_sum() -> None:
     assert [one.kind for one in read_text(other)[0]] == ["all_reduce", "reduce_scatter"]
 
 
+def test_rows_that_the_compiler_moves_itself_are_no_permute() -> None:
+    moved = "%renamed = f32[8] collective-permute(%scattered), source_target_pairs={{0,1},{1,2}}"
+    text = JOINED.replace("%renamed = f32[8] bitcast(%scattered)", moved)
+    assert [one.kind for one in read_text(text)[0]][-1] == "permute"  # of a compiler that names no sources
+    named = text.replace("to_apply=%add", 'to_apply=%add, metadata={op_name="jit(f)/psum"}')
+    assert "permute" not in [one.kind for one in read_text(named)[0]]
+    own = named.replace(moved, moved + ', metadata={op_name="jit(f)/ppermute"}')
+    assert [one.kind for one in read_text(own)[0]][-1] == "permute"
+
+
 def test_the_types_of_a_program_are_read() -> None:
     text = '%1 = "stablehlo.all_gather"(%0) <{all_gather_dim = 0 : i64}> : (tensor<2x4xbf16>) -> tensor<8x4xbf16>'
     assert program_types(text) == {("all_gather", 32): {16}}

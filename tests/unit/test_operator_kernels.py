@@ -375,3 +375,47 @@ def test_only_plain_sums_of_gradients_share_a_start() -> None:
         assert saved == pytest.approx(0.75 * start)
         assert shared.fixed_seconds[number] == pytest.approx(0.25 * start)
     assert cut
+
+
+def softmax_loss(params: Any, x: Any) -> Any:
+    scores = x @ params["q"]
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    return jnp.mean((jax.nn.softmax(scores) @ params["v"]) ** 2)
+
+
+def test_a_chain_that_products_read_is_made_inside_them_on_tpus() -> None:
+    """Outside of loops sums along rows take it in too; sums along others, such as a batch norm's, are passes."""
+    params = {"q": array(16, 32), "v": array(32, 8)}
+    graph = graph_of(softmax_loss, params, array(32, 16))
+    divided = [
+        one for one in graph.operators if one.name == "div" and len(graph.values[one.results[0] or 0].shape) == 2
+    ]
+    exponential = found(graph, "exp")
+    assert is_stored(graph, exponential)
+    assert is_stored(graph, divided[0])
+    assert not is_stored(graph, exponential, joined=True)
+    assert not is_stored(graph, divided[0], joined=True)
+
+    def columns(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.exp(x @ params["q"]).sum(0) * params["b"])
+
+    normed = graph_of(columns, {"q": array(16, 32), "b": array(32)}, array(8, 16))
+    assert is_stored(normed, found(normed, "exp"), joined=True)
+
+    def layers(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda h, w: (jax.nn.softmax(h @ w), None), x, params)[0])
+
+    looped = graph_of(layers, array(4, 16, 16), array(8, 16))
+    assert is_stored(looped, found(looped, "exp"), joined=True)
+
+
+def test_what_depends_on_no_input_is_free_where_it_is_fused() -> None:
+    graph = graph_of(softmax_loss, {"q": array(16, 32), "v": array(32, 8)}, array(32, 16))
+    prices = prices_of(load_cluster("dgx-a100-80:1").logical_mesh((8,)), A100)
+    masks = [
+        one for one in graph.operators if one.name == "broadcast_in_dim" and graph.values[one.results[0] or 0].constant
+    ]
+    assert masks
+    for one in masks:
+        choices = operator_choices(graph, one, prices.sizes, of_parameters=False)
+        assert not prices.of_operator(graph, one, choices, ()).forward_seconds.any()

@@ -140,7 +140,7 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
     module = parse_module(text)
     origins = Origins(module)
     totals = _walk(module, module.entry, {}, origins)
-    roles = Roles(module, origins)
+    roles, names_sources = Roles(module, origins), "op_name=" in text
     found: list[CompiledCollective] = []
     chains = set[str]()
     for (computation_name, name), count in totals.executions.items():
@@ -151,6 +151,9 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
                 continue
             chains.add(chain)
         one = _collective(module, computation, instruction, count, origins)
+        if one.kind == "permute" and names_sources and "op_name=" not in instruction.attributes.get("metadata", ""):
+            # No operation of the program: of a scatter into parts that are no whole tiles the TPU compiler moves rows.
+            continue
         sizes = [shape.size_bytes for shape in computation.operand_shapes(instruction)]
         if one.kind == "all_reduce" and len(sizes) == len(instruction.operands):  # none of them a tuple
             found.extend(_by_role(one, roles.of(computation, instruction), sizes))

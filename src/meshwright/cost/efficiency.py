@@ -47,6 +47,8 @@ class EfficiencyProfile:
       passes: how often a value that is stored passes through memory for each time it is made: once written, once or
         more read. Compilers that fuse less have more.
       fused_share: of that traffic, what is left of operations that are fused into their readers.
+      joined: whether the compiler computes chains inside the products that read them, and again for each, in the place
+        of storing what they make (`program.residuals.is_stored`).
       sliced: how often what the body of a loop takes out of a stack (a layer's weights) passes through memory for that,
         forward; three times as often backward, where it is taken again and its gradient is added to that of the stack.
       packed: how often the right operand of a product passes through memory beside being read: libraries bring it into
@@ -75,6 +77,7 @@ class EfficiencyProfile:
     memory: float = 1.0
     passes: float = 2.0
     fused_share: float = 0.1
+    joined: bool = False
     sliced: float = 0.0
     packed: float = 0.0
     tiles: bool = True
@@ -108,13 +111,15 @@ class EfficiencyProfile:
 # what the mask leaves out too, nothing comes in tiles, and products write their right operand once more and read it:
 # without, calibrations predict their products of 32 x 256 x 256 a quarter too fast. XLA copies there what a loop
 # slices, here in one pass, and backward brings it into another order (`search.prices.product_orders`): of 1 MiB of
-# weights both are 3 ms, where 1.5 to 4.8 are measured (`benchmarks/cpu_costs.py`).
+# weights both are 3 ms, where 1.5 to 4.8 are measured (`benchmarks/cpu_costs.py`). TPU: chains are made inside the
+# products that read them, and cost 0.15 of their traffic there: with 0.1, 0.15 and 0.2 two unrolled GPTs take
+# 0.85 to 0.9, 0.95 to 1 and 1.05 to 1.1 times the compiler's cycles (`benchmarks/compiled_cycles.py`).
 _BY_KIND: Mapping[str, EfficiencyProfile] = {
     "V100": EfficiencyProfile(name="V100", convolution=0.75, attention=0.4),
     "A100": EfficiencyProfile(name="A100", attention=0.5),
     "H100": EfficiencyProfile(name="H100", narrow=0.6, attention=0.35),
     "H200": EfficiencyProfile(name="H200", narrow=0.6, attention=0.35),
-    "TPU": EfficiencyProfile(name="TPU", attention=0.4, tiles=False),
+    "TPU": EfficiencyProfile(name="TPU", attention=0.4, joined=True, fused_share=0.15, tiles=False),
     "cpu": EfficiencyProfile(
         name="cpu", convolution=1.0, feature_ramp=4.0, attention=0.5, sliced=1.0, packed=2.0, tiles=False
     ),

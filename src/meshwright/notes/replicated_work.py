@@ -225,7 +225,8 @@ def _works(plan: Plan, number: int, graph: Graph, cluster: Cluster, roles: Roles
         made = [graph.values[v] for v in operator.results if v is not None]
         if operator.is_link or not made or all(value.constant for value in made):
             continue
-        kernels = KernelsOf(graph, operator, sizes, device, stored=is_stored(graph, operator))(algorithm)
+        stored = is_stored(graph, operator, joined=profile.joined)
+        kernels = KernelsOf(graph, operator, sizes, device, stored=stored)(algorithm)
         runs = [(kernels.forward, 1.0), *((one.kernel, one.runs) for one in kernels.gradients)]
 
         def taken(share: float, runs: Any = runs, times: float = microbatches * operator.repeats) -> float:

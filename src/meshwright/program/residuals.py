@@ -102,6 +102,8 @@ _NOT_FUSED = frozenset(
 )
 
 
+_ROW_SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
+
 # Other names, and elements in another order: no arithmetic.
 _MOVING = frozenset(
     """broadcast_in_dim copy dynamic_slice expand_dims pad reshape rev slice split squeeze stop_gradient
@@ -140,10 +142,34 @@ def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
     return set(operands)
 
 
-def is_stored(graph: Graph, operator: Operator) -> bool:
+def is_stored(graph: Graph, operator: Operator, *, joined: bool = False) -> bool:
     """Whether a fusing compiler writes the result of an operator to memory: some reader is not part of the same chain.
-    Single numbers are computed by whoever reads them."""
-    return _stored(graph)[operator.index]
+    Single numbers are computed by whoever reads them.
+
+    Args:
+      graph: it belongs to.
+      operator: which.
+      joined: whether the compiler makes chains again inside the products that read them, and, outside of loops, sums
+        them along rows where it makes them (`cost.efficiency.EfficiencyProfile.joined`).
+    """
+    return (_stored_beside_products if joined else _stored)(graph)[operator.index]
+
+
+@once_for_each
+def _stored_beside_products(graph: Graph) -> tuple[bool, ...]:
+    def joins(operator: Operator, reader: Operator) -> bool:
+        if is_fusible(reader) or reader.name == "dot_general":
+            return True
+        rows = reader.rule.operands[0][-1:] if reader.name in _ROW_SUMS and operator.repeats == 1 else ()
+        return bool(rows) and not set(rows[0]) & {factor for dim in reader.rule.results[0] for factor in dim}
+
+    def stored(operator: Operator) -> bool:
+        if not is_stored(graph, operator) or not is_fusible(operator):
+            return is_stored(graph, operator)
+        users = {user for v in operator.results if v is not None for user, _ in graph.consumers.get(v, ())}
+        return not users or not all(joins(operator, graph.operators[user]) for user in users)
+
+    return tuple(map(stored, graph.operators))
 
 
 @once_for_each

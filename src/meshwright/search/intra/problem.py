@@ -32,6 +32,7 @@ from ..prices.choices import (
     spec_choices,
     values_of_parameters,
 )
+from ..prices.kernels import is_constant
 from ..prices.of_choices import OperatorPrices, ParameterPrices
 from ..prices.operators import prices_of
 from ..prices.parameters import parameter_prices
@@ -123,7 +124,7 @@ def _signatures(graph: Graph) -> tuple[int, ...]:
             operator.combine, operator.differentiated,
             all(v in of_parameters for v in operator.results if v is not None),
             tuple(v in of_parameters for v in operator.operands), is_stored(graph, operator),
-            sliced_operands(graph, operator),
+            is_stored(graph, operator, joined=True), is_constant(graph, operator), sliced_operands(graph, operator),
         )
         for operator in graph.operators
     )  # fmt: skip

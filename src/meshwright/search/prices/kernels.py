@@ -56,6 +56,7 @@ class KernelsOf:
         # Units multiply what they are given and sum in what is asked for: the wider operand says how fast.
         multiplied = [value for value in operands if value is not None]
         self._dtype = max(multiplied, key=lambda value: value.itemsize).dtype if multiplied else "float32"
+        self._is_free = not stored and is_constant(graph, operator)
         self._extents = [factor.size for factor in operator.rule.factors]
         self._sliced = sliced_operands(graph, operator)
 
@@ -70,7 +71,7 @@ class KernelsOf:
             kernel = Kernel("attention" if attention else "product", *self._whole(algorithm, self._cuts(algorithm)))
             return _again(kernel, self._moving, ATTENTION_BACKWARD if attention else float(len(self._moving)))
         work = chain_flops(self._operator) / parts_of(algorithm, self._sizes) if self._device.vector_flops else 0.0
-        written = sum(self._local(self._made_bytes, algorithm.results))
+        written = 0.0 if self._is_free else sum(self._local(self._made_bytes, algorithm.results))
         kernel = plain_kernel(self._operator, self._device, written, work, stored=self._stored)
         return _again(kernel, self._moving or [0] * self._operator.differentiated, 1.0)
 
@@ -160,6 +161,12 @@ def parts_of(algorithm: Algorithm, sizes: Mapping[str, int]) -> int:
 def chain_flops(operator: Operator) -> float:
     """Arithmetic of one run of an operator that is no product, unsplit."""
     return operator.flops * chain_work(operator.name)
+
+
+def is_constant(graph: Graph, operator: Operator) -> bool:
+    """Whether what an operator makes depends on no input (masks, positions). Fused into what reads it, it passes
+    through no memory."""
+    return all(v is None or graph.values[v].constant for v in operator.results)
 
 
 def plain_kernel(operator: Operator, device: Device, written: float, flops: float, *, stored: bool) -> Kernel:

@@ -18,7 +18,16 @@ from ...program.residuals import is_stored
 from ...sharding import Algorithm, Spec
 from .choices import Choices
 from .conversions import conversion_prices
-from .kernels import KernelsOf, OperatorKernels, chain_flops, is_plain, moves_nothing, parts_of, plain_kernel
+from .kernels import (
+    KernelsOf,
+    OperatorKernels,
+    chain_flops,
+    is_constant,
+    is_plain,
+    moves_nothing,
+    parts_of,
+    plain_kernel,
+)
 from .of_choices import OperatorPrices, ParameterPrices
 from .spec_row import SpecRow
 
@@ -105,10 +114,10 @@ class Prices:
         if is_plain(operator):
             # What a device writes and computes says it all, and that is one of a few sizes.
             written = np.zeros(len(choices))
+            whole, stored = chain_flops(operator), self._is_stored(graph, operator)
             for value, row in zip(operator.results, choices.results, strict=True):
-                if value is not None:
+                if value is not None and (stored or not is_constant(graph, operator)):
                     written = written + graph.values[value].bytes / self.shards(row)
-            whole, stored = chain_flops(operator), is_stored(graph, operator)
             work = [0.0] * len(choices)
             if self.device.vector_flops:
                 work = [whole / parts_of(choice.algorithm, self.sizes) for choice in choices]
@@ -191,7 +200,10 @@ class Prices:
         return self._kernels_of(graph, operator)(algorithm)
 
     def _kernels_of(self, graph: Graph, operator: Operator) -> KernelsOf:
-        return KernelsOf(graph, operator, self.sizes, self.device, stored=is_stored(graph, operator))
+        return KernelsOf(graph, operator, self.sizes, self.device, stored=self._is_stored(graph, operator))
+
+    def _is_stored(self, graph: Graph, operator: Operator) -> bool:
+        return is_stored(graph, operator, joined=self.profile.joined)
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one run of a kernel."""
