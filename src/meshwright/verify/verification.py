@@ -15,8 +15,8 @@ from .numbers import LeafError
 BYTES_TOLERANCE = 0.01
 FLOPS_TOLERANCE = 0.02
 MEMORY_TOLERANCE = 0.15
-# Predicted compute is 0.79 to 1.21 times a TPU compiler's cycles (docs/compilers.md, nine programs); an efficiency that
-# is a quarter off changes which plan is the fastest.
+# Predicted compute is 0.79 to 1.21 times a TPU compiler's cycles (docs/compilers.md, twelve programs); an efficiency
+# that is a quarter off changes which plan is the fastest.
 COMPUTE_TOLERANCE = 0.25
 
 # So many wrong results are told one by one.
