@@ -78,7 +78,7 @@ def staged_plan(program: Program, staged: StagedProgram, pipeline: Pipeline) -> 
     timing = staged_timing(costs.solver, stages)
     scheduled = best_schedule(timing, pipeline.microbatches, ["gpipe"], chunks=chunks)
     assert scheduled is not None
-    plan = assemble(costs, stages, timing, scheduled, cluster)
+    plan = assemble(costs, stages, scheduled)
     return replace(plan, schedule=pipeline.schedule, schedule_options=pipeline.options)
 
 

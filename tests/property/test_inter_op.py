@@ -195,6 +195,7 @@ def timing_of(problem: InterOpProblem, plan: Plan) -> Timing:
             StageTiming(
                 forward_seconds=one.forward_seconds, backward_seconds=one.backward_seconds,
                 synchronise_seconds=one.per_step_seconds + float(exchange),
+                constant_bytes=one.constant_bytes, in_flight_bytes=one.in_flight_bytes,
                 backward_input_seconds=one.backward_seconds - one.weight_seconds if split else None,
                 backward_weight_seconds=one.weight_seconds if split else None,
             )
@@ -335,8 +336,7 @@ def test_no_plan_that_fits_is_simulated_to_take_less_than_is_bounded(block: int)
                 for binds in (True, False):
                     kept = tuple(one.in_flight_bytes for *_, one in plan)
                     staged = StagedTiming(
-                        timing=timing, sent=(), bytes_in_flight=kept, bytes_delayed=kept,
-                        bytes_throughout=tuple(one.constant_bytes for *_, one in plan),
+                        timing=timing, sent=(), bytes_delayed=kept,
                         limit_bytes=(limit if binds else inf,) * len(plan),
                     )  # fmt: skip
                     taken = best_schedule(staged, problem.microbatches, names)

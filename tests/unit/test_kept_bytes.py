@@ -175,8 +175,9 @@ def test_loops_are_left_to_jax_where_a_policy_does_not_reach(body: str) -> None:
 def test_a_split_backward_keeps_something_else_until_its_weight_gradient(limit: float, *, fits: bool) -> None:
     """ZB-H1 on two stages: the second delays both of its microbatches, the first one of two: 10 + 2 * 5, 10 + 1 + 5."""
     staged = StagedTiming(
-        timing=Timing(stages=(StageTiming(forward_seconds=1.0),) * 2, edges=()), sent=(), bytes_in_flight=(1.0, 1.0),
-        bytes_delayed=(5.0, 5.0), bytes_throughout=(10.0, 10.0), limit_bytes=(16.0, limit),
+        timing=Timing(
+            stages=(StageTiming(forward_seconds=1.0, constant_bytes=10.0, in_flight_bytes=1.0),) * 2, edges=()
+        ), sent=(), bytes_delayed=(5.0, 5.0), limit_bytes=(16.0, limit),
     )  # fmt: skip
     assert staged.fits(make_schedule("zero_bubble", 2, 4)) == fits
     assert staged.fits(make_schedule("one_f_one_b", 2, 4))

@@ -13,7 +13,7 @@ from ..lowering.pipeline.local_stages import check_replicas
 from ..program.staged import staged_program
 from ..search.considered import Considered
 from ..search.intra.parameters import parameter_infos
-from ..search.pipelines.replicas import ReplicaRequest, Replicas, like_groups
+from ..search.pipelines.replicas import Replicas, like_groups
 from ..search.result import NothingFaster, SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
@@ -97,7 +97,7 @@ class _Tries:
         self.found: dict[int, SearchResult] = {}
         self.refused: PlanError | None = None
         coarsest = self._coarsest(counts)
-        mine = [count for count in counts if count >= coarsest.request.program.microbatches]
+        mine = [count for count in counts if count >= coarsest.program.microbatches]
         self._told = {count: coarsest.expected(count)[0] for count in mine}
         # By number its seconds, and what they are known by.
         self._left = {count: (least, _TOLD) for count, least in self._told.items() if isfinite(least)}
@@ -179,7 +179,7 @@ class _Tries:
             found = replicas.plan([missed.limit_of_rank(count, group, room) for group, room in rooms])
             if found is None:
                 raise over
-            return SearchResult(plan=found, program=replicas.request.program, considered=())
+            return SearchResult(plan=found, program=replicas.program, considered=())
 
         if known == _TOLD:
             self._asked.tell(f"sharing out {count} microbatches")
@@ -222,10 +222,8 @@ class _Tries:
             asked.constraints.check(program.input_names, [program.graph.values[v].name for v in program.graph.inputs])
             check_replicas(program)
             self._made[count] = Replicas(
-                ReplicaRequest(
-                    program=staged_program(program, layers=1, scan_splits={}), parameters=parameter_infos(program),
-                    cluster=self._order.cluster, constraints=asked.constraints, remat=asked.remat,
-                )
+                staged_program(program, layers=1, scan_splits={}), parameters=parameter_infos(program),
+                cluster=self._order.cluster, constraints=asked.constraints, remat=asked.remat,
             )  # fmt: skip
         return self._made[count]
 

@@ -7,14 +7,10 @@ from dataclasses import replace
 from math import inf
 
 from ...cluster import Cluster
-from ...plan import (
-    Plan,
-    Prediction,
-    Stage,
-    Transfer,
-)
+from ...plan import Plan, Prediction, Stage, Transfer
 from ...plan.check import check_plan
 from ...program.staged import StagedProgram
+from ...simulate import StageTiming
 from ..inter.problem import PlacedStage
 from ..intra.account import account
 from ..intra.solved_plan import counted_memory, input_plans, operator_plans, parameter_plans
@@ -22,51 +18,48 @@ from ..stages.costs import StageCosts
 from ..stages.crossings import edge_bytes
 from ..stages.segments import moved_segments
 from ..stages.solved import SolvedStage
-from .timing import Scheduled, StagedTiming
+from .timing import Scheduled, ScheduleOptions, StagedTiming
 
 
-def assemble(
-    costs: StageCosts,
-    stages: Sequence[PlacedStage],
-    staged: StagedTiming,
-    scheduled: Scheduled,
-    cluster: Cluster,
-    *,
-    gap: float = inf,
-) -> Plan:
+def assemble(costs: StageCosts, stages: Sequence[PlacedStage], scheduled: Scheduled, *, gap: float = inf) -> Plan:
     """The plan of solved stages. With one stage it is a plan without a schedule, like those of `one_stage`.
 
     Args:
       costs: that solved the stages.
       stages: in program order.
-      staged: their timing.
-      scheduled: the schedule and its simulation.
-      cluster: where it runs.
+      scheduled: their schedule and its simulation.
       gap: how much less any other stages can take, relative; infinite where nobody has looked for any.
     """
-    program = costs.program
-    ranks = scheduled.schedule.stage_ranks
+    schedule, timings = scheduled.schedule, scheduled.staged.timing.stages
+    ranks = schedule.stage_ranks
     # Stages of a rank share the largest.
     workspaces = [
-        max(_solved(other).seconds.workspace_bytes for other, at in zip(stages, ranks, strict=True) if at == rank)
-        / ranks.count(rank)
+        max(one.workspace_bytes for one, at in zip(timings, ranks, strict=True) if at == rank) / ranks.count(rank)
         for rank in ranks
     ]
     parts = [
-        planned_stage(
-            costs, stage, scheduled.schedule.in_flight[number], scheduled.schedule.delayed[number],
-            staged.timing.stages[number].synchronise_seconds, workspaces[number],
-        )
-        for number, stage in enumerate(stages)
-    ]  # fmt: skip
-    single = len(parts) == 1
-    if single:
+        planned_stage(costs, *one)
+        for one in zip(stages, schedule.in_flight, schedule.delayed, timings, workspaces, strict=True)
+    ]
+    if single := len(parts) == 1:
         parts = [replace(parts[0], layers=(0, 1), equations=None)]
-    seconds = scheduled.step_seconds
-    devices = len({device for stage in parts for device in stage.devices})
+    return plan_of(
+        costs.program, costs.submeshes.cluster, parts, [_solved(stage) for stage in stages],
+        schedule="none" if single else scheduled.name, options=() if single else scheduled.options,
+        step_seconds=scheduled.step_seconds, transfers=_transfers(costs.program, scheduled.staged), gap=gap,
+        bubble_fraction=0.0 if single else scheduled.timeline.bubble_fraction,
+    )  # fmt: skip
+
+
+def plan_of(
+    program: StagedProgram, cluster: Cluster, parts: Sequence[Stage], solved: Sequence[SolvedStage], *,
+    schedule: str, options: ScheduleOptions, step_seconds: float, bubble_fraction: float, gap: float = 0.0,
+    transfers: tuple[Transfer, ...] = (),
+) -> Plan:  # fmt: skip
+    """The plan of these parts of a program, each with its solution; the largest gap of a solution adds to `gap`."""
+    devices = len({device for part in parts for device in part.devices})
     executed = sum(
-        account(solved.problem, solved.chosen).flops * len(part.devices)
-        for part, solved in zip(parts, map(_solved, stages), strict=True)
+        account(one.problem, one.chosen).flops * len(part.devices) for part, one in zip(parts, solved, strict=True)
     )
     # Forward, and for what is differentiated the gradients of both operands.
     model_flops = program.graph.flops * program.microbatches * (3 if program.graph.parameters else 1)
@@ -75,18 +68,18 @@ def assemble(
         cluster=cluster.name,
         cluster_fingerprint=cluster.fingerprint(),
         microbatches=program.microbatches,
-        schedule="none" if single else scheduled.name,
+        schedule=schedule,
         stages=tuple(parts),
         predicted=Prediction(
-            step_seconds=seconds,
-            tflops_per_device=model_flops / max(seconds, 1e-30) / devices / 1e12,
+            step_seconds=step_seconds,
+            tflops_per_device=model_flops / max(step_seconds, 1e-30) / devices / 1e12,
             flops_per_device=executed / devices,
-            optimality_gap=1 - (1 - gap) * (1 - max(_solved(stage).chosen.solution.gap for stage in stages)),
-            bubble_fraction=0.0 if single else scheduled.timeline.bubble_fraction,
+            optimality_gap=1 - (1 - gap) * (1 - max(one.chosen.solution.gap for one in solved)),
+            bubble_fraction=bubble_fraction,
         ),
-        schedule_options=() if single else scheduled.options,
+        schedule_options=options,
         scan_splits=tuple(sorted(program.scan_splits.items())),
-        transfers=_transfers(program, staged),
+        transfers=transfers,
     )
     check_plan(plan, source="the plan found")
     return plan
@@ -97,9 +90,8 @@ def _solved(stage: PlacedStage) -> SolvedStage:
 
 
 def planned_stage(
-    costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, synchronise_seconds: float,
-    workspace_bytes: float,
-) -> Stage:  # fmt: skip
+    costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, timing: StageTiming, workspace_bytes: float
+) -> Stage:
     """A stage of the plan; the solution may be that of an equal range elsewhere, so names and paths are the stage's
     own.
 
@@ -108,7 +100,7 @@ def planned_stage(
       placed: the solved stage.
       in_flight: the most microbatches that it holds.
       delayed: the most of them that wait for their weight gradient.
-      synchronise_seconds: of its gradients, once a step.
+      timing: of the stage.
       workspace_bytes: its share of its devices' workspace.
     """
     solved, program = _solved(placed), costs.program
@@ -116,7 +108,6 @@ def planned_stage(
     graph, chosen, sizes = cut.graph, solved.chosen, solved.problem.sizes
     infos = costs.solver.parameters_of(cut)
     totals = account(solved.problem, chosen)
-    seconds, count = solved.seconds, program.microbatches
     rows = [held.rows for held in cut.parameters]
     part = costs.submeshes.part(placed.submesh)
     return Stage(
@@ -140,12 +131,12 @@ def planned_stage(
         compute_seconds=totals.compute_seconds,
         communication_seconds=totals.communication_seconds,
         equations=cut.equations,
-        forward_seconds=seconds.forward_seconds,
-        backward_seconds=seconds.backward_seconds,
-        weight_seconds=seconds.weight_seconds,
-        synchronise_seconds=synchronise_seconds,
-        update_seconds=seconds.update_seconds,
-        in_flight=min(in_flight, count),
+        forward_seconds=timing.forward_seconds,
+        backward_seconds=timing.backward_seconds,
+        weight_seconds=solved.seconds.weight_seconds,
+        synchronise_seconds=timing.synchronise_seconds,
+        update_seconds=timing.update_seconds,
+        in_flight=min(in_flight, program.microbatches),
         gradient_exchange=solved.problem.gradient_exchange,
     )
 

@@ -15,7 +15,7 @@ from ..stages.solved import SolvedStage
 from .assembly import assemble
 from .interleaved_stages import sharing
 from .request import INTERLEAVED, SIMULATED
-from .timing import Scheduled, StagedTiming, best_schedule, staged_timing
+from .timing import Scheduled, best_schedule, staged_timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +23,19 @@ class Candidate:
     """Solved stages with a schedule.
 
     Args:
-      seconds: of a simulated step.
       costs: that solved the stages.
       stages: in program order.
-      staged: their timing.
       scheduled: the schedule and its simulation.
     """
 
-    seconds: float
     costs: StageCosts
     stages: tuple[PlacedStage, ...]
-    staged: StagedTiming
     scheduled: Scheduled
+
+    @property
+    def seconds(self) -> float:
+        """Of a simulated step."""
+        return self.scheduled.step_seconds
 
     @property
     def key(self) -> tuple[int, tuple[PlacedStage, ...]]:
@@ -47,13 +48,8 @@ class Candidate:
         return self.seconds * (1 + (WORTH_SPLITTING if self.scheduled.schedule.splits_backward else 0.0))
 
     def plan(self, gap: float) -> Plan:
-        """The plan.
-
-        Args:
-          gap: how much of its seconds others may save at most, as a share.
-        """
-        cluster = self.costs.submeshes.cluster
-        return assemble(self.costs, self.stages, self.staged, self.scheduled, cluster, gap=gap)
+        """The plan, of which others may save at most this share of its seconds."""
+        return assemble(self.costs, self.stages, self.scheduled, gap=gap)
 
     def words(self, schedule: str) -> str:
         """These stages under a schedule, in a few words."""
@@ -100,11 +96,7 @@ def scheduled(
     orders = [name for name in SIMULATED if name in schedules and name != INTERLEAVED]
     orders = orders if len(stages) > 1 else ["one_f_one_b"]
     found = best_schedule(staged, costs.program.microbatches, orders, chunks=chunks)
-    if found is None:
-        return None
-    return Candidate(
-        seconds=found.step_seconds, costs=costs, stages=stages, staged=staged, scheduled=found
-    )  # fmt: skip
+    return Candidate(costs=costs, stages=stages, scheduled=found) if found is not None else None
 
 
 def _remat(stage: PlacedStage) -> str:

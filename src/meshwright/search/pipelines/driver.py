@@ -34,11 +34,10 @@ from ..stages.reserve import MemoryReserve, nothing_reserved
 from .candidate import Candidate, better, certified, merged, scheduled
 from .deadline import Deadline
 from .finished import FinishedPlans
-from .given import first_seconds, of_stages, restricted
 from .interleaving import Interleaving, considered_interleaving
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
-from .problems import in_every_number, problem_of
+from .problems import first_seconds, of_stages, problem_of, restricted
 from .request import (
     INTERLEAVED,
     SIMULATED as SIMULATED,
@@ -339,7 +338,7 @@ class StageSearch:
             most = self.best.worth(order)
             if solve_inter_op(problem, beam=_FEW, upper_bound=most, check=self.deadline.check) is None:
                 return []
-        return in_every_number(problem)
+        return [replace(problem, num_stages=count) for count in range(2, problem.most_places + 1)]
 
     @property
     def _only_splits(self) -> bool:

@@ -1,14 +1,21 @@
-"""The inter-operator problem of a request, under the costs of its stages."""
+"""The inter-operator problem of a request, and its restrictions to given stages and to plans that are found at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any
 
-from ..inter.problem import Crossing, InterOpProblem, Order
+import numpy as np
+
+from ...program.layers import equation_flops
+from ...program.staged import StagedProgram
+from ..inter.dynamic_program import solve_inter_op
+from ..inter.problem import Crossing, Found, InterOpProblem, Order, PlacedStage
 from ..inter.submeshes import Submesh
 from ..stages.costs import StageCosts
-from .given import of_layers
 from .request import StageRequest
 
 
@@ -30,14 +37,13 @@ def problem_of(
       crossings: what layers share.
       share: the microbatches are this share of those of the costs' program.
     """
-    submeshes = costs.submeshes
     problem = InterOpProblem(
         layers=len(costs.program.layers),
         devices=request.cluster.num_devices,
         submeshes=places,
         options=costs.options if share == 1 else costs.shared_options(share),
         crossings=crossings,
-        transfer_seconds=submeshes.transfer_seconds,
+        transfer_seconds=costs.submeshes.transfer_seconds,
         microbatches=round(costs.program.microbatches / share),
         limit_bytes=costs.limit_bytes,
         order=order,
@@ -47,13 +53,59 @@ def problem_of(
         fastest=lambda submesh, in_flight: costs.fastest(submesh, in_flight, share),
         kind=costs.solver.kind_of.__getitem__,
     )
-    return problem if request.layers is None else of_layers(problem, request.layers)
+    if request.layers is None:
+        return problem
+    ranges = set(pairwise(accumulate(request.layers, initial=0)))
+    return _only(problem, lambda first, last, place: (first, last) in ranges)
 
 
-def in_every_number(problem: InterOpProblem) -> list[InterOpProblem]:
-    """The problem with each possible number of stages, from two on.
+def restricted(problem: InterOpProblem, chain: set[tuple[int, int, Submesh]], count: int) -> InterOpProblem:
+    """The problem restricted to the given stages, each with all its options."""
+    return _only(problem, lambda *one: one in chain, submeshes=sorted({place for *_, place in chain}), num_stages=count)
 
-    Args:
-      problem: in any number of stages.
-    """
-    return [replace(problem, num_stages=count) for count in range(2, problem.most_places + 1)]
+
+def of_stages(problem: InterOpProblem, stages: Sequence[PlacedStage]) -> InterOpProblem:
+    """The problem whose only plan is the given stages as they are."""
+    options = {stage[:3]: (stage.option,) for stage in stages}
+    return replace(
+        problem, submeshes=[stage.submesh for stage in stages], num_stages=len(stages),
+        options=lambda first, last, submesh, k: options.get((first, last, submesh), ()),
+    )  # fmt: skip
+
+
+def _only(problem: InterOpProblem, keep: Callable[[int, int, Submesh], bool], **changes: Any) -> InterOpProblem:
+    inner = problem.options
+    return replace(
+        problem, options=lambda first, last, place, k: inner(first, last, place, k) if keep(first, last, place) else (),
+        **changes,
+    )  # fmt: skip
+
+
+def first_seconds(problem: InterOpProblem, costs: StageCosts) -> float:
+    """The objective of a first plan by estimates: the best whose memory does not bind, or else the best of stages with
+    equal work; infinite if there is none."""
+    costs.estimates.only_easy = True
+    try:
+        easy = solve_inter_op(problem, beam=1)
+    finally:
+        costs.estimates.only_easy = False
+    if easy is not None:
+        return easy.seconds
+    plain = (stages_of_like_work(costs.program, problem, 1 << power) for power in range(7))
+    return min((found.seconds for found in plain if found is not None), default=inf)
+
+
+def stages_of_like_work(program: StagedProgram, problem: InterOpProblem, count: int) -> Found | None:
+    """The plan of `count` stages with about equal work on equal submeshes; None if there is none."""
+    layers, devices = problem.layers, problem.devices
+    if count > layers or devices % count or problem.num_stages not in (None, count):
+        return None
+    size = devices // count
+    work = equation_flops(program.graph, program.equations)
+    done = np.cumsum([work[first:last].sum() for first, last in program.layers])
+    ends = np.searchsorted(done, done[-1] * np.arange(1, count) / count) + 1
+    bounds = [0, *ends.tolist(), layers]
+    chain = {(first, last, Submesh(n * size, (n + 1) * size)) for n, (first, last) in enumerate(pairwise(bounds))}
+    if any(first >= last or submesh not in problem.submeshes for first, last, submesh in chain):
+        return None
+    return solve_inter_op(restricted(problem, chain, count))

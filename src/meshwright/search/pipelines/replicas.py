@@ -15,46 +15,26 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from math import inf, isfinite
 
 from ...cluster import Cluster
-from ...plan import Plan, Prediction, Stage
-from ...plan.check import check_plan
+from ...plan import Plan
 from ...program.staged import StagedProgram
 from ...schedule import replicas
 from ...simulate import Timing, simulate
-from ...simulate.timing import StageTiming
 from ..inter.problem import Option, PlacedStage
 from ..inter.submeshes import Submesh, Submeshes
-from ..intra.account import account
 from ..intra.parameters import ParameterInfo
 from ..restrictions.constraints import Constraints
 from ..stages.costs import StageCosts
-from .assembly import planned_stage
+from .assembly import plan_of, planned_stage
+from .timing import stage_timing
 
 # Rounds of solving replicas for their shares and sharing out again.
 _MOST_ROUNDS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaRequest:
-    """The request of a search for replicas.
-
-    Args:
-      program: as one stage, at the size of one microbatch.
-      parameters: of the source program.
-      cluster: in which hosts of a kind are together.
-      constraints: what is fixed.
-      remat: as the user asked.
-    """
-
-    program: StagedProgram
-    parameters: Sequence[ParameterInfo]
-    cluster: Cluster
-    constraints: Constraints
-    remat: str | None
 
 
 def like_groups(cluster: Cluster) -> tuple[Submesh, ...]:
@@ -90,13 +70,22 @@ class Replicas:
     """Plans of replicas of one program in one number of microbatches.
 
     Args:
-      request: of whom.
+      program: as one stage, at the size of one microbatch.
+      parameters: of the source program.
+      cluster: in which hosts of a kind are together.
+      constraints: what is fixed.
+      remat: as the user asked.
     """
 
-    def __init__(self, request: ReplicaRequest) -> None:
-        self.request = request
-        self.groups = like_groups(request.cluster)
-        self._submeshes = Submeshes(request.cluster)
+    def __init__(
+        self, program: StagedProgram, *, parameters: Sequence[ParameterInfo], cluster: Cluster,
+        constraints: Constraints, remat: str | None,
+    ) -> None:  # fmt: skip
+        self.program, self.groups = program, like_groups(cluster)
+        self._submeshes = submeshes = Submeshes(cluster)
+        self._costs_of = partial(
+            StageCosts, parameters=parameters, submeshes=submeshes, constraints=constraints, remat=remat
+        )
         self._costs: dict[int, StageCosts] = {}
 
     @property
@@ -107,7 +96,7 @@ class Replicas:
     @property
     def exchange_seconds(self) -> list[float]:
         """The seconds in which each group sends its gradients to all others."""
-        graph = self.request.program.graph
+        graph = self.program.graph
         size = sum(graph.values[graph.inputs[p]].bytes for p in graph.parameters)
         seconds = self._submeshes.transfer_seconds
         return [sum(seconds(one, other, size) for other in self.groups if other != one) for one in self.groups]
@@ -116,7 +105,7 @@ class Replicas:
         """Seconds of a step in so many microbatches by the estimates of this program's parts, each microbatch taking
         and keeping its share, and how they are shared out; infinite where nothing fits. What smaller microbatches lose
         is left out, and so is what parts of the program lose together."""
-        here, whole = self.request.program.microbatches, [(0, len(self.request.program.layers))]
+        here, whole = self.program.microbatches, [(0, len(self.program.layers))]
         costs = self._run(here)
         each = [costs.expected(whole, group, 1, here / microbatches)[0] for group in self.groups]
         if not all(map(isfinite, each)):
@@ -131,7 +120,7 @@ class Replicas:
         Args:
           limit_bytes: of each group what may be counted on a device.
         """
-        count = self.request.program.microbatches
+        count = self.program.microbatches
         _, shares = self.expected(count)
         if not shares or min(limit_bytes) <= 0:
             return None
@@ -154,50 +143,27 @@ class Replicas:
     def _solved(self, group: Submesh, share: int, limit_bytes: float) -> tuple[StageCosts, Option] | None:
         """The fastest option of a group for its share, with its costs; None where nothing fits."""
         costs = self._run(share)
-        option = costs.solve_within(0, len(self.request.program.layers), group, 1, limit_bytes)
+        option = costs.solve_within(0, len(self.program.layers), group, 1, limit_bytes)
         return (costs, option) if option is not None else None
 
     def _run(self, times: int) -> StageCosts:
         """The costs of the program where a step runs it so many times."""
         if times not in self._costs:
-            request = self.request
-            self._costs[times] = StageCosts(
-                replace(request.program, microbatches=times), parameters=request.parameters, submeshes=self._submeshes,
-                constraints=request.constraints, remat=request.remat,
-            )  # fmt: skip
+            self._costs[times] = self._costs_of(replace(self.program, microbatches=times))
         return self._costs[times]
 
     def _assembled(self, shares: tuple[int, ...], solved: Sequence[tuple[StageCosts, Option]]) -> Plan:
-        program, cluster, groups = self.request.program, self.request.cluster, self.groups
-        stages: list[Stage] = []
-        timings: list[StageTiming] = []
-        for group, (costs, option), exchange in zip(groups, solved, self.exchange_seconds, strict=True):
-            seconds = option.tag.seconds
-            synchronise = seconds.synchronise_seconds + exchange
-            placed = PlacedStage(0, len(program.layers), group, option)
-            stages.append(planned_stage(costs, placed, 1, 0, synchronise, seconds.workspace_bytes))
-            timings.append(
-                StageTiming(
-                    forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds,
-                    synchronise_seconds=synchronise, update_seconds=seconds.update_seconds,
-                )
-            )  # fmt: skip
+        program, groups, tags = self.program, self.groups, [option.tag for _, option in solved]
+        timings = [stage_timing(*one) for one in zip(tags, self.exchange_seconds, strict=True)]
+        stages = [
+            planned_stage(
+                costs, PlacedStage(0, len(program.layers), group, option), 1, 0, timing, timing.workspace_bytes
+            )
+            for group, (costs, option), timing in zip(groups, solved, timings, strict=True)
+        ]
         schedule = replicas(len(groups), program.microbatches, shares=shares)
         timeline = simulate(schedule, Timing(stages=tuple(timings), updates_wait_for_all=True))
-        tags = [option.tag for _, option in solved]
-        executed = sum(account(t.problem, t.chosen).flops * g.size for t, g in zip(tags, groups, strict=True))
-        step, devices = timeline.step_seconds, cluster.num_devices
-        model_flops = 3 * program.graph.flops * program.microbatches
-        plan = Plan(
-            program=program.fingerprint, cluster=cluster.name, cluster_fingerprint=cluster.fingerprint(),
-            microbatches=program.microbatches, schedule=schedule.name, stages=tuple(stages),
-            predicted=Prediction(
-                step_seconds=step, tflops_per_device=model_flops / max(step, 1e-30) / devices / 1e12,
-                flops_per_device=executed / devices, optimality_gap=max(t.chosen.solution.gap for t in tags),
-                bubble_fraction=timeline.bubble_fraction,
-            ),
-            schedule_options=(("shares", shares),),
-            scan_splits=tuple(sorted(program.scan_splits.items())),
+        return plan_of(
+            program, self._submeshes.cluster, stages, tags, schedule=schedule.name, options=(("shares", shares),),
+            step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
         )  # fmt: skip
-        check_plan(plan, source="the plan found")
-        return plan

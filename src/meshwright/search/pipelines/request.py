@@ -117,39 +117,23 @@ def check_request(request: StageRequest) -> None:
     Raises:
       PlanError: saying what is wrong with it.
     """
-    where = "the request for stages"
     if not request.programs:
-        raise PlanError(
-            refused="a stage search", got="no program", needed="one for each number of microbatches", where=where,
-            try_="microbatches=(4, 8, 16)",
-        )  # fmt: skip
-    for count in request.by_microbatches:
-        if count < 1:
-            raise PlanError(
-                refused="the number of microbatches", got=str(count), needed="at least 1", where=where,
-                try_="microbatches=1",
-            )  # fmt: skip
-    devices = request.cluster.num_devices
-    stages = request.stage_count
+        raise _refusal("a stage search", "no program", "one for each number of microbatches", "microbatches=(4, 8, 16)")
+    if (fewest := min(request.by_microbatches)) < 1:
+        raise _refusal("the number of microbatches", str(fewest), "at least 1", "microbatches=1")
+    devices, stages = request.cluster.num_devices, request.stage_count
     if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
-        raise PlanError(
-            refused="the number of stages", got=repr(stages), needed="a whole number of at least 1", where=where,
-            try_="stages=None",
-        )  # fmt: skip
+        raise _refusal("the number of stages", repr(stages), "a whole number of at least 1", "stages=None")
     _check_given(request)
     if request.submeshes is not None and sum(request.submeshes) != devices:
-        raise PlanError(
-            refused=f"stages on {', '.join(map(str, request.submeshes))} devices",
-            got=f"{sum(request.submeshes)} devices in all", needed=f"the {devices} of cluster {request.cluster.name}",
-            where=where, try_="submeshes=None",
-        )  # fmt: skip
+        sizes, needed = ", ".join(map(str, request.submeshes)), f"the {devices} of cluster {request.cluster.name}"
+        got = f"{sum(request.submeshes)} devices in all"
+        raise _refusal(f"stages on {sizes} devices", got, needed, "submeshes=None")
     check_remat(request.remat)
     for name in request.schedules or ("",):
         if name not in SIMULATED:
-            raise PlanError(
-                refused=f"the schedule {name!r}", got="a name that the stage search does not try",
-                needed=f"of {', '.join(SIMULATED)}", where=where, try_="schedules=SIMULATED",
-            )  # fmt: skip
+            got, needed = "a name that the stage search does not try", f"of {', '.join(SIMULATED)}"
+            raise _refusal(f"the schedule {name!r}", got, needed, "schedules=SIMULATED")
 
 
 def check_layers(request: StageRequest, program: StagedProgram) -> None:
@@ -158,54 +142,45 @@ def check_layers(request: StageRequest, program: StagedProgram) -> None:
     Raises:
       PlanError: saying how many it has.
     """
-    where, count, devices = "the request for stages", len(program.layers), request.cluster.num_devices
-    stages = request.stage_count
+    count, devices, stages = len(program.layers), request.cluster.num_devices, request.stage_count
     shared = set(request.schedules) == {INTERLEAVED}  # several stages have the same devices
     most = count if shared else min(count, devices)
     if stages is not None and stages > most:
-        raise PlanError(
-            refused=f"{stages} stages", got=f"{count} layers and {devices} devices",
-            needed=f"a layer {'' if shared else 'and a device '}for each stage", where=where,
-            try_=f"stages={most}, or more layers",
-        )  # fmt: skip
+        needed = f"a layer {'' if shared else 'and a device '}for each stage"
+        got = f"{count} layers and {devices} devices"
+        raise _refusal(f"{stages} stages", got, needed, f"stages={most}, or more layers")
     if request.layers is not None and (sum(request.layers) != count or min(request.layers, default=0) < 1):
-        raise PlanError(
-            refused=f"stages of {', '.join(map(str, request.layers))} layers",
-            got=f"{sum(request.layers)} layers in all", needed=f"at least one each, and the {count} there are",
-            where=where,
-            try_=f"staged_program(..., layers={sum(request.layers)}, exactly=True), or layers=None",
+        total, sizes = sum(request.layers), ", ".join(map(str, request.layers))
+        raise _refusal(
+            f"stages of {sizes} layers", f"{total} layers in all", f"at least one each, and the {count} there are",
+            f"staged_program(..., layers={total}, exactly=True), or layers=None",
         )  # fmt: skip
 
 
 def _check_given(request: StageRequest) -> None:
     """What is given for each stage has to be of as many stages, and layers those of the program."""
-    where = "the request for stages"
-    given = {
-        "stages=": request.stages,
-        "submeshes=": None if request.submeshes is None else len(request.submeshes),
-        "layers=": None if request.layers is None else len(request.layers),
-        "stage_meshes=": None if request.stage_meshes is None else len(request.stage_meshes),
-    }
-    told = {name: count for name, count in given.items() if count is not None}
+    lists = {"submeshes=": request.submeshes, "layers=": request.layers, "stage_meshes=": request.stage_meshes}
+    told = {"stages=": request.stages} if request.stages is not None else {}
+    told |= {name: len(each) for name, each in lists.items() if each is not None}
     if len(set(told.values())) > 1:
-        raise PlanError(
-            refused="stages of which more than one thing is given",
-            got=" and ".join(f"{name} for {count} stages" for name, count in told.items()),
-            needed="the same number of stages in all of them", where=where, try_="one entry for each stage",
+        raise _refusal(
+            "stages of which more than one thing is given",
+            " and ".join(f"{name} for {count} stages" for name, count in told.items()),
+            "the same number of stages in all of them", "one entry for each stage",
         )  # fmt: skip
     if set(request.schedules) == {INTERLEAVED} and (request.submeshes or request.layers):
-        raise PlanError(
-            refused=f"the schedule {INTERLEAVED} for given stages", got="submeshes= or layers=",
-            needed="nothing but their number: stages share equal submeshes", where=where, try_="stages= alone",
-        )  # fmt: skip
+        needed = "nothing but their number: stages share equal submeshes"
+        raise _refusal(f"the schedule {INTERLEAVED} for given stages", "submeshes= or layers=", needed, "stages= alone")
     if request.stage_meshes is not None:
         sizes = [prod(shape) for _, shape in request.stage_meshes]
         if request.submeshes is None or sizes != list(request.submeshes):
-            raise PlanError(
-                refused="a logical mesh for each stage", got=f"meshes of {', '.join(map(str, sizes))} devices",
-                needed="submeshes of as many devices each", where=where,
-                try_=f"submeshes=({', '.join(map(str, sizes))},)",
-            )  # fmt: skip
+            words = ", ".join(map(str, sizes))
+            got, needed = f"meshes of {words} devices", "submeshes of as many devices each"
+            raise _refusal("a logical mesh for each stage", got, needed, f"submeshes=({words},)")
+
+
+def _refusal(refused: str, got: str, needed: str, try_: str) -> PlanError:
+    return PlanError(refused=refused, got=got, needed=needed, where="the request for stages", try_=try_)
 
 
 def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ...]:
@@ -225,14 +200,11 @@ def placements(request: StageRequest, submeshes: Submeshes) -> tuple[Submesh, ..
 
 
 def check_room(request: StageRequest, least_bytes: float) -> None:
-    """Refuse at once what cannot fit however it is cut.
-
-    Args:
-      request: of the search.
-      least_bytes: of parameters, gradients and optimizer state spread over all devices.
+    """Refuse at once what cannot fit however it is cut: of which all devices together do not hold parameters, gradients
+    and optimizer state, `least_bytes` on each.
 
     Raises:
-      MemoryExceeded: if all devices together do not hold them.
+      MemoryExceeded: if they do not.
     """
     cluster = request.cluster
     room = sum(host.devices * host.device.usable_memory_bytes for host in cluster.hosts) / cluster.num_devices

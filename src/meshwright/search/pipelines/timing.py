@@ -26,40 +26,40 @@ class StagedTiming:
     Args:
       timing: of its stages and edges.
       sent: what crosses edges, by source, target and value.
-      bytes_in_flight: of each stage, on one device, for each microbatch in flight.
-      bytes_delayed: the same between its input gradient and its weight gradient.
-      bytes_throughout: of each stage, on one device.
+      bytes_delayed: of each stage, on one device, for each microbatch between its input and its weight gradient.
       limit_bytes: of each stage, what may be counted on one device.
     """
 
     timing: Timing
     sent: tuple[Sent, ...]
-    bytes_in_flight: tuple[float, ...]
     bytes_delayed: tuple[float, ...]
-    bytes_throughout: tuple[float, ...]
     limit_bytes: tuple[float, ...]
+
+    def own_bytes(self, schedule: Schedule) -> list[float]:
+        """What each stage holds on one device besides its workspace."""
+        numbers = zip(self.timing.stages, self.bytes_delayed, schedule.in_flight, schedule.delayed, strict=True)
+        return [
+            one.constant_bytes + kept_bytes(one.in_flight_bytes, later, count, delayed)
+            for one, later, count, delayed in numbers
+        ]
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether every rank can hold what the schedule keeps in flight on its stages."""
         held: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
         limits = [inf] * len(schedule.ranks)
-        numbers = zip(
-            schedule.stage_ranks, self.bytes_throughout, schedule.in_flight, self.bytes_in_flight, schedule.delayed,
-            self.bytes_delayed, self.limit_bytes, self.timing.stages, strict=True,
-        )  # fmt: skip
-        for rank, fixed, count, size, delayed, later, limit, stage in numbers:
-            held[rank].append((fixed + kept_bytes(size, later, count, delayed), stage.workspace_bytes))
+        numbers = zip(schedule.stage_ranks, self.own_bytes(schedule), self.limit_bytes, self.timing.stages, strict=True)
+        for rank, own, limit, stage in numbers:
+            held[rank].append((own, stage.workspace_bytes))
             limits[rank] = min(limits[rank], limit)
         return all(held_together(each) <= limit * (1 + 1e-12) for each, limit in zip(held, limits, strict=True))
 
     def room(self, microbatches: int) -> list[int]:
         """How many of the microbatches each stage can hold, where it has a rank to itself."""
-        free = (
-            limit - fixed - stage.workspace_bytes
-            for limit, fixed, stage in zip(self.limit_bytes, self.bytes_throughout, self.timing.stages, strict=True)
-        )
-        sizes = zip(free, self.bytes_in_flight, strict=True)
-        return [int(min(microbatches, max(rest, 0.0) / size)) if size > 0 else microbatches for rest, size in sizes]
+        free = [
+            (max(limit - one.constant_bytes - one.workspace_bytes, 0.0), one.in_flight_bytes)
+            for limit, one in zip(self.limit_bytes, self.timing.stages, strict=True)
+        ]
+        return [int(min(microbatches, rest / size)) if size > 0 else microbatches for rest, size in free]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Scheduled:
       name: of the schedule.
       options: its options, as a plan stores them.
       schedule: itself.
-      timing: of the stages.
+      staged: the stages.
       step_seconds: simulated.
       others: seconds of a step under the other schedules that fit, by their names.
     """
@@ -78,26 +78,20 @@ class Scheduled:
     name: str
     options: ScheduleOptions
     schedule: Schedule
-    timing: Timing
+    staged: StagedTiming
     step_seconds: float
     others: tuple[tuple[str, float], ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
         """All of its simulation, made when it is asked for."""
-        return simulate(self.schedule, self.timing)
+        return simulate(self.schedule, self.staged.timing)
 
 
 def staged_timing(
     solver: StageSolver, stages: Sequence[PlacedStage], *, limit_bytes: Sequence[float] | None = None
 ) -> StagedTiming:
-    """The timing of solved stages.
-
-    Args:
-      solver: of their program, in layers.
-      stages: in program order, their options solved (`StageCosts.solve`).
-      limit_bytes: of each stage, what may be counted on one device; None for what it has.
-    """
+    """The timing of solved stages; `limit_bytes` None for all memory of their devices."""
     program, submeshes = solver.program, solver.submeshes
     if limit_bytes is None:
         limit_bytes = [submeshes.part(stage.submesh).device.usable_memory_bytes for stage in stages]
@@ -121,24 +115,17 @@ def staged_timing(
                 target_bytes=forward / places[target].size,
             )
         )
-    timings = [stage_timing(stage.option.tag, more) for stage, more in zip(stages, exchange, strict=True)]
+    timings = (stage_timing(stage.option.tag, more) for stage, more in zip(stages, exchange, strict=True))
     return StagedTiming(
         timing=Timing(stages=tuple(timings), edges=tuple(edges)),
         sent=sent,
-        bytes_in_flight=tuple(stage.option.in_flight_bytes for stage in stages),
         bytes_delayed=tuple(stage.option.tag.delayed_bytes for stage in stages),
-        bytes_throughout=tuple(one.constant_bytes for one in timings),
         limit_bytes=tuple(limit_bytes),
     )
 
 
 def stage_timing(stage: SolvedStage, exchange_seconds: float = 0.0) -> StageTiming:
-    """The timing of a solved stage.
-
-    Args:
-      stage: as solved.
-      exchange_seconds: of the gradients that it sums with other stages.
-    """
+    """The timing of a solved stage, with the seconds in which it sums gradients with other stages."""
     seconds = stage.seconds
     return StageTiming(
         forward_seconds=seconds.forward_seconds,
@@ -180,7 +167,7 @@ def best_schedule(
         # is priced by a guess at its halves, and has to be worth it.
         gain = WORTH_SPLITTING if schedule.splits_backward else 1e-6
         if best is None or taken < best.step_seconds * (1 - gain):
-            best = Scheduled(name=name, options=options, schedule=schedule, timing=staged.timing, step_seconds=taken)
+            best = Scheduled(name=name, options=options, schedule=schedule, staged=staged, step_seconds=taken)
     if best is None:
         return None
     return replace(best, others=tuple((name, taken) for name, taken in seconds.items() if name != best.name))

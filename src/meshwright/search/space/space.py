@@ -30,7 +30,6 @@ from ..pipelines.timing import best_schedule, staged_timing
 from ..prices.least_work import least_work_by_equation
 from ..stages.costs import StageCosts, option_of
 from ..stages.reserve import MemoryReserve, nothing_reserved
-from ..stages.solved import kept_bytes
 from .choice import Choice
 from .stages import GAP, SECONDS_PER_SOLVE, StageSpace
 from .structures import Structures
@@ -98,20 +97,14 @@ class Space(StageSpace):
         limits = [self.limit_of(costs, stage) for stage in choice.stages]
         candidate = scheduled(costs, placed, self.schedules, chunks=1)
         if candidate is not None:
-            staged, found = candidate.staged, candidate.scheduled
+            staged, found = candidate.scheduled.staged, candidate.scheduled
         else:
             staged = staged_timing(costs.solver, placed, limit_bytes=[inf] * len(placed))
             best = best_schedule(staged, choice.microbatches, ["one_f_one_b"])
             assert best is not None  # nothing is too large
             found = best
-        schedule = found.schedule
-        held = [
-            fixed + kept_bytes(size, later, count, delayed) + stage.workspace_bytes
-            for fixed, size, later, count, delayed, stage in zip(
-                staged.bytes_throughout, staged.bytes_in_flight, staged.bytes_delayed, schedule.in_flight,
-                schedule.delayed, staged.timing.stages, strict=True,
-            )
-        ]  # fmt: skip
+        own = staged.own_bytes(found.schedule)
+        held = [size + stage.workspace_bytes for size, stage in zip(own, staged.timing.stages, strict=True)]
         over = max(size / limit - 1 for size, limit in zip(held, limits, strict=True))
         return Price(
             seconds=found.step_seconds, bytes=tuple(held), excess=0.0 if candidate is not None else max(over, 1e-9),
