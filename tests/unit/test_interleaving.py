@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,8 +25,9 @@ from meshwright.search.inter.submeshes import Submesh, Submeshes
 from meshwright.search.intra.parameters import parameter_infos
 from meshwright.search.intra.workspace import held_together
 from meshwright.search.pipelines import interleaving
-from meshwright.search.pipelines.interleaved_stages import SharedMemory, Sharing, interleaved
-from meshwright.search.pipelines.interleaving import Interleaving, _missed, _Tried
+from meshwright.search.pipelines.candidate import scheduled
+from meshwright.search.pipelines.interleaved_stages import SharedMemory, Sharing, in_flight_of, interleaved
+from meshwright.search.pipelines.interleaving import Interleaving, _missed
 from meshwright.search.pipelines.request import INTERLEAVED
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts
@@ -111,6 +112,14 @@ def test_what_shares_a_device_fits_if_anything_does_and_is_nearly_as_fast_as_pos
     assert fastest <= sum(option.seconds for option in found) <= fastest + slack
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_what_is_in_flight_is_that_of_the_schedule(ranks: int, chunks: int) -> None:
+    for microbatches in (ranks, 2 * ranks, 5 * ranks, 12 * ranks):
+        schedule = interleaved_one_f_one_b(ranks * chunks, microbatches, chunks=chunks)
+        assert in_flight_of(microbatches, ranks, chunks).tolist() == list(schedule.in_flight)
+
+
 def test_a_stage_that_would_have_to_wait_leaves_its_memory_to_others() -> None:
     def way(seconds: float, size: float) -> Sharing:
         return Sharing(Option(forward_seconds=seconds, backward_seconds=0.0, constant_bytes=size), 1, 10.0)
@@ -140,6 +149,10 @@ def test_a_stage_computes_again_what_its_share_does_not_hold() -> None:
     assert found.seconds <= again.seconds
 
 
+def nothing(cut: Any, stages: Any, chunks: int) -> None:
+    """The candidate of stages that never fit."""
+
+
 def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -> None:
     """A step that cannot be cut into few microbatches, though into more."""
     whole = costs()
@@ -147,8 +160,8 @@ def test_of_fewer_microbatches_than_anything_is_known_of_nothing_is_expected() -
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
         stages=None, mesh=(), by_microbatches={MICROBATCHES // 2: None, MICROBATCHES: None},
     )  # fmt: skip
-    interleaving = Interleaving(request, lambda program: whole)
-    tries = interleaving._tries([MICROBATCHES // 2, MICROBATCHES], [MICROBATCHES], inf, lambda count: whole)
+    interleaving = Interleaving(request, cast(Any, lambda count: whole), nothing)
+    tries = interleaving._tries([MICROBATCHES // 2, MICROBATCHES], [MICROBATCHES], inf)
     assert tries
     assert {count for count, _, _ in tries} == {MICROBATCHES}
 
@@ -159,32 +172,51 @@ def test_all_ranks_are_tried_whatever_plans_have_been_found() -> None:
         cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
         stages=None, mesh=(), by_microbatches={MICROBATCHES: None},
     )  # fmt: skip
-    interleaving = Interleaving(request, lambda program: whole)
+    interleaving = Interleaving(request, cast(Any, lambda count: whole), nothing)
     devices = whole.submeshes.cluster.num_devices
-    ranks = {one for _, one, _ in interleaving._tries([MICROBATCHES], [MICROBATCHES], inf, lambda count: whole)}
+    ranks = {one for _, one, _ in interleaving._tries([MICROBATCHES], [MICROBATCHES], inf)}
     assert ranks == {n for n in range(2, devices + 1) if devices % n == 0 and MICROBATCHES % n == 0}
-    assert not interleaving._tries([MICROBATCHES], [], inf, lambda count: whole)
+    assert not interleaving._tries([MICROBATCHES], [], inf)
 
 
 def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
-    request: Any = None
+    request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED,))
     costs().reserve(MemoryReserve())
-    least = Interleaving(request, lambda program: costs())._least(costs(), RANKS, CHUNKS)
+    made = Interleaving(request, cast(Any, None), nothing)
+    least = made._least(costs(), RANKS, CHUNKS)
     stages = next(interleaved(costs(), RANKS, CHUNKS))
     busiest = max(sum(stage.option.seconds for stage in stages[rank::RANKS]) for rank in range(RANKS))
     assert 0.5 * MICROBATCHES * busiest < least <= MICROBATCHES * busiest * (1 + 1e-9)
-    assert Interleaving(request, lambda program: costs())._least(costs(), RANKS, 8 // RANKS) == 0.0, "a layer each"
+    assert made._least(costs(), RANKS, 8 // RANKS) == 0.0, "a layer each"
 
 
-def test_what_was_tried_says_how_far_expectations_are_off() -> None:
-    tried = [_Tried(8, 2, 4, 1.5), _Tried(4, 8, 6, 1.1), _Tried(4, 8, 12, 1.3)]
-    assert _missed([], 16, 4, 2) == 1.0
-    # Of four ranks nothing is known, whatever else is four.
-    assert _missed(tried, 8, 4, 4) == 1.0
-    assert _missed(tried, 32, 2, 2) == 1.5, "as many ranks"
-    assert _missed(tried, 16, 8, 3) == 1.1, "as many ranks, the best of them"
-    assert _missed(tried, 16, 8, 12) == 1.3, "as many stages"
-    assert _missed(tried, 4, 8, 3) == 1.3, "as many microbatches: the worst of them"
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 2)])
+def test_an_estimate_is_a_lower_bound_also_where_memory_binds(ranks: int, chunks: int) -> None:
+    """Each rank is estimated with its own microbatches in flight: the last one has the head, and the fewest."""
+    request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED,))
+    made = Interleaving(request, cast(Any, lambda count: costs()), partial(scheduled, schedules=(INTERLEAVED,)))
+    usable = costs().submeshes.cluster.device.usable_memory_bytes
+    costs().reserve(MemoryReserve())
+    found = made.candidate(costs(), ranks, chunks)
+    assert found is not None
+    staged, schedule = found.scheduled.staged, found.scheduled.schedule
+    held = zip(staged.own_bytes(schedule), (one.workspace_bytes for one in staged.timing.stages), strict=True)
+    each = [*held]
+    most = max(held_together(each[rank::ranks]) for rank in range(ranks))
+    for share in (1.0, 0.9, 0.8, 0.7):
+        costs().reserve(MemoryReserve(usable - share * most, usable - share * most))
+        found = made.candidate(costs(), ranks, chunks)
+        assert found is None or made._expected(MICROBATCHES, MICROBATCHES, ranks, chunks, inf) <= found.seconds
+
+
+def test_what_was_tried_says_how_far_estimates_are_off_at_least() -> None:
+    tried = {(8, 2, 4): 1.5, (4, 8, 6): 1.1, (4, 8, 12): 1.3}
+    assert _missed({}, 16, 4) == 1.0
+    assert _missed(tried, 8, 4) == 1.0, "of four ranks nothing is known, whatever else is four"
+    assert _missed(tried, 8, None) == 1.1, "of all the least"
+    assert _missed(tried, 32, 2) == 1.5, "as many ranks"
+    assert _missed(tried, 4, 8) == 1.1, "the least of them"
+    assert _missed(tried, 4, 2) == 1.0, "of larger microbatches nothing is known"
 
 
 def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,16 +241,15 @@ def test_interleavings_are_tried_as_long_as_they_may_be_faster(monkeypatch: pyte
     monkeypatch.setattr(interleaving, "main_scan", lambda source: ("scan", 96))
     monkeypatch.setattr(interleaving, "interleaved", stages)
     request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED, "one_f_one_b"))
-    made = Interleaving(request, lambda staged: pytest.fail("stages were cut"))
+    made = Interleaving(
+        request, cast(Any, program), lambda cut, stages, chunks: cast(Any, SimpleNamespace(seconds=takes[stages]))
+    )
     monkeypatch.setattr(made, "_tries", lambda *given: tries)
     monkeypatch.setattr(made, "_least", lambda costs, ranks, chunks: 0.0)
     monkeypatch.setattr(made, "_in_stages", lambda costs, ranks, chunks: costs.count)
 
     def found() -> list[float]:
-        candidates = made.candidates(
-            [4, 8, 16], [4, 8, 16], below_seconds=26.0, costs_in=program, late=lambda: False,
-            scheduled=lambda cut, stages, chunks: SimpleNamespace(seconds=takes[stages]),
-        )  # fmt: skip
+        candidates = made.candidates([4, 8, 16], [4, 8, 16], below_seconds=26.0, late=lambda: False)
         return [one.seconds for one in candidates]
 
     assert found() == [29.0, 27.5, 25.0]

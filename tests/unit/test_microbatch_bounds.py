@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshwright.search.inter.dynamic_program import solve_inter_op
-from meshwright.search.inter.problem import InterOpProblem, Option
+from meshwright.search.inter.problem import ORDERS, InterOpProblem, Option
 from meshwright.search.inter.submeshes import Submesh
 from meshwright.search.pipelines.microbatch_bounds import MicrobatchBounds
 from meshwright.search.stages.reserve import MemoryReserve, nothing_reserved
@@ -66,7 +66,7 @@ def bounds_of(*, fills_ends: bool) -> tuple[MicrobatchBounds, Any]:
         submeshes=SimpleNamespace(cluster=SimpleNamespace(num_devices=STAGES)), focus=lambda most: None,
         forget_estimates=lambda: None, check=lambda: None,
     )  # fmt: skip
-    bounds = MicrobatchBounds(costs_of(base), lambda costs, share, order: replace(pipeline(share), order=order))
+    bounds = MicrobatchBounds(costs_of(base), lambda costs, share, order: replace(pipeline(share), order=order), ORDERS)
     bounds.fills_ends, bounds.splits = fills_ends, SPLITS if fills_ends else None
     return bounds, base
 
@@ -162,7 +162,7 @@ def test_a_number_is_bounded_by_the_most_that_were_searched_and_are_no_more() ->
         slow = pipeline(2 * whole if costs is eight else whole)
         return replace(slow, microbatches=round(1 / whole))
 
-    bounds = MicrobatchBounds(known, problem)
+    bounds = MicrobatchBounds(known, problem, ("one_f_one_b", "adaptive"))
     plain = {count: bounds.of(count, inf) for count in COUNTS}
     known.searched.add(8)
     for count in COUNTS:

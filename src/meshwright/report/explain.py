@@ -136,7 +136,9 @@ def _header(plan: Plan) -> Iterator[str]:
     gap = predicted.optimality_gap
     if isfinite(gap):
         more = f"a split backward counts {format_percent(WORTH_SPLITTING)} more"
-        of = f"among plans whose stages share no devices, by estimates ({more})"
+        of = (
+            f"among plans whose stages share no devices, by estimates ({more}; interleaved ones are tried, not bounded)"
+        )
         if len(plan.stages) == 1 or plan.shares:
             of = "among plans whose stages share no devices, under the cost model"
         yield f"optimality gap: {f'at most {format_percent(gap)}' if gap else 'none'} {of}"

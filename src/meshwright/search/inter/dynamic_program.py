@@ -2,28 +2,20 @@
 
 **The problem.** Layers 0..L-1 are cut into stages, ranges of layers in order; stage i gets the submesh that follows the
 one of stage i-1, and all devices are used. A stage on a submesh has *options* (logical mesh, rematerialisation), each
-with seconds forward f and backward b of a microbatch, t of both, w of b for the gradients of weights, seconds s once a
-step, and bytes. With c and c' the seconds of the transfers between stages i and i+1 and back, h those of the slowest
-edge of stage i one way, B microbatches, and R the sum of t + c + c' from stage i on, a stage is busy for M_i from its
-first forward to its last backward. With a whole backward that is at least B t, B h and t + c + c' + M_(i+1), since the
-stages after it wait for its first forward, and it for their last backward. Besides,
+with seconds forward f and backward b of a microbatch, t of both, seconds s once a step, and bytes. With c and c' the
+seconds of the transfers between stages i and i+1 and back, h those of the slowest edge of stage i one way, and B
+microbatches, a stage is busy for M_i from its first forward to its last backward. With a whole backward that is at
+least B t, B h and t + c + c' + M_(i+1), since the stages after it wait for its first forward, and it for their last
+backward.
 
-* *1F1B* runs p forwards ahead at place p from the end. Up to its first backward, after R - b, there are no more to run,
-  and after its last forward, which takes R to come back, as many backwards. So M_i is at least R + B t - min(p f + b,
-  f + p b), and of more than p microbatches 2 R and what is between them: (B - 1 - p) t, or half as many pairs, of t + c
-  + c' and t of the next stage, which runs one forward less ahead; or one R for each p microbatches, rounded up;
-* *adaptive* bounds all that run further ahead, at least 2 p - 1 forwards as eager 1F1B does, and knows no more of them;
-* *eager 1F1B* is bounded by that. Its objective finds plans: that of 1F1B, but for pairs, with as many forwards ahead
-  as the memory of each option has room for;
-* GPipe takes R, and B - 1 times the largest f (or c) and the largest b (or c') from stage i on;
-* *zero bubble* (ZB-H1), which puts weight gradients off, is bounded as 1F1B without them in R and pairs, plus one w;
-  and by w + Z_i, where Z_i, up to its last gradient for the stage before it, is the larger of B t - k w and t - w + c +
-  c' + Z_(i+1). As many microbatches k are in flight on every stage as there are stages, whose number must be given.
+M_i is no less than what the table of orders in docs/stages.md adds: 1F1B waits where it has no more forwards to run
+ahead; *adaptive* bounds all that run further ahead, and knows no more of them; *zero bubble* puts weight gradients off,
+with as many microbatches in flight on every stage as there are stages, whose number must be given. *Eager 1F1B* is
+bounded by adaptive: its objective, that of 1F1B with as many forwards ahead as memory has room for, finds plans.
 
 A step ends with the last synchronisation: M_i + s_i after stage i begins, which is f + c of all stages before it. A
 stage of which the next reads nothing (`InterOpProblem.loose`) waits for none after it, nor they for it. All objectives
-but that of eager 1F1B are never more than the simulated step, and half of the time less by no more than 0.5 % (tested):
-they bound what plans take.
+but that of eager 1F1B are never more than the simulated step (tested): they bound what plans take.
 
 Each stage has to hold its constant bytes and, for the microbatches the schedule keeps in flight at its place from
 the end, its activations. Values read by several stages, or by one further down (skip connections), are an edge to each

@@ -19,7 +19,6 @@ from functools import cached_property, partial
 from math import inf, isfinite
 
 from ...errors import PlanError
-from ...program.staged import StagedProgram
 from ..alternative import nearest
 from ..best_known import BestKnown, bounds, gap_of, handicap
 from ..considered import Considered
@@ -34,7 +33,7 @@ from ..stages.reserve import MemoryReserve, nothing_reserved
 from .candidate import Candidate, better, certified, merged, scheduled
 from .deadline import Deadline
 from .finished import FinishedPlans
-from .interleaving import Interleaving, considered_interleaving
+from .interleaving import Interleaving
 from .microbatch_bounds import MicrobatchBounds
 from .microbatch_costs import MicrobatchCosts
 from .problems import first_seconds, of_stages, problem_of, restricted
@@ -99,14 +98,15 @@ class StageSearch:
         self.costs = MicrobatchCosts(request, self.submeshes, self.places, self.deadline.check)
         self.counts = self.costs.counts
         self._beam = _MOST_LABELS if len(self.places) <= _MANY_PLACES else _MOST_LABELS // 8
-        self._interleaving = Interleaving(request, self.costs.of_program)
+        self._interleaving = Interleaving(request, self.costs, self._scheduled)
         self._known = request.faster_than_seconds
         self.taken: int | None = None  # microbatches of the last run's plan
         self._taken_interleaved = False
         places = self.places
         self.bounds = MicrobatchBounds(
-            self.costs, lambda costs, share, order: problem_of(request, places, costs, order, (), share)
-        )
+            self.costs, lambda costs, share, order: problem_of(request, places, costs, order, (), share),
+            self._schedules,
+        )  # fmt: skip
         self._slack = _ESTIMATE_SLACK[0]
         self._reset(request.time_limit_seconds)
 
@@ -177,7 +177,7 @@ class StageSearch:
           NothingFaster: the same, where another plan is known.
         """
         while best is not None:
-            whole = merged(best, self._costs_of, self._scheduled)
+            whole = merged(best, self.costs.of_program, self._scheduled)
             if whole is not None:
                 return best, whole
             self.finished.drop(best)
@@ -216,19 +216,13 @@ class StageSearch:
         return NothingFaster(self._least_seconds, tuple(dict.fromkeys(self.considered)))
 
     def _search(self, *, bounded: bool) -> None:
-        expected = dict.fromkeys(self.counts, self.bounds.floor)
-        if bounded:
-            splits = "zero_bubble" in self._schedules
-            self.bounds.splits = handicap("zero_bubble") if splits else None
-            self.bounds.runs_ahead = not {"adaptive", "eager_one_f_one_b", "gpipe"}.isdisjoint(self._schedules)
-            self.bounds.fills_ends = splits or set(self._schedules) == {INTERLEAVED}
-        refused = self._search_each(sorted(self.counts, reverse=True), expected, bounded=bounded)
-        if refused is not None and not self.costs.all:
-            raise refused
+        """Search all numbers of microbatches, in the order of what they promise; `bounded` leaves out what the
+        incumbent, or before there is one a first plan by estimates, excludes.
 
-    def _search_each(self, left: list[int], expected: dict[int, float], *, bounded: bool) -> PlanError | None:
-        """Look at these numbers of microbatches, in the order of what they promise; what was wrong with the first of
-        those into which the step cannot be cut."""
+        Raises:
+          PlanError: what was wrong with the first number, if the step cannot be cut into any.
+        """
+        left, expected = sorted(self.counts, reverse=True), dict.fromkeys(self.counts, self.bounds.floor)
         last: int | None = None  # where there is no plan yet the next finer number is the next best guess
         refused: PlanError | None = None
         all_bounded = not bounded
@@ -262,7 +256,7 @@ class StageSearch:
                 costs.forget_estimates()
             excluded: tuple[Order, ...] = ()
             shares_tried = not bounded
-            for problem in self.problems_of(costs, bounded=bounded):
+            for problem in self._problems(costs, bounded=bounded):
                 if not shares_tried and isfinite(self.best.seconds):
                     # Interleaved stages are soon found, and often the best: then they exclude most of the rest.
                     shares_tried = True
@@ -281,7 +275,8 @@ class StageSearch:
             for made in self.costs.all:
                 if made.program.microbatches != self.near():
                     made.release()
-        return refused
+        if refused is not None and not self.costs.all:
+            raise refused
 
     def _bound_count(self, count: int, expected: dict[int, float]) -> None:
         """Raise the lower bound of a number of microbatches, unless that already excludes it or the time is over."""
@@ -317,32 +312,24 @@ class StageSearch:
             return min(finished, key=finished.__getitem__)[0]
         return self.taken
 
-    def problems_of(self, costs: StageCosts, *, bounded: bool = True) -> Iterator[InterOpProblem]:
-        """The problems of a number of microbatches, one for each order, or for each number of stages of a split
-        backward. `bounded` excludes by the incumbent."""
+    def _problems(self, costs: StageCosts, *, bounded: bool) -> Iterator[InterOpProblem]:
+        """The problems of a number of microbatches, one for each order, or of zero bubble for each number of stages, if
+        any may be worth it; `bounded` excludes by the incumbent."""
         crossings = costs.crossings()
         for order in ORDERS:
-            if is_asked(order, self._schedules):
-                yield from self._problems(costs, order, crossings, bounded=bounded)
-
-    def _problems(
-        self, costs: StageCosts, order: Order, crossings: Sequence[Crossing], *, bounded: bool
-    ) -> list[InterOpProblem]:
-        """What to solve for one order: of zero bubble, one for each number of stages, if any may be worth it."""
-        problem = self._problem(costs, order, crossings)
-        if order != "zero_bubble" or problem.num_stages is not None:
-            return [problem]
-        if bounded and not self._only_splits:
-            # Of any number of stages it is a bound, which seldom leaves anything.
-            self._bound(costs, problem)
-            most = self.best.worth(order)
-            if solve_inter_op(problem, beam=_FEW, upper_bound=most, check=self.deadline.check) is None:
-                return []
-        return [replace(problem, num_stages=count) for count in range(2, problem.most_places + 1)]
-
-    @property
-    def _only_splits(self) -> bool:
-        return set(self.request.schedules) == {"zero_bubble"}
+            if not is_asked(order, self._schedules):
+                continue
+            problem = self._problem(costs, order, crossings)
+            if order != "zero_bubble" or problem.num_stages is not None:
+                yield problem
+                continue
+            if bounded and set(self.request.schedules) != {"zero_bubble"}:
+                # Of any number of stages it is a bound, which seldom leaves anything.
+                self._bound(costs, problem)
+                most = self.best.worth(order)
+                if solve_inter_op(problem, beam=_FEW, upper_bound=most, check=self.deadline.check) is None:
+                    continue
+            yield from (replace(problem, num_stages=count) for count in range(2, problem.most_places + 1))
 
     @cached_property
     def _schedules(self) -> tuple[str, ...]:
@@ -396,12 +383,6 @@ class StageSearch:
     def _problem(self, costs: StageCosts, order: Order, crossings: Sequence[Crossing]) -> InterOpProblem:
         return problem_of(self.request, self.places, costs, order, crossings)
 
-    def _costs_of(self, program: StagedProgram) -> StageCosts:
-        """Of a program cut in another way, in the memory that there is for its number of microbatches."""
-        costs = self.costs.of_program(program)
-        costs.reserve(self.costs.reserve(program.microbatches))
-        return costs
-
     def _keep(self, number: int, costs: StageCosts, problem: InterOpProblem, stages: Sequence[PlacedStage]) -> None:
         """Record the best options for these stages, if all of them are solved."""
         chain = {(s.first, s.last, s.submesh) for s in stages}
@@ -437,11 +418,13 @@ class StageSearch:
         for costs in self.costs.all if counts is None else map(self.costs, counts):
             costs.forget_estimates()  # what takes too long for a stage alone may do for one of several
         for candidate in self._interleaving.candidates(
-            counts, self.bounds.looked_at, below_seconds=self.best.simulated, costs_in=self.costs,
-            scheduled=self._scheduled, late=lambda: self.deadline.over or (again and self.deadline.late),
+            counts, self.bounds.looked_at, below_seconds=self.best.simulated,
+            late=lambda: self.deadline.over or (again and self.deadline.late),
         ):  # fmt: skip
             if candidate.key not in self.finished.dropped:
                 self.finished.compare(candidate)
-                self.considered.append(considered_interleaving(candidate))
+                count, ranks = candidate.key[0], len(candidate.scheduled.schedule.ranks)
+                shape = f"with {ranks} ranks of {len(candidate.stages) // ranks} stages"
+                self.considered.append(Considered(count, shape, schedule="interleaved", seconds=candidate.seconds))
                 self._shared = better(self._shared, [candidate])
                 self.best.simulate(candidate.penalised_seconds)

@@ -9,13 +9,13 @@ is left goes where it saves the most. Stages run in turn and share one workspace
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from ...schedule import interleaved_one_f_one_b
 from ..inter.problem import Option, PlacedStage
 from ..inter.submeshes import Submesh
 from ..stages.costs import StageCosts
@@ -39,9 +39,9 @@ def interleaved(costs: StageCosts, ranks: int, chunks: int) -> Iterator[tuple[Pl
     places = places_of(costs, ranks)
     if places is None:
         return
-    own, mean = in_flight_of(costs, ranks, chunks)
-    if (ranges := balanced(costs, places[0], count, max(mean))) is not None:
-        yield from sharing(costs, ranges, places, own)
+    own = in_flight_of(program.microbatches, ranks, chunks)
+    if (ranges := balanced(costs, places[0], own, ranks)) is not None:
+        yield from sharing(costs, ranges, places, own.tolist())
 
 
 def sharing(
@@ -172,24 +172,35 @@ def places_of(costs: StageCosts, ranks: int) -> list[Submesh] | None:
     return places
 
 
-def in_flight_of(costs: StageCosts, ranks: int, chunks: int) -> tuple[Sequence[int], Sequence[int]]:
-    """The microbatches in flight on each stage, and on average on the stages of its rank."""
-    own = interleaved_one_f_one_b(ranks * chunks, costs.program.microbatches, chunks=chunks).in_flight
-    return own, [-(-sum(own[number % ranks :: ranks]) // chunks) for number in range(ranks * chunks)]
+@lru_cache
+def in_flight_of(microbatches: int, ranks: int, chunks: int) -> np.ndarray:
+    """The microbatches in flight on each stage, `[ranks * chunks]`, as `schedule.interleaved` has them.
+
+    >>> in_flight_of(8, 2, 2).tolist()
+    [4, 3, 2, 1]
+    """
+    total, turn = microbatches * chunks, ranks * chunks
+    ahead = np.minimum(2 * np.arange(ranks - 1, -1, -1) + (chunks - 1) * ranks + 1, total)
+    # A rank runs pairs of stage and microbatch, `ranks` of each of its stages in turn: forwards so many pairs ahead of
+    # backwards, which begin with its last stage. All turns but the last ones are alike.
+    backwards = np.arange(min(2 * turn, total))[:, None, None]
+    forwards = np.minimum(backwards + ahead[:, None], total)
+    stage = np.arange(chunks)
+
+    def run(pairs: np.ndarray, before: np.ndarray) -> np.ndarray:
+        return pairs // turn * ranks + np.clip(pairs % turn - before * ranks, 0, ranks)
+
+    return (run(forwards, stage) - run(backwards, stage[::-1])).max(axis=0).T.ravel()
 
 
-def fastest(costs: StageCosts, first: int, last: int, place: Submesh, in_flight: int) -> float:
-    """Seconds of a microbatch of a range, infinite where nothing fits."""
-    return min((option.seconds for option in costs.options(first, last, place, in_flight)), default=inf)
-
-
-def balanced(costs: StageCosts, place: Submesh, count: int, in_flight: int) -> list[tuple[int, int]] | None:
-    """`count` ranges of layers whose slowest is as fast as possible; of those the ones with the least sum."""
-    layers = len(costs.program.layers)
+def balanced(costs: StageCosts, place: Submesh, own: np.ndarray, ranks: int) -> list[tuple[int, int]] | None:
+    """As many ranges of layers as there are microbatches in flight in `own`: their slowest is as fast as possible, each
+    with as many in flight as the first of the ranks has on average; of those the ones with the least sum."""
+    layers, count, in_flight = len(costs.program.layers), len(own), -(-int(own[::ranks].sum()) // (len(own) // ranks))
     if layers == count:
         return [(layer, layer + 1) for layer in range(layers)]
     seconds = {
-        (first, last): fastest(costs, first, last, place, in_flight)
+        (first, last): min((one.seconds for one in costs.options(first, last, place, in_flight)), default=inf)
         for first in range(layers)
         for last in range(first + 1, layers + 1)
         if first + layers - last >= count - 1

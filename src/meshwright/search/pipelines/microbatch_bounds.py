@@ -12,14 +12,16 @@ too slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ..best_known import handicap
 from ..inter.bounds import most_seconds
 from ..inter.dynamic_program import solve_inter_op
 from ..inter.problem import InterOpProblem, Order
 from ..prices.least_work import least_work_seconds
 from ..stages.costs import StageCosts
 from .microbatch_costs import MicrobatchCosts
+from .request import INTERLEAVED
 
 # Labels of a state: a plan is only wanted to compare numbers of microbatches.
 _FEW = 8
@@ -35,17 +37,22 @@ class MicrobatchBounds:
       costs: of its stages.
       problem: the stages of an order with free transfers, under these costs, in microbatches of this share of the
         program's.
+      schedules: to choose from.
 
     Attributes:
       runs_ahead: whether one is asked for that has more in flight than 1F1B.
-      fills_ends: whether a schedule is asked for that keeps a pipeline busy at its ends.
+      fills_ends: whether one is asked for that keeps a pipeline busy at its ends.
       splits: what a split backward counts for beside a whole one; None where none is asked for.
     """
 
-    def __init__(self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem]) -> None:
+    def __init__(
+        self, costs: MicrobatchCosts, problem: Callable[[StageCosts, float, Order], InterOpProblem],
+        schedules: Collection[str],
+    ) -> None:  # fmt: skip
         self._costs, self._problem = costs, problem
-        self.runs_ahead, self.fills_ends = True, False
-        self.splits: float | None = None
+        self.splits = handicap("zero_bubble") if "zero_bubble" in schedules else None
+        self.runs_ahead = not {"adaptive", "eager_one_f_one_b", "gpipe"}.isdisjoint(schedules)
+        self.fills_ends = self.splits is not None or set(schedules) == {INTERLEAVED}
         self._floor: float | None = None
         self.reset()
 
@@ -105,7 +112,11 @@ class MicrobatchBounds:
         orders: tuple[Order, ...] = ("one_f_one_b", "adaptive") if self.runs_ahead else ("one_f_one_b",)
         whole = self._least(source, count, orders, bound)
         self._whole[count] = max(whole, self._whole.get(count, 0.0))
-        return self._filled(source, count) * whole
+        if not self.fills_ends:
+            return whole
+        # Of such a pipeline it is work alone that is certain.
+        layers = len(self._costs(source).program.layers)
+        return count / (count + min(layers, self._costs.num_devices) - 1) * whole
 
     def _nearest(self, count: int) -> int:
         """The most microbatches that have been searched and divide these, or else the fewest there are. Others say
@@ -141,13 +152,3 @@ class MicrobatchBounds:
             bound = best.lower_bound if best is not None else bound
         costs.forget_estimates()
         return bound
-
-    def _filled(self, source: int, count: int) -> float:
-        """How much of a step is work at least."""
-        if not self.fills_ends:
-            return 1.0
-        return count / (count + min(self._layers_of(source), self._costs.num_devices) - 1)
-
-    def _layers_of(self, source: int) -> int:
-        """How many layers the program has in a number of microbatches."""
-        return len(self._costs(source).program.layers)

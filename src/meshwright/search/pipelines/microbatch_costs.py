@@ -87,19 +87,17 @@ class MicrobatchCosts:
             made.forget_estimates()
 
     def of_program(self, program: StagedProgram, coarser: StageCosts | None = None) -> StageCosts:
-        """Of any program in stages.
-
-        Args:
-          program: the request's, cut in whatever way.
-          coarser: of fewer microbatches, from which bounds are known; None for nothing.
-        """
+        """Of the request's program, cut in whatever way, in the memory that there is for its number of microbatches;
+        bounds are known from a `coarser` number."""
         request = self._request
         own = dict(zip(self._places, ([mesh] for mesh in request.stage_meshes or ()), strict=False))
-        return StageCosts(
+        made = StageCosts(
             program, parameters=request.parameters, submeshes=self._submeshes, constraints=request.constraints,
             remat=request.remat,
             meshes=request.mesh, own_meshes=own, coarser=coarser, check=self._check,
         )  # fmt: skip
+        made.reserve(self.reserve(program.microbatches))
+        return made
 
     def _coarser(self, count: int) -> StageCosts | None:
         """Of the most microbatches, fewer than these, in which stages have been searched; or of the fewest there

@@ -20,6 +20,8 @@ from functools import partial
 from itertools import accumulate, groupby, pairwise
 from math import inf, isfinite
 
+import numpy as np
+
 from ...cluster import Cluster
 from ...plan import Plan
 from ...program.staged import StagedProgram
@@ -105,9 +107,9 @@ class Replicas:
         """Seconds of a step in so many microbatches by the estimates of this program's parts, each microbatch taking
         and keeping its share, and how they are shared out; infinite where nothing fits. What smaller microbatches lose
         is left out, and so is what parts of the program lose together."""
-        here, whole = self.program.microbatches, [(0, len(self.program.layers))]
+        here, whole, one = self.program.microbatches, np.array([0, len(self.program.layers)]), np.ones(1)
         costs = self._run(here)
-        each = [costs.expected(whole, group, 1, here / microbatches)[0] for group in self.groups]
+        each = [float(costs.shared(whole, one, 1, group, here / microbatches)[0]) for group in self.groups]
         if not all(map(isfinite, each)):
             return inf, ()
         once = self.exchange_seconds

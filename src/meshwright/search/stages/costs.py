@@ -133,17 +133,13 @@ class StageCosts:
         1]`."""
         return self.estimates.fastest(self.solver.kind_of[submesh], in_flight, share)
 
-    def expected(
-        self,
-        ranges: Sequence[tuple[int, int]],
-        submesh: Submesh,
-        in_flight: int,
-        share: float,
+    def shared(
+        self, cuts: np.ndarray, in_flight: np.ndarray, ranks: int, submesh: Submesh, share: float,
         most_seconds: float = inf,
-    ) -> list[float]:
-        """Estimated seconds of a microbatch of this share, both passes, of each of these ranges of layers, the fastest
-        way that fits memory; infinite for what takes longer than `most_seconds`."""
-        return self.estimates.expected(ranges, self.solver.kind_of[submesh], in_flight, share, most_seconds)
+    ) -> np.ndarray:  # fmt: skip
+        """Lower bounds on the seconds of ranks that share stages out in turn (`StageEstimates.shared`), the first on
+        this submesh, the others on such as cost the same."""
+        return self.estimates.shared(cuts, in_flight, ranks, self.solver.kind_of[submesh], share, most_seconds)
 
     def focus(self, most_seconds: Mapping[Submesh, np.ndarray]) -> None:
         """From now on only ranges are of interest that take no longer on a submesh, in one microbatch; see

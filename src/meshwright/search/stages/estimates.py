@@ -37,6 +37,7 @@ from .part_rows import AT_LEAST, PartRow, PartRows
 from .range_table import BACKWARD, CONSTANT, FORWARD, KEPT, ONCE, PARTS_ALONE, WORKSPACE, Ranges, RangeTable
 from .reserve import MemoryReserve
 from .shared_inputs import SharedInputs
+from .shared_memory import PricedStages, between, least_seconds
 from .solver import Place, StageSolver
 
 # Prices of memory, in units of the whole program's seconds over the limit.
@@ -101,6 +102,7 @@ class StageEstimates:
         self._fastest: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._tables: dict[tuple[int, tuple[int, ...], float, bool], RangeTable] = {}
         self._places: dict[tuple[int, int, float, bool], tuple[RangeTable, int]] = {}
+        self._layer_sums: dict[tuple[int, int, str, int, float], np.ndarray] = {}
 
     def reserve(self, reserve: MemoryReserve) -> None:
         """From now on so many bytes of a device may not be counted; prices stay what they are."""
@@ -169,14 +171,70 @@ class StageEstimates:
         table = self._table(kind, tuple(in_flight), share)
         return table.fastest, table.fastest_forward
 
-    def expected(
-        self, ranges: Sequence[tuple[int, int]], kind: int, in_flight: int, share: float, most_seconds: float = inf
-    ) -> list[float]:
-        """Seconds of a microbatch of this share that each of these ranges of layers takes, by the fastest estimate that
-        fits memory; infinite for what takes longer than `most_seconds`."""
-        asked = np.array(ranges).T
-        table = self._made(kind, (in_flight,), share, asked, np.full(asked.shape[1], most_seconds))
-        return (table.fastest[0, *asked] / PARTS_ALONE).tolist()
+    def shared(
+        self, cuts: np.ndarray, in_flight: np.ndarray, ranks: int, kind: int, share: float, most_seconds: float = inf
+    ) -> np.ndarray:
+        """Lower bounds, as far as estimates are, on the seconds of a microbatch of this share on each rank of equal
+        submeshes, where stages are dealt to ranks in turn and share their memory: `[rank]`; infinite for all ranks if
+        nothing fits one or it takes longer than `most_seconds`.
+
+        Args:
+          cuts: bounds of the stages, in layers and fractions of them.
+          in_flight: microbatches of each stage.
+          ranks: how many, on submeshes of one kind.
+          kind: which.
+          share: of the program's microbatch.
+          most_seconds: of interest.
+        """
+        layers, stages, steps = len(self._starts) - 1, len(in_flight), self.program.microbatches
+        every = np.arange(layers)
+        # Sums over the layers up to each, and each layer by itself.
+        ranges = np.concatenate([[np.zeros(layers, int), every + 1], [every, every + 1]], axis=1)
+        within = (cuts[:-1, None] < every + 1) & (every < cuts[1:, None])
+
+        def of_ranks(each: np.ndarray) -> np.ndarray:
+            return np.bincount(np.arange(stages) % ranks, each, ranks)
+
+        of = self._coarser or self
+        scale = share * of.program.microbatches / steps
+        alone = {number: scale * between(one[0, 0, 1:], cuts) for _, number, one in of._freely(kind)}
+        fastest = np.min([np.full(stages, inf), *alone.values()], axis=0)
+        free = of_ranks(fastest)
+        if not free.max() <= most_seconds:
+            return np.full(ranks, inf)
+        # A mesh is of interest where a rank with one stage on it may be fast enough.
+        spare = np.tile(most_seconds - free, stages // ranks)
+        meshes = [number for number, seconds in alone.items() if (seconds - fastest <= spare).any()]
+        about = 4.0 ** ceil(log(max(in_flight.mean() * share, 1.0), 4) - 1e-9)
+        inner, *_, final = self._limits(kind, self._wishes[-1])
+        limits = np.array([inner] * (ranks - 1) + [min(inner, final)])
+        workspace = np.full(stages, inf)
+
+        def priced(number: int, remat: str, most: int) -> PricedStages:
+            unit = self._free_weight(kind, number) / self._usable(kind)
+            seconds, held = [], []
+            for price in range(most + 1):
+                key = kind, number, remat, price, about if price else 1.0
+                if key not in self._layer_sums:
+                    self._layer_sums[key] = self._sum(*key, ranges, (about,))
+                sums = self._layer_sums[key]
+                forward, backward, _, _, constant, kept = between(sums[:WORKSPACE, :layers], cuts)
+                seconds.append(steps * (forward + backward))
+                held.append(constant + share * in_flight * kept)
+                largest = np.where(within, share * sums[WORKSPACE, layers:], 0.0).max(axis=1)
+                np.minimum(workspace, largest, out=workspace)
+            prices = unit * np.array([0.0, *_PRICES[:most]])
+            return PricedStages(prices=prices, seconds=np.array(seconds), held=np.array(held))
+
+        easy = [priced(number, self._wishes[0], 0) for number in meshes]
+        best = np.argmin([one.seconds[0] for one in easy], axis=0)
+        held = np.array([one.held[0] for one in easy])[best, np.arange(stages)]
+        if (of_ranks(held) <= limits - workspace.reshape(-1, ranks).max(axis=0)).all():
+            return free
+        ways = [priced(number, remat, len(_PRICES)) for number in meshes for remat in self._wishes]
+        limits -= workspace.reshape(-1, ranks).max(axis=0)
+        found = np.maximum(share / steps * least_seconds(ways, limits), free)
+        return found if found.max() <= most_seconds else np.full(ranks, inf)
 
     def estimate(self, first: int, last: int, kind: int, in_flight: int, share: float = 1.0) -> tuple[Option, ...]:
         """Ways to run the layers `first` to before `last` on submeshes of one kind, in microbatches of this share of
