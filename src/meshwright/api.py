@@ -260,7 +260,7 @@ class Parallelized:
     def _found(self, args: Sequence[Any], devices: Sequence[jax.Device]) -> tuple[Program, Plan]:
         """The plan that is searched for, the same in every process: process 0 searches."""
         options: dict[str, Any] = {**self._options, "devices": devices}
-        if options.get("refine") is not None:
+        if options.get("refine") == "measure":
             # Every process takes part in measuring; process 0 decides there too.
             planning = plan_for(self._function, args, **options)
             return planning.program, planning.plan

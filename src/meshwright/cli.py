@@ -103,7 +103,7 @@ def plan(
     ] = None,
     preset: _Preset = None,
     refine: Annotated[
-        str | None, typer.Option(metavar="measure", help="Run the best few here, keep the fastest.")
+        str | None, typer.Option(metavar="measure|compile", help="Run or compile the best few, keep the fastest.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compile the plan for these machines, which need not be here: it fits.")

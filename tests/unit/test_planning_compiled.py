@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import pytest
 
@@ -11,8 +11,11 @@ from meshwright.cluster import Cluster, load_cluster
 from meshwright.compilers.facts import StageFacts
 from meshwright.errors import MemoryExceeded, PlanError
 from meshwright.planning import compiled
+from meshwright.planning.checks import request_of
+from meshwright.planning.measured import Candidate
 from meshwright.planning.plan_for import plan_for
 from meshwright.planning.request import Planning, PlanOptions
+from meshwright.program.traces import traces_of
 from meshwright.targets import load_target
 
 CLUSTER = load_cluster("tpu-v5e:8").with_memory_limit(1e9)
@@ -146,3 +149,57 @@ def test_a_model_that_refuses_whatever_it_is_given_is_heard(
 def test_other_checks_are_refused() -> None:
     with pytest.raises(PlanError, match='"compile", or None'):
         plan_for(TARGET.step, TARGET.example_args, cluster=CLUSTER, check="run")
+
+
+def _with_seconds(planning: Planning, seconds: float) -> Planning:
+    assert planning.plan.predicted is not None
+    predicted = replace(planning.plan.predicted, step_seconds=seconds)
+    return replace(planning, plan=replace(planning.plan, predicted=predicted))
+
+
+def _stage_facts(peak: float, compute_seconds: tuple[float, float] = (1.0, nan)) -> StageFacts:
+    return StageFacts(
+        predicted={}, compiled={}, flops=(None, 0.0), peak_bytes=(peak, peak), limit_bytes=1e9, unknown_loops=0,
+        compute_seconds=compute_seconds,
+    )  # fmt: skip
+
+
+def test_kernels_take_what_the_compiler_says_and_the_rest_what_is_predicted(planning: Planning) -> None:
+    one = _with_seconds(planning, 3.0)
+    assert compiled.seconds_by_compiler(one, [_stage_facts(1.0, (2.0, 2.5))]) == pytest.approx(3.5)
+    assert compiled.seconds_by_compiler(one, [_stage_facts(1.0)]) == 3.0
+    (stage,) = one.plan.stages
+    slow, fast = (replace(stage, compute_seconds=s, communication_seconds=1.0) for s in (4.0, 3.0))
+    two = replace(one, plan=replace(one.plan, stages=(slow, fast)))
+    # The second stage becomes the slowest: 6 of 5 seconds.
+    facts = [_stage_facts(1.0, (4.0, 3.0)), _stage_facts(1.0, (3.0, 5.0))]
+    assert compiled.seconds_by_compiler(two, facts) == pytest.approx(3.0 * 6 / 5)
+
+
+@pytest.mark.parametrize(("peaks", "chosen"), [((2e9, 5e8, 5e8), 2), ((5e8, 5e8, 5e8), 2), ((5e8, 2e9, 2e9), 0)])
+def test_of_the_plans_that_fit_the_fastest_by_the_compiler_is_taken(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch, peaks: tuple[float, ...], chosen: int
+) -> None:
+    Searched(planning, monkeypatch, error=1.0)
+    few = [Candidate(f"plan {n}", _with_seconds(planning, seconds)) for n, seconds in enumerate((1.0, 1.1, 1.2))]
+    said = iter([_stage_facts(peak, times) for peak, times in zip(peaks, ((1.0, 3.0), (1.0, 2.5), (1.0, 1.0)),
+                                                                  strict=True)])  # fmt: skip
+    monkeypatch.setattr(compiled, "candidates", lambda *_: few)
+    monkeypatch.setattr(compiled, "facts_of", lambda *_, **__: (next(said),))
+    asked = request_of(traces_of(TARGET.step), TARGET.example_args, PlanOptions(cluster=CLUSTER), started=0.0)
+    found = compiled.compiled_best(lambda options: planning, PlanOptions(), asked, whole=CLUSTER)
+    assert found.step_seconds == few[chosen].planning.step_seconds
+    assert "chosen by what the compiler says" in found.plan.notes[-1]
+    assert [one.what for one in found.considered[-3:]] == ["compiled"] * 3
+
+
+def test_where_none_of_a_few_plans_fits_the_search_goes_on_in_less_memory(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Searched(planning, monkeypatch, error=1.25)
+    monkeypatch.setattr(compiled, "candidates", lambda plan, options, asked: [Candidate("as planned", plan(options))])
+    options = PlanOptions(cluster=CLUSTER)
+    asked = request_of(traces_of(TARGET.step), TARGET.example_args, options, started=0.0)
+    found = compiled.compiled_best(search.plan, options, asked, whole=CLUSTER)
+    assert search.given == [pytest.approx(1e9), pytest.approx(1e9), pytest.approx(0.98e9 / 1.25)]
+    assert "fits" in found.plan.notes[-1]

@@ -119,10 +119,10 @@ def check_refine(refine: Any) -> None:
     """Refuse what is no way to refine a plan.
 
     Raises:
-      PlanError: for anything but None and "measure".
+      PlanError: for anything but None, "measure" and "compile".
     """
-    _is(refine in (None, "measure"), "refine", repr(refine), '"measure", or None for none', 'refine="measure"',
-        refused="the refinement")  # fmt: skip
+    _is(refine in (None, "measure", "compile"), "refine", repr(refine), '"measure", "compile", or None for none',
+        'refine="measure"', refused="the refinement")  # fmt: skip
 
 
 def check_trials(options: PlanOptions) -> None:
@@ -136,7 +136,7 @@ def check_trials(options: PlanOptions) -> None:
     _is(check in (None, "compile"), "check", repr(check), '"compile", or None for none', 'check="compile"',
         refused="the check")  # fmt: skip
     _is(refine is None or check is None, "check", "both",
-        "one or the other: plans that are measured have been compiled and run", "leaving out check=",
+        "one or the other: plans that are measured or compared have been compiled", "leaving out check=",
         refused=f'refine="{refine}" and check="{check}"')  # fmt: skip
     if options.method is None or (name := search_named(options.method).name) == DEFAULT_METHOD:
         return

@@ -1,4 +1,5 @@
 """`check="compile"`: the plan that is returned has been compiled by the compiler of its cluster, and fits.
+`refine="compile"`: of the best few plans the one that is the fastest by what the compiler says.
 
 A search counts memory by a model of the compiler. What the compiler says outranks it: where a plan needs more than a
 device has, the search is repeated in as much less memory as the model was too low; where it needs much less than was
@@ -7,14 +8,15 @@ itself counts as too large: it is slower than its plan says. The cluster's devic
 
 Cost: a compilation for each plan that is tried, about as long as before the first step of any run of it.
 
-Known limits: the model is corrected by one number for the whole plan; another plan may be off by another.
+Known limits: the model is corrected by one number for the whole plan; another plan may be off by another. Compilers say
+what kernels take on TPUs alone, and nothing of collectives: these are as predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, isnan
 
 import jax
 
@@ -24,9 +26,11 @@ from ..compilers.facts import StageFacts, facts_of
 from ..errors import MemoryExceeded, size_words
 from ..notes.device_memory import memory_notes
 from ..program.effects import without_effects
+from ..report.table import format_seconds
 from ..runtime.executable import executable
 from ..search.considered import Considered
-from .request import Planning, PlanOptions
+from .measured import candidates
+from .request import Planning, PlanOptions, PlanRequest
 
 # Plans that are compiled at most.
 _ATTEMPTS = 4
@@ -79,12 +83,8 @@ def checked_plan(
         if best is not None and found.step_seconds >= best.step_seconds:
             break
         tell(f"compiling plan {attempt + 1} for {cluster.device_kinds}")
-        there = target_devices(cluster, found.plan) if devices is None else devices
-        step = executable(without_effects(found.program), found.plan, there)
-        facts = facts_of(step, found.plan, cluster=cluster)
-        found = _in_cluster(found, cluster)
-        worst = max(facts, key=lambda one: (len(one.refusals), one.peak_bytes[1] > limit, one.rematerialised,
-                                            one.peak_bytes[1]))  # fmt: skip
+        facts = _facts(found, cluster, devices)
+        found, worst = _in_cluster(found, cluster), _worst(facts, limit)
         lines.append(Considered("compiled", _words(worst, limit), seconds=found.step_seconds))
         predicted, compiled = worst.peak_bytes
         if compiled <= limit and not worst.rematerialised:
@@ -110,6 +110,72 @@ def checked_plan(
             try_="more devices, or a smaller batch" + ("" if options.remat == "layer" else ', or remat="layer"'),
         )  # fmt: skip
     return replace(best, considered=(*best.considered, *lines))
+
+
+def compiled_best(
+    plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked: PlanRequest, *, whole: Cluster,
+    devices: Sequence[jax.Device] | None = None,
+) -> Planning:  # fmt: skip
+    """Of the best few plans that the compiler accepts the fastest, its kernels in the compiler's seconds where it says
+    them; `checked_plan` if it accepts none.
+
+    Args:
+      plan: finds a plan of the step.
+      options: what was asked for.
+      asked: the same, looked up.
+      whole: the cluster with all memory of its devices.
+      devices: those of the cluster, in its order, where they are here.
+
+    Raises:
+      PlanError: as of `checked_plan`.
+    """
+    cluster = asked.cluster
+    if devices is None:
+        check_compiler(cluster)
+    limit, fitting, lines = cluster.device.usable_memory_bytes, [], []
+    chosen = candidates(plan, options, asked)
+    for number, (name, found) in enumerate(chosen):
+        asked.tell(f"compiling plan {number + 1} of {len(chosen)} for {cluster.device_kinds}")
+        facts = _facts(found, cluster, devices)
+        worst = _worst(facts, limit)
+        words = f"{name}: {_words(worst, limit)}"
+        if worst.peak_bytes[1] <= limit and not worst.rematerialised:
+            seconds = seconds_by_compiler(found, facts)
+            words = f"{name}: {format_seconds(seconds)} by the compiler, {_words(worst, limit)}"
+            fitting.append((seconds, number, found, [one.peak_bytes[1] for one in facts]))
+        lines.append(Considered("compiled", words, seconds=found.step_seconds))
+    if not fitting:
+        found = checked_plan(plan, options, cluster=cluster, tell=asked.tell, whole=whole, devices=devices)
+        return replace(found, considered=(*found.considered, *lines))
+    _, _, best, peaks = min(fitting, key=lambda one: one[:2])
+    note = f"chosen by what the compiler says for {cluster.device_kinds}: {'; '.join(one.outcome for one in lines)}"
+    return replace(best.noted(note, *memory_notes(best.plan, peaks, whole)), considered=(*best.considered, *lines))
+
+
+def seconds_by_compiler(found: Planning, facts: Sequence[StageFacts]) -> float:
+    """Seconds of a step whose kernels take what the compiler says, and the rest as predicted; of several stages the
+    predicted step, longer or shorter as its slowest stage is."""
+    predicted = [one.compute_seconds + one.communication_seconds for one in found.plan.stages]
+    changes = [after - before for before, after in (one.compute_seconds for one in facts)]
+    changes = [0.0 if isnan(change) else change for change in changes]
+    if len(predicted) == 1:
+        return found.step_seconds + changes[0]
+    changed = max(one + change for one, change in zip(predicted, changes, strict=True))
+    return found.step_seconds * changed / max(predicted)
+
+
+def _facts(found: Planning, cluster: Cluster, devices: Sequence[jax.Device] | None) -> tuple[StageFacts, ...]:
+    """What the compiler says of a plan's programs."""
+    there = target_devices(cluster, found.plan) if devices is None else devices
+    return facts_of(executable(without_effects(found.program), found.plan, there), found.plan, cluster=cluster)
+
+
+def _worst(facts: Sequence[StageFacts], limit_bytes: float) -> StageFacts:
+    """Of the stage that fits the least."""
+    return max(
+        facts, key=lambda one: (len(one.refusals), one.peak_bytes[1] > limit_bytes, one.rematerialised,
+                                one.peak_bytes[1])
+    )  # fmt: skip
 
 
 def _with_memory(cluster: Cluster, scale: float) -> Cluster:

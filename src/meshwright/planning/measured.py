@@ -54,8 +54,8 @@ _STEPS = (1, 20)  # of a plan in a turn, at least and at most
 _TRACE_SECONDS = 600.0
 
 
-class _Candidate(NamedTuple):
-    """A plan to be timed, by what it differs in from the plan that was asked for."""
+class Candidate(NamedTuple):
+    """A plan to be timed or compiled, by what it differs in from the plan that was asked for."""
 
     name: str
     planning: Planning
@@ -127,12 +127,12 @@ def _told(decide: Callable[[], Any], about: str) -> Any:
     return json.loads(agree(lambda: json.dumps(decide()), about=about, timeout_seconds=_TRACE_SECONDS))
 
 
-def _agreed(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked: PlanRequest) -> list[_Candidate]:
+def _agreed(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked: PlanRequest) -> list[Candidate]:
     """The plans to time, the same in every process."""
-    mine: list[_Candidate] = []
+    mine: list[Candidate] = []
 
     def search() -> str:
-        mine.extend(_candidates(plan, options, asked))
+        mine.extend(candidates(plan, options, asked))
         return json.dumps([[one.name, plan_to_dict(one.planning.plan)] for one in mine])
 
     limit = 2 * options.time_limit_seconds + _TRACE_SECONDS
@@ -147,18 +147,18 @@ def _agreed(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked
             if theirs.schedule == "inference" else asked.program(theirs.microbatches)
         )  # fmt: skip
         planning = Planning(program=program, plan=theirs, cluster=asked.cluster, considered=())
-        found.append(_Candidate(name, planning))
+        found.append(Candidate(name, planning))
     return found
 
 
-def _candidates(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked: PlanRequest) -> list[_Candidate]:
+def candidates(plan: Callable[[PlanOptions], Planning], options: PlanOptions, asked: PlanRequest) -> list[Candidate]:
     """The plan that is asked for, then the best of the alternatives, the fastest by prediction first.
 
     Raises:
       PlanError: if there is no plan for what was asked. An alternative that does not exist is none.
     """
     limit = options.time_limit_seconds
-    kept = [_Candidate("as planned", plan(options))]
+    kept = [Candidate("as planned", plan(options))]
     ways = alternatives(options, asked.cluster, kept[0].planning.plan)
     share = max(limit / max(len(ways), 1), min(limit, _LEAST_SECONDS))
     found = []
@@ -168,7 +168,7 @@ def _candidates(plan: Callable[[PlanOptions], Planning], options: PlanOptions, a
         # A preset decides the number of stages.
         free = replace(options, stages=None) if "preset" in way else options
         try:
-            found.append(_Candidate(name, plan(replace(free, **way, time_limit_seconds=share))))
+            found.append(Candidate(name, plan(replace(free, **way, time_limit_seconds=share))))
         except PlanError:
             continue
     seen = {_essence(kept[0].planning.plan)}
@@ -220,7 +220,7 @@ def _skipping(failed: dict[int, str], position: int) -> Iterator[None]:
 
 
 def _decided(
-    chosen: Sequence[_Candidate], seconds: Mapping[int, Sequence[float]], failed: Mapping[int, str]
+    chosen: Sequence[Candidate], seconds: Mapping[int, Sequence[float]], failed: Mapping[int, str]
 ) -> tuple[int, list[str]]:
     """The position of the fastest, and a line for each plan, the fastest first."""
     samples = {p: sample_of(taken) for p, taken in seconds.items() if p not in failed}

@@ -85,7 +85,9 @@ def plan_for(
         Where no time is left to count the memory of the plan's programs, a note says so: the plan fits by what the
         search counts. Tracing comes on top, and for devices of several kinds a tenth for plans for each kind alone.
       refine: "measure": the best few plans are run on the devices at hand, and the one that is the fastest there is
-        taken (docs/calibration.md); in a run of many processes all have to ask for it. None for predictions alone.
+        taken (docs/calibration.md); in a run of many processes all have to ask for it. "compile": the best few plans
+        are compiled as by `check`, and the fastest by what the compiler says of those that fit is taken. None for
+        predictions alone.
       check: "compile": the plan has been compiled by the compiler of these machines, which need not be here, and fits
         (docs/compilers.md): up to four searches, each in the time limit, and compilations. None for predicted memory.
       method: the search method, by name (docs/searches.md); None for the default.
@@ -104,7 +106,7 @@ def plan_for(
     traces, started = traces_of(bound.step, bound.donate(donate)), time.perf_counter()
     try:
         found = plan_without_advice(traces, bound.args, options, tell=tell)
-        if check is not None:
+        if check is not None or refine == "compile":
             return found  # it says so of what was compiled
         ranks = dict.fromkeys(one.devices for one in found.plan.stages)
         held = dict(zip(ranks, held_bytes(found.plan), strict=True))
@@ -147,22 +149,24 @@ def _tried(traces: Traces, args: Sequence[Any], options: PlanOptions, asked: Pla
     def plan(changed: PlanOptions) -> Planning:
         return plan_without_advice(traces, args, changed, tell=asked.tell)
 
-    if options.refine is not None:
+    if options.refine == "measure":
         from ..calibrate.origin import check_origin  # a tenth of a second, which most never need
         from .measured import measured_best
 
         check_origin(asked.cluster)
         predicted = replace(predicted, cluster=asked.cluster, memory_per_device=None)
         return measured_best(plan, predicted, asked, devices=options.devices)
-    from .compiled import checked_plan  # a runtime, which most never need
+    from .compiled import checked_plan, compiled_best  # a runtime, which most never need
 
     # The devices to plan for, where they are those of this process.
     named = options.devices
     here = (options.cluster == "local" or named is not None) and process_count() == 1
     devices = (devices_of_jax() if named is None else named_devices(named)) if here else None
-    return checked_plan(
-        plan, predicted, cluster=asked.cluster, tell=asked.tell, whole=cluster_asked(options), devices=devices
-    )
+    whole = cluster_asked(options)
+    if options.refine == "compile":
+        predicted = replace(predicted, cluster=asked.cluster, memory_per_device=None)
+        return compiled_best(plan, predicted, asked, whole=whole, devices=devices)
+    return checked_plan(plan, predicted, cluster=asked.cluster, tell=asked.tell, whole=whole, devices=devices)
 
 
 def _with_notes(asked: PlanRequest, found: Planning) -> Planning:
