@@ -10,7 +10,7 @@ from collections.abc import Generator
 from math import inf, isfinite
 from typing import NamedTuple
 
-from ..space.choice import Choice
+from ..space.choice import Choice, LayoutNumbers
 from ..space.space import Price, Space
 from ..space.structures import Option
 from .search import Budget, Found, Incumbent
@@ -76,19 +76,17 @@ class Decisions:
         return self._completed[state]
 
     def _laid_out(self, state: State, seconds: float) -> Choice | None:
-        choice, nodes = state.partial, self._nodes(state)
-        for number, stage in enumerate(choice.stages):
-            pairs = zip(nodes, state.parameters, strict=True)
-            kept = {node: [one] for (at, node), one in pairs if at == number}
-            of = self.space.layouts(choice, number)
+        decided = list(zip(self._nodes(state), state.parameters, strict=True))
+
+        def layouts(number: int) -> LayoutNumbers | None:
+            of = self.space.layouts(state.partial, number)
+            kept = {node: [one] for (at, node), one in decided if at == number}
             # Where nothing fits the walk is told by how much not, and not only that.
-            layouts = of.complete(kept, time_limit_seconds=seconds) or of.complete(
-                kept, limit_bytes=inf, time_limit_seconds=seconds
-            )
-            if layouts is None:
-                return None
-            choice = choice.with_stages(number, stage._replace(layouts=layouts))
-        return choice
+            limits = of.limit_bytes, inf
+            found = (of.complete(kept, limit_bytes=limit, time_limit_seconds=seconds) for limit in limits)
+            return next(filter(None, found), None)
+
+        return state.partial.laid_out(layouts)
 
     def tried(self, state: State, budget: Budget, best: Incumbent) -> Generator[Found, None, float]:
         """Price the choice of a complete state, and yield it where it is the best so far.

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
 
 from ...solve import Infeasible
 from ..inter.submeshes import Submesh
@@ -31,14 +32,6 @@ from .search import Budget, Found, Incumbent
 
 # Of each number of microbatches so many plans are priced: those with the fastest slowest stage, by number of stages.
 _PRICED = 4
-
-
-class _Layer(NamedTuple):
-    """A layer alone: seconds of a step, and bytes throughout and for each microbatch in flight."""
-
-    seconds: float
-    once_bytes: float
-    kept_bytes: float
 
 
 class _Stages(NamedTuple):
@@ -65,7 +58,8 @@ class DynamicProgramming:
             for _, stages in sorted(found.items(), key=lambda one: one[1])[:_PRICED]:
                 if budget.over:
                     return
-                choice = _as_alone(space, Choice(count, stages.stages))
+                choice = Choice(count, stages.stages)
+                choice = choice.laid_out(partial(_as_alone, space, choice))
                 if choice is not None:
                     yield from best.offer(choice, budget.price(space, choice))
 
@@ -76,56 +70,42 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
     counts = range(1, min(layers, devices) + 1) if space.stage_counts is None else space.stage_counts
 
     @cache
-    def sums(kind: Submesh, mesh: int, remat: str) -> list[_Layer]:
-        """Of all layers before a layer, on a kind of submesh; and of all."""
-        total, found = _Layer(0.0, 0.0, 0.0), [_Layer(0.0, 0.0, 0.0)]
-        for layer in range(layers):
-            one = _alone(space, count, layer, kind, mesh, remat) if not budget.over else None
-            own = one if one is not None else _Layer(inf, inf, inf)
-            total = _Layer(*(a + b for a, b in zip(total, own, strict=True)))
-            found.append(total)
-        return found
+    def sums(kind: Submesh, mesh: int, remat: str) -> np.ndarray:
+        """Of all layers before each layer, on a kind of submesh, and of all: seconds, and bytes as of `_alone`."""
+        choices = (_layer_choice(count, layer, kind, mesh, remat) for layer in range(layers))
+        each = (_alone(space, choice) if not budget.over else (inf, inf, inf) for choice in choices)
+        return np.cumsum([(0.0, 0.0, 0.0), *each], axis=0)
 
     @cache
     def stage(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[float, StageChoice] | None:
         """The fastest way to run a stage by the sums of its layers."""
         best: tuple[float, StageChoice] | None = None
-        meshes = range(len(space.meshes(count, first, last, submesh)))
-        for mesh, remat in product(meshes, space.remats(count, first, last)):
-            choice = StageChoice(first, last, submesh, mesh, remat)
-            beside = _mesh_beside(space, count, choice)
-            if beside is None:
+        for choice in space.ways(count, first, last, submesh):
+            if (beside := _mesh_beside(space, count, choice)) is None:
                 continue
-            before, after = (sums(space.like(submesh), beside, remat)[layer] for layer in (first, last))
-            if after.seconds < inf:
-                held = after.once_bytes - before.once_bytes + in_flight * (after.kept_bytes - before.kept_bytes)
-                limit = space.limit_of(costs, choice)
-                if held <= limit and (best is None or after.seconds - before.seconds < best[0]):
-                    best = after.seconds - before.seconds, choice
+            before, after = sums(space.like(submesh), beside, choice.remat)[[first, last]]
+            if after[0] < inf:
+                seconds, once_bytes, kept_bytes = (after - before).tolist()
+                fits = once_bytes + in_flight * kept_bytes <= space.limit_of(costs, choice)
+                if fits and (best is None or seconds < best[0]):
+                    best = seconds, choice
         return best
 
-    # By number of stages from the end on, first layer and first device.
-    known: dict[tuple[int, int, int], _Stages] = {(0, layers, devices): _Stages(0.0, 0.0, ())}
-    for placed in range(max(counts)):
-        for (number, last, device), after in list(known.items()):
-            if number != placed:
-                continue
+    # Of so many stages from the end on, by first layer and first device.
+    placed, found = {(layers, devices): _Stages(0.0, 0.0, ())}, {}
+    for number in range(1, max(counts) + 1):
+        before, placed = placed, {}
+        for (last, device), after in before.items():
             for submesh in (one for one in space.places if one.stop == device):
-                for first in range(last) if submesh.first else [0]:
-                    if budget.over or (first == 0) != (submesh.first == 0):
-                        continue
-                    one = stage(first, last, submesh, min(count, placed + 1))
-                    if one is None:
-                        continue
-                    found = _Stages(max(one[0], after.slowest), one[0] + after.total, (one[1], *after.stages))
-                    key = placed + 1, first, submesh.first
-                    known[key] = min(known.get(key, found), found)
+                for first in range(1, last) if submesh.first else [0]:
+                    one = stage(first, last, submesh, min(count, number)) if not budget.over else None
+                    if one is not None:
+                        new = _Stages(max(one[0], after.slowest), one[0] + after.total, (one[1], *after.stages))
+                        placed[first, submesh.first] = min(placed.get((first, submesh.first), new), new)
+        if number in counts and (0, 0) in placed:
+            found[number] = placed[0, 0]
     ends = space.ends
-    return {
-        number: found
-        for (number, first, device), found in known.items()
-        if first == device == 0 and number in counts and (ends is None or [s.last for s in found.stages] == list(ends))
-    }
+    return {n: one for n, one in found.items() if ends is None or [stage.last for stage in one.stages] == list(ends)}
 
 
 def _mesh_beside(space: Space, count: int, stage: StageChoice) -> int | None:
@@ -142,31 +122,22 @@ def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: st
     return Choice(count, (one, one))
 
 
-def _alone(space: Space, count: int, layer: int, submesh: Submesh, mesh: int, remat: str) -> _Layer | None:
-    """A layer in the layouts that are fastest for it alone; None where there are none."""
-    of = space.layouts(_layer_choice(count, layer, submesh, mesh, remat), 0)
+def _alone(space: Space, layer: Choice) -> tuple[float, float, float]:
+    """Seconds of a step of a layer in the layouts that are fastest for it alone, and its bytes throughout and for each
+    microbatch in flight; infinite where there are none."""
+    of = space.layouts(layer, 0)
     try:
-        fastest = of.problem.fastest
+        fastest = of.problem.fastest.choices
     except Infeasible:
-        return None
-    if fastest.choices is None:
-        return None
-    seconds = of.problem.seconds(fastest.choices)
-    return _Layer(of.seconds(fastest.choices), seconds.constant_bytes, seconds.in_flight_bytes)
+        fastest = None
+    if fastest is None:
+        return inf, inf, inf
+    seconds = of.problem.seconds(fastest)
+    return of.seconds(fastest), seconds.constant_bytes, seconds.in_flight_bytes
 
 
-def _as_alone(space: Space, choice: Choice) -> Choice | None:
-    """The choice with each operator in the layout of its layer alone; None where these cannot be together in
-    memory."""
-    for number, stage in enumerate(choice.stages):
-        layouts = _stage_as_alone(space, choice, number)
-        if layouts is None:
-            return None
-        choice = choice.with_stages(number, stage._replace(layouts=layouts))
-    return choice
-
-
-def _stage_as_alone(space: Space, choice: Choice, number: int) -> LayoutNumbers | None:
+def _as_alone(space: Space, choice: Choice, number: int) -> LayoutNumbers | None:
+    """Layouts of a stage with each operator as in its layer alone; None where these cannot be together in memory."""
     of, stage = space.layouts(choice, number), choice.stages[number]
     wanted: dict[tuple[int, ...], object] = {}
     mesh = _mesh_beside(space, choice.microbatches, stage)

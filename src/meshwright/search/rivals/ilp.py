@@ -107,19 +107,16 @@ def _programs(space: Space, count: int, stages: int) -> Iterator[list[_Candidate
 def _candidates(space: Space, count: int, stages: int) -> Iterator[_Candidate]:
     """All stages at all places of so many."""
     layers, devices = space.layers(count), space.cluster.num_devices
-    for place, submesh, first in product(range(stages), space.places, range(layers)):
-        if (place == 0) != (first == 0) or (place == 0) != (submesh.first == 0) or first < place:
+    for place, submesh in product(range(stages), space.places):
+        after = stages - 1 - place
+        if (place == 0) != (submesh.first == 0) or (after == 0) != (submesh.stop == devices):
             continue
-        last_place = place == stages - 1
-        if last_place != (submesh.stop == devices):
-            continue
-        for last in [layers] if last_place else range(first + 1, layers - (stages - 1 - place) + 1):
-            if space.ends is not None and space.ends[place] != last:
-                continue
-            meshes = range(len(space.meshes(count, first, last, submesh)))
-            for mesh, remat in product(meshes, space.remats(count, first, last)):
-                stage = StageChoice(first, last, submesh, mesh, remat)
-                yield _Candidate(place, stage, space.layouts(Choice(count, (stage,) * stages), place))
+        for first in range(place, layers) if place else [0]:
+            for last in range(first + 1, layers - after + 1) if after else [layers]:
+                if space.ends is not None and space.ends[place] != last:
+                    continue
+                for stage in space.ways(count, first, last, submesh):
+                    yield _Candidate(place, stage, space.layouts(Choice(count, (stage,) * stages), place))
 
 
 def _variables(of: Layouts) -> int:

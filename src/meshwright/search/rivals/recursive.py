@@ -45,14 +45,14 @@ class Recursive:
 
     def _laid_out(self, space: Space, structure: Choice, budget: Budget) -> Choice | None:
         known: dict[int, LayoutNumbers | None] = {}
-        for number, stage in enumerate(structure.stages):
+
+        def layouts(number: int) -> LayoutNumbers | None:
             of = space.layouts(structure, number)
             if id(of) not in known:
                 known[id(of)] = axis_by_axis(of, seconds=max(budget.left_seconds, 0.1))
-            if (layouts := known[id(of)]) is None:
-                return None
-            structure = structure.with_stages(number, stage._replace(layouts=layouts))
-        return structure
+            return known[id(of)]
+
+        return structure.laid_out(layouts)
 
 
 def axis_by_axis(of: Layouts, *, seconds: float) -> LayoutNumbers | None:

@@ -8,6 +8,7 @@ those that fit, pricing takes the one with the shortest simulated step. A choice
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..inter.submeshes import Submesh
@@ -68,6 +69,15 @@ class Choice(NamedTuple):
     def next_device(self) -> int:
         """The first device of the next stage."""
         return self.stages[-1].submesh.stop if self.stages else 0
+
+    def laid_out(self, layouts: Callable[[int], LayoutNumbers | None]) -> Choice | None:
+        """The same choice in the layouts that are found for each stage, by its number; None where one has none."""
+        stages = []
+        for number, stage in enumerate(self.stages):
+            if (found := layouts(number)) is None:
+                return None
+            stages.append(stage._replace(layouts=found))
+        return self._replace(stages=tuple(stages))
 
     def with_stages(self, number: int, *stages: StageChoice, instead_of: int = 1) -> Choice:
         """The same choice with these stages in the place of some, from one number on."""

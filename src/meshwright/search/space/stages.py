@@ -6,9 +6,9 @@ built once for all ranges that are the same program, and each solution is shared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from math import isfinite
 
 from ...cluster import LogicalMesh
@@ -170,6 +170,12 @@ class StageSpace:
         alone = self._is_whole(microbatches, first, last)
         segments = self.costs_in(microbatches, alone=alone).solver.segments(first, last)
         return ("none", "layer") if segments else ("none",)
+
+    def ways(self, microbatches: int, first: int, last: int, submesh: Submesh) -> Iterator[StageChoice]:
+        """A stage of these layers on a submesh, in all ways to run it."""
+        meshes = range(len(self.meshes(microbatches, first, last, submesh)))
+        for mesh, remat in product(meshes, self.remats(microbatches, first, last)):
+            yield StageChoice(first, last, submesh, mesh, remat)
 
     def _place(self, costs: StageCosts, stage: StageChoice) -> Place:
         return Place(stage.first, stage.last, costs.solver.kind_of[stage.submesh], stage.mesh)
