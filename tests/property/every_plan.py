@@ -212,7 +212,7 @@ class EveryPlan:
 def _simulated(space: Space) -> Iterator[Simulated]:
     for choice in space.structures.all():
         placed = space._placed(choice)
-        found = placed and scheduled(space.costs_of(choice), placed, space.schedules, chunks=1)
+        found = placed and scheduled(space.stages.costs_of(choice), placed, space.schedules, chunks=1)
         if found:
             for name, seconds in ((found.scheduled.name, found.seconds), *found.scheduled.others):
                 yield Simulated(seconds=seconds, schedule=name, choice=choice, space=space)

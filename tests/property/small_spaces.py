@@ -95,7 +95,7 @@ def optimum(name: str) -> float:
 
 
 def _least_seconds(of: Space, structure: Choice) -> float:
-    numbers = of.layouts(structure, 0).numbers
+    numbers = of.stages.layouts(structure, 0).numbers
     limited = Problem(
         costs=numbers.costs, edges=numbers.edges, memory=numbers.memory, memory_limit=numbers.memory_limit
     )

@@ -46,7 +46,7 @@ def test_what_is_found_fits_and_what_is_proven_holds(search: Search, name: str) 
         assert after.seconds <= before.seconds
         assert after.lower_bound >= before.lower_bound
         assert (after.seconds, -after.lower_bound) != (before.seconds, -before.lower_bound)
-    if search.exact and found and of.stage_counts == {1}:
+    if search.exact and found and of.stages.stage_counts == {1}:
         assert found[-1].seconds == pytest.approx(best, rel=1e-5)
         assert found[-1].lower_bound == pytest.approx(best, rel=1e-5)
     if search.name == "exhaustive":
@@ -101,7 +101,7 @@ def test_a_walk_stays_in_the_space_and_above_every_bound() -> None:
     """Pipelines in all schedules, far more of them than can be enumerated."""
     of = space(PIPELINES)
     *_, searched = search_named("bfs").run(of, Budget(evaluations=100))
-    rng, layers, devices = np.random.default_rng(0), of.layers(2), of.cluster.num_devices
+    rng, layers, devices = np.random.default_rng(0), of.stages.layers(2), of.cluster.num_devices
     choice, seen = of.start(2, 4), set()
     assert choice is not None
     for _ in range(400):
@@ -122,7 +122,7 @@ def test_a_walk_stays_in_the_space_and_above_every_bound() -> None:
 def with_layouts(of: Space, choice: Choice) -> Choice | None:
     """The same choice with the layouts that the integer program finds written into it; None where it finds none."""
     for number, stage in enumerate(choice.stages):
-        if (found := of.solved(choice, number)) is None:
+        if (found := of.stages.solved(choice, number)) is None:
             return None
         choice = choice.with_stages(number, stage._replace(layouts=found.chosen.solution.choices))
     return choice
@@ -137,8 +137,8 @@ def test_layouts_of_the_integer_program_are_a_choice_like_any_other() -> None:
         assert of.price(written) == of.price(structure)
         for number, stage in enumerate(written.stages):
             assert stage.layouts is not None
-            known = of.layouts(written, number)
-            solved = of.solved(written, number)
+            known = of.stages.layouts(written, number)
+            solved = of.stages.solved(written, number)
             assert solved is not None
             assert known.seconds(stage.layouts) == pytest.approx(solved.chosen.solution.objective)
             assert known.complete({}, gap=0.0) is not None
@@ -151,7 +151,7 @@ def test_what_is_over_memory_says_by_how_much() -> None:
         written = with_layouts(free, structure)
         assert written is not None
         price = tight.price(written)
-        limit = tight.layouts(written, 0).limit_bytes
+        limit = tight.stages.layouts(written, 0).limit_bytes
         assert price.fits == (price.bytes[0] <= limit)
         assert price.excess == pytest.approx(max(price.bytes[0] / limit - 1, 0.0))
         if price.fits:
@@ -161,7 +161,7 @@ def test_what_is_over_memory_says_by_how_much() -> None:
 def test_a_structure_in_layouts_that_cannot_be_together_is_no_plan() -> None:
     of = space("mlp")
     structure = next(of.structures.all())
-    known = of.layouts(structure, 0)
+    known = of.stages.layouts(structure, 0)
     (u, v), table = next((pair, table) for pair, table in known.numbers.edges.items() if not table.max() < float("inf"))
     row, column = divmod(int(table.argmax()), table.shape[1])
     written = with_layouts(of, structure)

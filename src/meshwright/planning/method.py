@@ -49,7 +49,7 @@ def choice_words(space: Space, choice: Choice) -> str:
         sizes = [(stage.last - stage.first, stage.submesh.size) for stage in choice.stages]
         return stages_words(choice.microbatches, space.price(choice).schedule, sizes)
     (stage,) = choice.stages
-    mesh = space.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)[stage.mesh]
+    mesh = space.stages.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)[stage.mesh]
     axes = [(axis.name, axis.size) for axis in mesh.axes]
     return one_stage_words(choice.microbatches, axes, rematerialised=stage.remat == "layer")
 

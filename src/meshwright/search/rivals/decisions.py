@@ -49,7 +49,7 @@ class Decisions:
         if len(state.parameters) == len(nodes):
             return None
         stage, node = nodes[len(state.parameters)]
-        size = self.space.layouts(state.partial, stage).sizes[node]
+        size = self.space.stages.layouts(state.partial, stage).sizes[node]
         return ("parameter", len(state.parameters)), tuple(range(size))
 
     def decide(self, state: State, option: Option) -> State:
@@ -79,7 +79,7 @@ class Decisions:
         decided = list(zip(self._nodes(state), state.parameters, strict=True))
 
         def layouts(number: int) -> LayoutNumbers | None:
-            of = self.space.layouts(state.partial, number)
+            of = self.space.stages.layouts(state.partial, number)
             kept = {node: [one] for (at, node), one in decided if at == number}
             # Where nothing fits the walk is told by how much not, and not only that.
             limits = of.limit_bytes, inf
@@ -107,7 +107,7 @@ class Decisions:
         return [
             (number, node)
             for number in range(len(state.partial.stages))
-            for node in self.space.layouts(state.partial, number).parameter_nodes[:PARAMETERS]
+            for node in self.space.stages.layouts(state.partial, number).parameter_nodes[:PARAMETERS]
         ]
 
 

@@ -28,6 +28,7 @@ from ...solve import Infeasible
 from ..inter.submeshes import Submesh
 from ..space.choice import Choice, LayoutNumbers, StageChoice
 from ..space.space import Space
+from ..space.stages import Stages
 from .search import Budget, Found, Incumbent
 
 # Of each number of microbatches so many plans are priced: those with the fastest slowest stage, by number of stages.
@@ -54,39 +55,38 @@ class DynamicProgramming:
         for count in space.counts:
             if space.work_bound(Choice(count)) >= best.seconds:
                 continue
-            found = _balanced(space, count, budget)
-            for _, stages in sorted(found.items(), key=lambda one: one[1])[:_PRICED]:
+            for one in sorted(_balanced(space.stages, count, budget).values())[:_PRICED]:
                 if budget.over:
                     return
-                choice = Choice(count, stages.stages)
-                choice = choice.laid_out(partial(_as_alone, space, choice))
+                choice = Choice(count, one.stages)
+                choice = choice.laid_out(partial(_as_alone, space.stages, choice))
                 if choice is not None:
                     yield from best.offer(choice, budget.price(space, choice))
 
 
-def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
+def _balanced(stages: Stages, count: int, budget: Budget) -> dict[int, _Stages]:
     """The best stages by their number."""
-    layers, devices, costs = space.layers(count), space.cluster.num_devices, space.costs_in(count, alone=False)
-    counts = range(1, min(layers, devices) + 1) if space.stage_counts is None else space.stage_counts
+    layers, devices, costs = stages.layers(count), stages.cluster.num_devices, stages.costs_in(count, alone=False)
+    counts = range(1, min(layers, devices) + 1) if stages.stage_counts is None else stages.stage_counts
 
     @cache
     def sums(kind: Submesh, mesh: int, remat: str) -> np.ndarray:
         """Of all layers before each layer, on a kind of submesh, and of all: seconds, and bytes as of `_alone`."""
         choices = (_layer_choice(count, layer, kind, mesh, remat) for layer in range(layers))
-        each = (_alone(space, choice) if not budget.over else (inf, inf, inf) for choice in choices)
+        each = (_alone(stages, choice) if not budget.over else (inf, inf, inf) for choice in choices)
         return np.cumsum([(0.0, 0.0, 0.0), *each], axis=0)
 
     @cache
     def stage(first: int, last: int, submesh: Submesh, in_flight: int) -> tuple[float, StageChoice] | None:
         """The fastest way to run a stage by the sums of its layers."""
         best: tuple[float, StageChoice] | None = None
-        for choice in space.ways(count, first, last, submesh):
-            if (beside := _mesh_beside(space, count, choice)) is None:
+        for choice in stages.ways(count, first, last, submesh):
+            if (beside := _mesh_beside(stages, count, choice)) is None:
                 continue
-            before, after = sums(space.like(submesh), beside, choice.remat)[[first, last]]
+            before, after = sums(stages.like(submesh), beside, choice.remat)[[first, last]]
             if after[0] < inf:
                 seconds, once_bytes, kept_bytes = (after - before).tolist()
-                fits = once_bytes + in_flight * kept_bytes <= space.limit_of(costs, choice)
+                fits = once_bytes + in_flight * kept_bytes <= stages.limit_of(costs, choice)
                 if fits and (best is None or seconds < best[0]):
                     best = seconds, choice
         return best
@@ -96,7 +96,7 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
     for number in range(1, max(counts) + 1):
         before, placed = placed, {}
         for (last, device), after in before.items():
-            for submesh in (one for one in space.places if one.stop == device):
+            for submesh in (one for one in stages.places if one.stop == device):
                 for first in range(1, last) if submesh.first else [0]:
                     one = stage(first, last, submesh, min(count, number)) if not budget.over else None
                     if one is not None:
@@ -104,15 +104,15 @@ def _balanced(space: Space, count: int, budget: Budget) -> dict[int, _Stages]:
                         placed[first, submesh.first] = min(placed.get((first, submesh.first), new), new)
         if number in counts and (0, 0) in placed:
             found[number] = placed[0, 0]
-    ends = space.ends
+    ends = stages.ends
     return {n: one for n, one in found.items() if ends is None or [stage.last for stage in one.stages] == list(ends)}
 
 
-def _mesh_beside(space: Space, count: int, stage: StageChoice) -> int | None:
+def _mesh_beside(stages: Stages, count: int, stage: StageChoice) -> int | None:
     """The number of a stage's logical mesh among those of one of several stages; None for one that only a stage that is
     alone may have."""
-    meshes = space.meshes(count, stage.first, stage.last, stage.submesh)
-    beside = space.meshes_beside(stage.submesh)
+    meshes = stages.meshes(count, stage.first, stage.last, stage.submesh)
+    beside = stages.meshes_beside(stage.submesh)
     return beside.index(meshes[stage.mesh]) if meshes[stage.mesh] in beside else None
 
 
@@ -122,10 +122,10 @@ def _layer_choice(count: int, layer: int, submesh: Submesh, mesh: int, remat: st
     return Choice(count, (one, one))
 
 
-def _alone(space: Space, layer: Choice) -> tuple[float, float, float]:
+def _alone(stages: Stages, layer: Choice) -> tuple[float, float, float]:
     """Seconds of a step of a layer in the layouts that are fastest for it alone, and its bytes throughout and for each
     microbatch in flight; infinite where there are none."""
-    of = space.layouts(layer, 0)
+    of = stages.layouts(layer, 0)
     try:
         fastest = of.problem.fastest.choices
     except Infeasible:
@@ -136,20 +136,20 @@ def _alone(space: Space, layer: Choice) -> tuple[float, float, float]:
     return of.seconds(fastest), seconds.constant_bytes, seconds.in_flight_bytes
 
 
-def _as_alone(space: Space, choice: Choice, number: int) -> LayoutNumbers | None:
+def _as_alone(stages: Stages, choice: Choice, number: int) -> LayoutNumbers | None:
     """Layouts of a stage with each operator as in its layer alone; None where these cannot be together in memory."""
-    of, stage = space.layouts(choice, number), choice.stages[number]
+    of, stage = stages.layouts(choice, number), choice.stages[number]
     wanted: dict[tuple[int, ...], object] = {}
-    mesh = _mesh_beside(space, choice.microbatches, stage)
+    mesh = _mesh_beside(stages, choice.microbatches, stage)
     if mesh is None:
         return None
     for layer in range(stage.first, stage.last):
         alone = _layer_choice(choice.microbatches, layer, stage.submesh, mesh, stage.remat)
-        fastest = space.layouts(alone, 0).problem.fastest
+        fastest = stages.layouts(alone, 0).problem.fastest
         if fastest.choices is not None:
-            wanted |= space.operators(alone, 0, fastest.choices)
+            wanted |= stages.operators(alone, 0, fastest.choices)
     votes: dict[int, Counter[int]] = {}
-    for path, operator in space.paths(choice, number).items():
+    for path, operator in stages.paths(choice, number).items():
         node, known = of.problem.operator_node.get(operator), of.problem.operator_prices.get(operator)
         if node is not None and known is not None and path in wanted and wanted[path] in known.choices:
             votes.setdefault(node, Counter())[known.choices.index(wanted[path])] += 1

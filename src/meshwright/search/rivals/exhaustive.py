@@ -8,13 +8,12 @@ refused for is proven to the last choice. Limits: two layers on two devices are 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
-from ...errors import PlanError
 from ..space.choice import Choice
 from ..space.space import Space
-from .search import Budget, Found, Incumbent
+from .search import Budget, Found, Incumbent, too_large
 
 # Choices are priced at about a thousand a second.
 MOST_CHOICES = 200_000
@@ -44,26 +43,19 @@ class Exhaustive:
         if total <= MOST_CHOICES:  # else not even the structures are counted, of which there may be very many
             total = max(total, space.structures.count())
         if total <= MOST_CHOICES:
-            total = 0
-            for structure in space.structures.all():
-                total += prod(_sizes(space, structure))
-                if total > MOST_CHOICES:
-                    break
+            totals = accumulate(prod(_sizes(space, one)) for one in space.structures.all())
+            total = next((one for one in totals if one > MOST_CHOICES), 0)
         if total > MOST_CHOICES:
-            raise PlanError(
-                refused="the search method exhaustive", got=f"more than 10^{len(str(total)) - 1} choices",
-                needed=f"at most {MOST_CHOICES}", where="method=",
-                try_="another method, or a smaller program on fewer devices",
-            )  # fmt: skip
+            raise too_large(self.name, f"more than 10^{len(str(total)) - 1} choices", MOST_CHOICES)
 
 
 def _sizes(space: Space, structure: Choice) -> list[int]:
-    return [size for number in range(len(structure.stages)) for size in space.layouts(structure, number).sizes]
+    return [size for number in range(len(structure.stages)) for size in space.stages.layouts(structure, number).sizes]
 
 
 def _all_layouts(space: Space, structure: Choice) -> Iterator[Choice]:
     """Every choice of a structure."""
-    each = [[range(size) for size in space.layouts(structure, n).sizes] for n in range(len(structure.stages))]
+    each = [[range(size) for size in space.stages.layouts(structure, n).sizes] for n in range(len(structure.stages))]
     for picked in product(*(product(*ranges) for ranges in each)):
         stages = zip(structure.stages, picked, strict=True)
         yield structure._replace(stages=tuple(stage._replace(layouts=one) for stage, one in stages))

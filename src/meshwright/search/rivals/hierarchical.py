@@ -44,13 +44,13 @@ class Hierarchical:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        best, counts = Incumbent(space.bound(Choice())), space.stage_counts
+        best, counts = Incumbent(space.bound(Choice())), space.stages.stage_counts
         parts = []
         if counts is None or 1 in counts:
             parts.append(Part(words="one stage", search=partial(_one_stage, space), share=_FIRST_SHARE))
         if space.cluster.num_devices > 1 and (counts is None or counts != {1}):
             parts.append(Part(words="several stages", search=partial(_several_stages, space), share=_FIRST_SHARE))
-        if space.program(space.counts[0]).graph.runs > SMALL_PROGRAM:
+        if space.stages.program(space.counts[0]).graph.runs > SMALL_PROGRAM:
             parts.reverse()
         parts[-1] = replace(parts[-1], share=1.0)
         try:
@@ -66,12 +66,12 @@ class Hierarchical:
 def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
     asked, usable = space.request, space.cluster.device.usable_memory_bytes
     requests = StepRequests(space.counts, lambda count: SearchRequest.of(
-        space.program(count).source, cluster=asked.cluster, mesh=asked.mesh, constraints=asked.constraints,
+        space.stages.program(count).source, cluster=asked.cluster, mesh=asked.mesh, constraints=asked.constraints,
         remat=asked.remat,
     ))  # fmt: skip
     search = OneStageSearch(requests, time_limit_seconds=seconds, gap=space.gap)
     return search.run(
-        lambda count: space.reserve(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
+        lambda count: space.stages.reserve(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
     )
 
 
@@ -79,7 +79,7 @@ def _several_stages(space: Space, faster_than_seconds: float, seconds: float) ->
     request = replace(
         space.request, schedules=space.schedules, time_limit_seconds=seconds, faster_than_seconds=faster_than_seconds
     )
-    return StageSearch(request).run(space.reserve)
+    return StageSearch(request).run(space.stages.reserve)
 
 
 def _choice(space: Space, found: SearchResult) -> Choice:
@@ -88,14 +88,14 @@ def _choice(space: Space, found: SearchResult) -> Choice:
 
     def number(first: int, last: int, submesh: Submesh, axes: tuple[tuple[str, int], ...]) -> int:
         """Of a logical mesh among those that a stage may have."""
-        meshes = space.meshes(count, first, last, submesh)
+        meshes = space.stages.meshes(count, first, last, submesh)
         return [tuple((axis.name, axis.size) for axis in mesh.axes) for mesh in meshes].index(axes)
 
     if not found.stages:
         (stage,) = found.plan.stages
-        layers, remat = space.layers(count), "layer" if stage.rematerialised else "none"
-        mesh = number(0, layers, space.whole, tuple(stage.mesh))
-        return Choice(count, (StageChoice(0, layers, space.whole, mesh, remat),))
+        layers, remat = space.stages.layers(count), "layer" if stage.rematerialised else "none"
+        mesh = number(0, layers, space.stages.whole, tuple(stage.mesh))
+        return Choice(count, (StageChoice(0, layers, space.stages.whole, mesh, remat),))
     stages = []
     for first, last, submesh, option in found.stages:
         solved: SolvedStage = option.tag

@@ -20,7 +20,7 @@ Limits: refused where no program is small enough to be stated; transfers between
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from math import inf, isfinite
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from ...errors import PlanError
 from ..space.choice import Choice, StageChoice
 from ..space.layouts import Layouts
 from ..space.space import Space
-from .search import Budget, Found, Incumbent
+from ..space.stages import Stages
+from .search import Budget, Found, Incumbent, too_large
 
 # HiGHS states and presolves so many variables in about ten seconds.
 MOST_VARIABLES = 150_000
@@ -58,18 +58,23 @@ class ILP:
 
     def run(self, space: Space, budget: Budget) -> Iterator[Found]:
         """As `Search.run`."""
-        numbers = filter(space.may_have, range(1, min(space.cluster.num_devices, space.layers(space.counts[0])) + 1))
+        most = min(space.cluster.num_devices, space.stages.layers(space.counts[0]))
+        numbers = filter(space.stages.may_have, range(1, most + 1))
         best, stated, left = Incumbent(space.bound(Choice())), False, inf
         for count, stages in product(space.counts, list(numbers)):
             if budget.over:
                 return
             least = space.work_bound(Choice(count))
-            if least >= best.seconds or stages > space.layers(count):
+            if least >= best.seconds or stages > space.stages.layers(count):
                 left = min(left, least)
                 continue
-            for candidates in _programs(space, count, stages):
+            every = _candidates(space.stages, count, stages)
+            # Of one stage a program for each candidate, which are the smallest, and of several one for all.
+            for some in ([one] for one in every) if stages == 1 else [every]:
+                candidates = _few(some)
                 if candidates is None:
                     left = min(left, least)  # not stated: nothing more is known of these
+                if not candidates:
                     continue
                 if budget.over:
                     return
@@ -80,47 +85,34 @@ class ILP:
                 if choice is not None:
                     yield from best.offer(choice, budget.price(space, choice))
         if not stated:
-            raise PlanError(
-                refused="the search method ilp", got=f"more than {MOST_VARIABLES} variables",
-                needed=f"at most {MOST_VARIABLES}", where="method=",
-                try_="another method, or a smaller program on fewer devices",
-            )  # fmt: skip
+            raise too_large(self.name, f"more than {MOST_VARIABLES} variables", MOST_VARIABLES)
         yield from best.prove(left)
 
 
-def _programs(space: Space, count: int, stages: int) -> Iterator[list[_Candidate] | None]:
-    """What to choose from in each program to be solved, None for one with too many variables: of one stage a program
-    for each candidate, which are the smallest, and of several one for all."""
+def _few(candidates: Iterable[_Candidate]) -> list[_Candidate] | None:
+    """The candidates; None where their program has too many variables."""
     found, size = [], 0
-    for candidate in _candidates(space, count, stages):
+    for candidate in candidates:
+        of = candidate.layouts
         found.append(candidate)
-        size += _variables(candidate.layouts)
-        if stages == 1 or size > MOST_VARIABLES:
-            yield found if size <= MOST_VARIABLES else None
-            if stages > 1:
-                return
-            found, size = [], 0
-    if found:
-        yield found
+        size += 1 + sum(of.sizes) + sum(table.size for table in of.numbers.edges.values())
+        if size > MOST_VARIABLES:
+            return None
+    return found
 
 
-def _candidates(space: Space, count: int, stages: int) -> Iterator[_Candidate]:
+def _candidates(of: Stages, count: int, stages: int) -> Iterator[_Candidate]:
     """All stages at all places of so many."""
-    layers, devices = space.layers(count), space.cluster.num_devices
-    for place, submesh in product(range(stages), space.places):
+    layers, devices = of.layers(count), of.cluster.num_devices
+    for place, submesh in product(range(stages), of.places):
         after = stages - 1 - place
         if (place == 0) != (submesh.first == 0) or (after == 0) != (submesh.stop == devices):
             continue
         for first in range(place, layers) if place else [0]:
             for last in range(first + 1, layers - after + 1) if after else [layers]:
-                if space.ends is not None and space.ends[place] != last:
-                    continue
-                for stage in space.ways(count, first, last, submesh):
-                    yield _Candidate(place, stage, space.layouts(Choice(count, (stage,) * stages), place))
-
-
-def _variables(of: Layouts) -> int:
-    return 1 + sum(of.sizes) + sum(table.size for table in of.numbers.edges.values())
+                if of.ends is None or of.ends[place] == last:
+                    for stage in of.ways(count, first, last, submesh):
+                        yield _Candidate(place, stage, of.layouts(Choice(count, (stage,) * stages), place))
 
 
 class _Program:
@@ -128,7 +120,10 @@ class _Program:
 
     def __init__(self, candidates: list[_Candidate], count: int, stages: int) -> None:
         self.candidates, self.count, self.stages = candidates, count, stages
-        self.scale = max(_typical_seconds(candidates[0].layouts), 1e-12)  # HiGHS has absolute tolerances
+        of = candidates[0].layouts
+        greedy = of.greedy()
+        typical = of.seconds(greedy) if greedy is not None else of.problem.fastest.bound
+        self.scale = max(typical, 1e-12)  # HiGHS has absolute tolerances
         self.costs: list[float] = []
         self.forbidden: list[bool] = []
         self._rows: list[tuple[dict[int, float], float, float]] = []  # low <= sum of terms <= high
@@ -202,8 +197,3 @@ class _Program:
             if x[used] > 0.5:
                 stages[place] = stage._replace(layouts=tuple(int(np.argmax(x[row])) for row in picks))
         return Choice(self.count, tuple(stages[place] for place in range(self.stages)))
-
-
-def _typical_seconds(of: Layouts) -> float:
-    greedy = of.greedy()
-    return of.seconds(greedy) if greedy is not None else of.problem.fastest.bound

@@ -62,7 +62,7 @@ class MCMC:
 
 def _beginnings(space: Space) -> Iterator[Choice]:
     """Simple choices, the fewest stages and microbatches first, over and over."""
-    numbers = [n for n in range(1, space.cluster.num_devices + 1) if space.may_have(n)]
+    numbers = [n for n in range(1, space.cluster.num_devices + 1) if space.stages.may_have(n)]
     found = False
     while True:
         for stages, count in product(numbers, space.counts):

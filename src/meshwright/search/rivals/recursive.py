@@ -47,7 +47,7 @@ class Recursive:
         known: dict[int, LayoutNumbers | None] = {}
 
         def layouts(number: int) -> LayoutNumbers | None:
-            of = space.layouts(structure, number)
+            of = space.stages.layouts(structure, number)
             if id(of) not in known:
                 known[id(of)] = axis_by_axis(of, seconds=max(budget.left_seconds, 0.1))
             return known[id(of)]

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from ...errors import PlanError
 from ..space.choice import Choice
 from ..space.space import Price, Space
 from ..space.stages import SECONDS_PER_SOLVE
@@ -36,6 +37,14 @@ class Found:
     def gap(self) -> float:
         """How much of its seconds other choices may save at most, as a share."""
         return max(1 - self.lower_bound / self.seconds, 0.0) if self.seconds > 0 else 0.0
+
+
+def too_large(search: str, got: str, most: int) -> PlanError:
+    """The refusal of a space that is too large for a search method."""
+    return PlanError(
+        refused=f"the search method {search}", got=got, needed=f"at most {most}", where="method=",
+        try_="another method, or a smaller program on fewer devices",
+    )  # fmt: skip
 
 
 class Search(Protocol):

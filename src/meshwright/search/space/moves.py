@@ -38,7 +38,7 @@ def neighbour(space: Space, choice: Choice, rng: np.random.Generator) -> Choice:
 
 def _other_layout(space: Space, choice: Choice, rng: np.random.Generator) -> Choice:
     number, stage = _drawn(choice, rng)
-    known = space.layouts(choice, number)
+    known = space.stages.layouts(choice, number)
     assert stage.layouts is not None
     node = int(rng.integers(len(known.sizes)))
     if (size := known.sizes[node]) == 1:
@@ -69,14 +69,14 @@ def _other_count(space: Space, choice: Choice, rng: np.random.Generator) -> Choi
     if not 0 <= place < len(space.counts):
         return None
     count = space.counts[place]
-    same = space.layers(count) == space.layers(choice.microbatches)
+    same = space.stages.layers(count) == space.stages.layers(choice.microbatches)
     return _kept(space, choice, choice._replace(microbatches=count)) if same else None
 
 
 def _kept(space: Space, before: Choice, after: Choice) -> Choice:
     """The layouts of the same stages in another structure, where its nodes have the same choices."""
     for number, stage in enumerate(after.stages):
-        old, new = (space.layouts(one, number).problem.choices for one in (before, after))
+        old, new = (space.stages.layouts(one, number).problem.choices for one in (before, after))
         if old != new:
             after = after.with_stages(number, stage._replace(layouts=None))
     return after
@@ -84,13 +84,13 @@ def _kept(space: Space, before: Choice, after: Choice) -> Choice:
 
 def _other_mesh(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
     number, stage = _drawn(choice, rng)
-    mesh = int(rng.integers(len(space.meshes(choice.microbatches, stage.first, stage.last, stage.submesh))))
+    mesh = int(rng.integers(len(space.stages.meshes(choice.microbatches, stage.first, stage.last, stage.submesh))))
     return choice.with_stages(number, stage._replace(mesh=mesh, layouts=None)) if mesh != stage.mesh else None
 
 
 def _other_remat(space: Space, choice: Choice, rng: np.random.Generator) -> Choice | None:
     number, stage = _drawn(choice, rng)
-    remats = space.remats(choice.microbatches, stage.first, stage.last)
+    remats = space.stages.remats(choice.microbatches, stage.first, stage.last)
     other = next((one for one in remats if one != stage.remat), None)
     if other is None:
         return None
@@ -139,13 +139,13 @@ def _replaced(space: Space, choice: Choice, number: int, count: int, *stages: St
     problem alone than beside others."""
     found = []
     for stage in stages:
-        remats = space.remats(choice.microbatches, stage.first, stage.last)
-        meshes = space.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)
+        remats = space.stages.remats(choice.microbatches, stage.first, stage.last)
+        meshes = space.stages.meshes(choice.microbatches, stage.first, stage.last, stage.submesh)
         remat, mesh = stage.remat if stage.remat in remats else remats[0], min(stage.mesh, max(len(meshes) - 1, 0))
         found.append(stage._replace(mesh=mesh, remat=remat, layouts=None))
     other = choice.with_stages(number, *found, instead_of=count)
-    places = all(stage.submesh in space.places for stage in other.stages)
-    if not places or not space.may_have(len(other.stages)) or space.ends is not None:
+    places = all(stage.submesh in space.stages.places for stage in other.stages)
+    if not places or not space.stages.may_have(len(other.stages)) or space.stages.ends is not None:
         return None
-    meshed = all(space.meshes(other.microbatches, one.first, one.last, one.submesh) for one in other.stages)
+    meshed = all(space.stages.meshes(other.microbatches, one.first, one.last, one.submesh) for one in other.stages)
     return other if meshed else None

@@ -31,7 +31,7 @@ from ..prices.least_work import least_work_by_equation
 from ..stages.costs import StageCosts, option_of
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from .choice import Choice
-from .stages import GAP, SECONDS_PER_SOLVE, StageSpace
+from .stages import GAP, SECONDS_PER_SOLVE, Stages
 from .structures import Structures
 
 # Priced choices that are kept, of a large model 10 kB each: a walk comes back to few.
@@ -61,21 +61,29 @@ class Price:
         return self.excess <= 0 and isfinite(self.seconds)
 
 
-class Space(StageSpace):
-    """All plans of a request; arguments and attributes are those of `StageSpace`, and `structures`, the tree of
-    decisions."""
+class Space:
+    """All plans of a request.
+
+    Args: those of `Stages`.
+
+    Attributes:
+      stages: what each stage of a plan may be.
+      structures: the tree of decisions.
+      counts: numbers of microbatches into which the step can be cut.
+    """
 
     def __init__(
         self, request: StageRequest, *, reserve: Callable[[int], MemoryReserve] = nothing_reserved, gap: float = GAP
     ) -> None:
-        super().__init__(request, reserve=reserve, gap=gap)
-        self.structures = Structures(self)
+        self.stages = Stages(request, reserve=reserve, gap=gap)
+        self.request, self.cluster, self.gap, self.counts = request, request.cluster, gap, self.stages.counts
+        self.structures = Structures(self.stages)
         self._work: dict[int, list[float]] = {}
         self._prices: dict[Choice, Price] = {}
 
     def reserve_again(self) -> None:
-        """As `StageSpace.reserve_again`."""
-        super().reserve_again()
+        """Apply the current `reserve`: where it has changed, results within memory limits are computed anew."""
+        self.stages.reserve_again()
         self._prices.clear()
 
     # Prices
@@ -93,8 +101,8 @@ class Space(StageSpace):
         placed = self._placed(choice, time_limit_seconds)
         if placed is None:
             return Price(seconds=inf)
-        costs = self.costs_of(choice)
-        limits = [self.limit_of(costs, stage) for stage in choice.stages]
+        costs = self.stages.costs_of(choice)
+        limits = [self.stages.limit_of(costs, stage) for stage in choice.stages]
         candidate = scheduled(costs, placed, self.schedules, chunks=1)
         if candidate is not None:
             staged, found = candidate.scheduled.staged, candidate.scheduled
@@ -114,7 +122,7 @@ class Space(StageSpace):
     def _placed(self, choice: Choice, time_limit_seconds: float = SECONDS_PER_SOLVE) -> tuple[PlacedStage, ...] | None:
         placed = []
         for number, stage in enumerate(choice.stages):
-            solved = self.solved(choice, number, time_limit_seconds=time_limit_seconds)
+            solved = self.stages.solved(choice, number, time_limit_seconds=time_limit_seconds)
             if solved is None:
                 return None
             placed.append(PlacedStage(stage.first, stage.last, stage.submesh, option_of(solved)))
@@ -123,7 +131,7 @@ class Space(StageSpace):
     @cached_property
     def schedules(self) -> tuple[str, ...]:
         """Schedules to choose from."""
-        asked = schedules_for(self.request, self.program(self.counts[0]))
+        asked = schedules_for(self.request, self.stages.program(self.counts[0]))
         return tuple(name for name in asked if name != INTERLEAVED)
 
     # Bounds
@@ -147,29 +155,29 @@ class Space(StageSpace):
         longest, count = self.work_bound(partial), partial.microbatches
         if not partial.stages:
             return longest
-        after = int(partial.next_layer < self.layers(count))
-        costs = self.costs_in(count, alone=len(partial.stages) == 1 and not after)
+        after = int(partial.next_layer < self.stages.layers(count))
+        costs = self.stages.costs_in(count, alone=len(partial.stages) == 1 and not after)
         for number, stage in enumerate(partial.stages):
             in_flight = min(count, len(partial.stages) - number + after)
             try:
-                problem = self.problem_of(costs, stage)
+                problem = self.stages.problem_of(costs, stage)
                 longest = max(longest, problem.fastest.bound)
             except Infeasible:
                 continue  # a ZeRO stage that may be relaxed: nothing is known
-            if problem.least_bytes.held(in_flight) > self.limit_of(costs, stage) * (1 + 1e-9):
+            if problem.least_bytes.held(in_flight) > self.stages.limit_of(costs, stage) * (1 + 1e-9):
                 return inf
         return longest
 
     def bound_within(self, choice: Choice) -> float:
         """A lower bound on the seconds of this structure, from the bounds of its stages' problems within memory."""
-        found = [self.solved(choice, number) for number in range(len(choice.stages))]
+        found = [self.stages.solved(choice, number) for number in range(len(choice.stages))]
         proven = [one.chosen.solution.lower_bound for one in found if one is not None]
         return max(proven) if len(proven) == len(found) else self.bound(choice)
 
     def _work_before(self, count: int) -> list[float]:
         """Of each layer the arithmetic of all layers before it, seconds of a microbatch on one device; and of all."""
         if count not in self._work:
-            program = self.program(count)
+            program = self.stages.program(count)
             of = least_work_by_equation(program.graph, self.cluster)
             layers = [sum(of.get(equation, 0.0) for equation in range(*ends)) for ends in program.layers]
             self._work[count] = list(accumulate(layers, initial=0.0))
@@ -185,10 +193,10 @@ class Space(StageSpace):
         def again(costs: StageCosts, stages: tuple[PlacedStage, ...], *, chunks: int = 1) -> Candidate | None:
             return scheduled(costs, stages, self.schedules, chunks=chunks)
 
-        found = again(self.costs_of(choice), placed) if placed is not None else None
+        found = again(self.stages.costs_of(choice), placed) if placed is not None else None
         if found is None:
             return None
-        whole = merged(found, lambda program: self.costs_of_program(program, alone=alone), again)
+        whole = merged(found, lambda program: self.stages.costs_of_program(program, alone=alone), again)
         return (whole.plan(gap), whole.costs.program) if whole is not None else None
 
     def start(self, microbatches: int, stages: int) -> Choice | None:
@@ -201,7 +209,7 @@ class Space(StageSpace):
         cannot be together the fastest without a limit of memory."""
         for number, stage in enumerate(choice.stages):
             if stage.layouts is None:
-                layouts = self.layouts(choice, number)
+                layouts = self.stages.layouts(choice, number)
                 found = layouts.greedy() or layouts.problem.fastest.choices
                 choice = choice.with_stages(number, stage._replace(layouts=found))
         return choice

@@ -33,7 +33,7 @@ SECONDS_PER_SOLVE = 20.0
 _MOST_STAGES = 64
 
 
-class StageSpace:
+class Stages:
     """All stages of plans of a request.
 
     Args:

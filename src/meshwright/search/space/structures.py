@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..inter.submeshes import Submesh
 from .choice import Choice, StageChoice
-from .stages import StageSpace
+from .stages import Stages
 
 Option = int | str | Submesh
 
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 class Structures:
     """The tree of decisions of a space, given the stages that its plans may have."""
 
-    def __init__(self, of: StageSpace) -> None:
+    def __init__(self, of: Stages) -> None:
         self._of = of
         self._known_completions: dict[tuple[int, int, int, int], int] = {}
 
