@@ -10,6 +10,7 @@ better plan than it may have.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +188,7 @@ class _Run:
     def __init__(self, search: OneStageSearch, limit_bytes: Callable[[int], float], most_seconds: float) -> None:
         self._search, self._limit_bytes, self._most_seconds = search, limit_bytes, most_seconds
         self._queue: list[_Entry] = []
-        self._pushed = 0
+        self._numbers = itertools.count()
         self.solved: list[_Solved] = []
         self._refused: PlanError | None = None
         self._left_open = inf  # what those take at least that were looked at and have no solution that is wanted
@@ -224,12 +225,8 @@ class _Run:
     def _push(self, least_seconds: float, what: int | Way | None, known: _Known = "nothing") -> None:
         if what is None or not isfinite(least_seconds):
             return
-        axes = len(what.mesh.axes) if isinstance(what, Way) else 1
-        self._pushed += 1
-        heapq.heappush(
-            self._queue,
-            _Entry(least_seconds * (1 + _WORTH_AN_AXIS * (axes - 1)), self._pushed, least_seconds, what, known),
-        )
+        weight = least_seconds * (1 + _WORTH_AN_AXIS * (len(what.mesh.axes) - 1 if isinstance(what, Way) else 0))
+        heapq.heappush(self._queue, _Entry(weight, next(self._numbers), least_seconds, what, known))
 
     def _look_at_count(self, count: int, least_seconds: float) -> None:
         """What a number of microbatches promises: of each mesh, what the fastest layouts take.
@@ -363,10 +360,9 @@ class _Run:
 
     def nothing(self) -> PlanError:
         """Why there is no plan; a refusal for memory has the bound of what was left open."""
-        if not self._least_bytes and isfinite(self._left_open):
-            return _unsolved(self._search.ways(self._search.counts[0])[0].request, self._left_open)
         if not self._least_bytes:
-            return _contradiction(self._search.ways(self._search.counts[0])[0].request)
+            request = self._search.ways(self._search.counts[0])[0].request
+            return _unsolved(request, self._left_open) if isfinite(self._left_open) else _contradiction(request)
         count = min(self._least_bytes, key=lambda count: (self._least_bytes[count], count))
         (way, *_) = self._search.ways(min(self._search.known_counts, key=lambda known: abs(known - count)))
         error = _nothing_fits(way.request, count, self._least_bytes[count], self._limit_bytes(count))
@@ -387,23 +383,19 @@ def _meshes(request: SearchRequest) -> tuple[LogicalMesh, ...]:
 
 
 def _nothing_fits(request: SearchRequest, count: int, least: float, limit_bytes: float) -> MemoryExceeded:
-    device = request.cluster.device
     graph = request.graph
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
     what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
     return MemoryExceeded(
-        refused=f"a plan for {request.cluster.num_devices} x {device.kind}",
-        got=room_words(device.usable_memory_bytes, limit_bytes),
-        needed=f"at least {size_words(least)} on a device, with {count} microbatches{what}",
-        where="stage 1 of 1",
+        refused=request.words, got=room_words(request.cluster.device.usable_memory_bytes, limit_bytes),
+        needed=f"at least {size_words(least)} on a device, with {count} microbatches{what}", where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )  # fmt: skip
 
 
 def _unsolved(request: SearchRequest, least_seconds: float) -> MemoryExceeded:
     error = MemoryExceeded(
-        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got="layouts of which the solver found none that fit in the time that it had",
+        refused=request.words, got="layouts of which the solver found none that fit in the time that it had",
         needed="more time, or more memory", where="time_limit_seconds=", try_="a longer time limit, or more devices",
     )  # fmt: skip
     error.least_seconds = least_seconds
@@ -412,9 +404,6 @@ def _unsolved(request: SearchRequest, least_seconds: float) -> MemoryExceeded:
 
 def _contradiction(request: SearchRequest) -> PlanError:
     return PlanError(
-        refused=f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}",
-        got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
-        needed="wishes that some layouts satisfy",
-        where="pins=, zero=",
-        try_="leaving one of them out",
-    )
+        refused=request.words, got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
+        needed="wishes that some layouts satisfy", where="pins=, zero=", try_="leaving one of them out",
+    )  # fmt: skip

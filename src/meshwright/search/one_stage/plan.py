@@ -48,6 +48,11 @@ class SearchRequest:
     carried: int = 0
     split_dims: Sequence[int | None] = ()
 
+    @property
+    def words(self) -> str:
+        """What is refused where there is no plan."""
+        return f"a plan for {self.cluster.num_devices} x {self.cluster.device.kind}"
+
     @classmethod
     def of(
         cls, program: Program, *, cluster: Cluster, mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
