@@ -41,24 +41,24 @@ def request_of(
     preset, stages, schedule, zero, remat = (
         options.preset, options.stages, options.schedule, options.zero, options.remat
     )  # fmt: skip
-    _is(isinstance(where, Cluster), "cluster", _typed(where), "a name or a Cluster", refused="the cluster",
+    _require(isinstance(where, Cluster), "cluster", _typed(where), "a name or a Cluster", refused="the cluster",
         try_='cluster="local", "p4d.24xlarge:2" or meshwright.load_cluster("cluster.toml")')  # fmt: skip
-    _is(options.pins is None or isinstance(options.pins, Mapping), "pins", _typed(options.pins),
+    _require(options.pins is None or isinstance(options.pins, Mapping), "pins", _typed(options.pins),
         "layouts by path pattern", 'pins={"*kernel*": (None, "model")}', refused="the pins")  # fmt: skip
-    _is(preset is None or isinstance(preset, (str, Preset)), "preset", _typed(preset), "a Preset or its text",
+    _require(preset is None or isinstance(preset, (str, Preset)), "preset", _typed(preset), "a Preset or its text",
         'preset="megatron(tp=2, pp=2)"', refused="the preset")  # fmt: skip
     check_time_limit(options.time_limit_seconds)
     check_batch_axis(args, options.batch_axis)
     check_remat(remat)
     if (limit := options.memory_per_device) is not None:
-        _is(_is_number(limit) and 0 < limit < float("inf"), "memory_per_device", repr(limit),
+        _require(_is_number(limit) and 0 < limit < float("inf"), "memory_per_device", repr(limit),
             "a positive number of bytes", "memory_per_device=16e9")  # fmt: skip
         where = where.with_memory_limit(float(limit))
     meshes = mesh_argument(options.mesh)
     if preset is not None:
         preset = (parse_preset(preset) if isinstance(preset, str) else preset).on(where.num_devices)
         check_free(preset, mesh=options.mesh, zero=zero, remat=remat, stages=stages, schedule=schedule)
-        _is(options.submeshes is None, "submeshes", f"the preset {preset} as well, whose stages are on equal ones",
+        _require(options.submeshes is None, "submeshes", f"the preset {preset} as well, whose stages are on equal ones",
             "one or the other", "leaving out submeshes= or preset=", refused="the submeshes")  # fmt: skip
         meshes, zero, remat = [preset.mesh], preset.zero, preset.remat or remat
         stages, schedule = preset.stages, preset.schedule
@@ -91,13 +91,13 @@ def cluster_asked(options: PlanOptions) -> Any:
     elif isinstance(found, str):
         found = with_given_memory(load_cluster(found))
     if named is not None and isinstance(found, Cluster):
-        _is(found.num_devices == len(named), "devices", str(len(named)),
+        _require(found.num_devices == len(named), "devices", str(len(named)),
             f"the {found.num_devices} of cluster {found.name}", 'cluster="local", or as many devices',
             refused="the devices")  # fmt: skip
     return found
 
 
-def _is(right: object, option: str, got: str, needed: str, try_: str, *, refused: str | None = None) -> None:
+def _require(right: object, option: str, got: str, needed: str, try_: str, *, refused: str | None = None) -> None:
     """Refuse an option that is not right."""
     if not right:
         raise PlanError(refused=refused or option, got=got, needed=needed, where=f"{option}=", try_=try_)
@@ -121,7 +121,7 @@ def check_refine(refine: Any) -> None:
     Raises:
       PlanError: for anything but None, "measure" and "compile".
     """
-    _is(refine in (None, "measure", "compile"), "refine", repr(refine), '"measure", "compile", or None for none',
+    _require(refine in (None, "measure", "compile"), "refine", repr(refine), '"measure", "compile", or None for none',
         'refine="measure"', refused="the refinement")  # fmt: skip
 
 
@@ -133,9 +133,9 @@ def check_trials(options: PlanOptions) -> None:
     """
     refine, check = options.refine, options.check
     check_refine(refine)
-    _is(check in (None, "compile"), "check", repr(check), '"compile", or None for none', 'check="compile"',
+    _require(check in (None, "compile"), "check", repr(check), '"compile", or None for none', 'check="compile"',
         refused="the check")  # fmt: skip
-    _is(refine is None or check is None, "check", "both",
+    _require(refine is None or check is None, "check", "both",
         "one or the other: plans that are measured or compared have been compiled", "leaving out check=",
         refused=f'refine="{refine}" and check="{check}"')  # fmt: skip
     if options.method is None or (name := search_named(options.method).name) == DEFAULT_METHOD:
@@ -144,7 +144,7 @@ def check_trials(options: PlanOptions) -> None:
     given = next((name for name, value in beside.items() if value is not None), None)
     if options.schedule is not None and (options.schedule not in SIMULATED or options.schedule == INTERLEAVED):
         given = f"schedule={options.schedule!r}"
-    _is(given is None, "method", f"{given} as well", "one or the other",
+    _require(given is None, "method", f"{given} as well", "one or the other",
         f"leaving out {given}, or method={DEFAULT_METHOD!r}", refused=f"the search method {name}")  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def check_time_limit(seconds: Any) -> None:
     Raises:
       PlanError: for anything but a number of seconds that is not negative.
     """
-    _is(_is_number(seconds) and isfinite(seconds) and seconds >= 0, "time_limit_seconds", repr(seconds),
+    _require(_is_number(seconds) and isfinite(seconds) and seconds >= 0, "time_limit_seconds", repr(seconds),
         "a number of seconds, 0 or more", "time_limit_seconds=60", refused="the time limit")  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def check_batch_axis(args: Sequence[Any], batch_axis: Any) -> None:
         "an axis of an array outside the state, of which there is none" if longest is None
         else f"one of the {len(longest)} axes of the array of shape {longest}, counted from 0"
     )  # fmt: skip
-    _is(False, "batch_axis", str(batch_axis), needed, "batch_axis=0", refused="the batch axis")
+    _require(False, "batch_axis", str(batch_axis), needed, "batch_axis=0", refused="the batch axis")
 
 
 def checked_submeshes(submeshes: Any, cluster: Cluster, stages: int | None) -> tuple[int, ...]:
@@ -182,13 +182,13 @@ def checked_submeshes(submeshes: Any, cluster: Cluster, stages: int | None) -> t
       PlanError: if these are no submeshes, or not of the cluster.
     """
     sizes = list(submeshes) if isinstance(submeshes, Sequence) and not isinstance(submeshes, str) else []
-    _is(sizes and all(_is_whole(n) and n >= 1 for n in sizes), "submeshes", repr(submeshes),
+    _require(sizes and all(_is_whole(n) and n >= 1 for n in sizes), "submeshes", repr(submeshes),
         "for each stage how many devices it has", "submeshes=(2, 2, 4), or None", refused="the submeshes")  # fmt: skip
     shown = ", ".join(map(str, sizes))
-    _is(sum(sizes) == cluster.num_devices, "submeshes", f"{sum(sizes)} devices in all",
+    _require(sum(sizes) == cluster.num_devices, "submeshes", f"{sum(sizes)} devices in all",
         f"the {cluster.num_devices} of cluster {cluster.name}", "submeshes=None",
         refused=f"stages on {shown} devices")  # fmt: skip
-    _is(stages is None or stages == len(sizes), "submeshes", f"{len(sizes)} submeshes and stages={stages}",
+    _require(stages is None or stages == len(sizes), "submeshes", f"{len(sizes)} submeshes and stages={stages}",
         "one for each stage", "leaving out stages=", refused=f"submeshes of {shown} devices")  # fmt: skip
     known = Submeshes(cluster)
     for first, stop in pairwise(accumulate(sizes, initial=0)):
@@ -203,23 +203,23 @@ def check_stages(stages: Any, schedule: Any, devices: int) -> None:
     Raises:
       PlanError: saying which there are.
     """
-    _is(stages is None or (_is_whole(stages) and stages >= 1), "stages", repr(stages),
+    _require(stages is None or (_is_whole(stages) and stages >= 1), "stages", repr(stages),
         "a whole number, at least 1, or None", "stages=None, for as many as are best",
         refused="the number of stages")  # fmt: skip
     if schedule is None:
         return
     known = (*SIMULATED, *SEARCHED_AS, REPLICAS)
     near = " or ".join(get_close_matches(str(schedule), known, n=2)) if schedule not in known else ""
-    _is(schedule in known, "schedule", repr(schedule), f"one of {', '.join(known)}, or None",
+    _require(schedule in known, "schedule", repr(schedule), f"one of {', '.join(known)}, or None",
         near or "schedule=None, for the best of them", refused="the schedule")  # fmt: skip
     ranks = [n for n in range(2, devices + 1) if devices % n == 0]
     if schedule == INTERLEAVED and stages is not None:
-        _is(any(stages > n and stages % n == 0 for n in ranks), "stages",
+        _require(any(stages > n and stages % n == 0 for n in ranks), "stages",
             f"{INTERLEAVED} of {stages} stages on {devices} devices",
             "several stages for each of several equal ranks",
             f"stages={2 * ranks[0]}, or another schedule" if ranks else "several devices",
             refused="the schedule")  # fmt: skip
-    _is(stages != 1, "schedule", f"{schedule!r} for one stage", "several stages to be scheduled",
+    _require(stages != 1, "schedule", f"{schedule!r} for one stage", "several stages to be scheduled",
         "stages=2, or stages=None for as many as are best", refused="the schedule")  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def mesh_argument(mesh: object) -> list[tuple[tuple[str, ...], tuple[int, ...]]]
     if isinstance(mesh, Sequence) and mesh and all(isinstance(n, int) for n in mesh):
         return [(("x", "y", "z")[: len(mesh)], tuple(mesh))]
     if not isinstance(mesh, Sequence) or isinstance(mesh, str):
-        _is(False, "mesh", repr(mesh), "a shape, or axis names with sizes",
+        _require(False, "mesh", repr(mesh), "a shape, or axis names with sizes",
             'mesh=(2, 4) or mesh={"data": 2, "model": 4}', refused="the logical mesh")  # fmt: skip
         return []
     return [entry for one in mesh for entry in mesh_argument(one)]
@@ -246,12 +246,12 @@ def _layout(path: str, dims: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     """The axes of each dim of a pin."""
     example = 'pins={"*kernel": (None, "model")}'
     listed = isinstance(path, str) and not isinstance(dims, str) and isinstance(dims, Iterable)
-    _is(listed, "pins", repr(dims), "a path pattern, and for each dim None, an axis or several", example,
+    _require(listed, "pins", repr(dims), "a path pattern, and for each dim None, an axis or several", example,
         refused=f"the pin {path!r}")  # fmt: skip
     layout: list[tuple[str, ...]] = []
     for dim in dims:
         axes = () if dim is None else (dim,) if isinstance(dim, str) else dim
-        _is(isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes), "pins", repr(dim),
+        _require(isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes), "pins", repr(dim),
             "None, an axis name or a tuple of axis names", example, refused=f"the pin of {path}")  # fmt: skip
         layout.append(tuple(axes))
     return tuple(layout)
