@@ -10,6 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+MEGACORE = "tpu megacore"
+"""The platform of TPUs whose chips are two cores that run one program (v4, v5p)."""
+
+WIDE = "gpu float32"
+"""The platform of NVIDIA's GPUs before Hopper, which have no arithmetic in bfloat16."""
+
 
 class Kind(Enum):
     """How a compiler may treat an operation."""
@@ -80,7 +86,7 @@ class Program:
         it was donated or is carried by a loop.
       alike: a number for each value; values of one number are equal once barriers are forgotten. Kernels that compute
         such values from such values are merged. None where barriers hold, and equal operations are one already.
-      ordered_for_memory: whether the compiler picks the order that needs the least memory, or runs breadth-first.
+      platform: whose compiler fuses and orders it: "cpu", "gpu", `WIDE`, "tpu" or `MEGACORE`.
     """
 
     values: tuple[Value, ...]
@@ -89,4 +95,4 @@ class Program:
     outputs: tuple[int, ...]
     kept: tuple[tuple[int, int], ...] = ()
     alike: tuple[int, ...] | None = None
-    ordered_for_memory: bool = False
+    platform: str = "cpu"

@@ -216,6 +216,8 @@ class _Reader(Builder):
         if name == "split":
             parts = enumerate(avals)
             return tuple(self.emit(Kind.PERMUTE, "slice", reads, [aval], key=(key, rank))[0] for rank, aval in parts)
+        if self.on_tpu and (found := self._picked(equation, reads, avals, key)) is not None:
+            return found
         if name in _PERMUTES:
             return self.emit(Kind.PERMUTE, name, reads, avals, key=key, expensive=name == "gather")
         if name in _REDUCES:
@@ -228,12 +230,31 @@ class _Reader(Builder):
             return self.arithmetic(name, reads, avals, key, expensive=params["y"] < 0, library=params["y"] == 2)
         if self._is_arithmetic(name, reads, avals):
             reads = [self.spread(value, shape) for value in reads]
-            if name == "div" and len(reads) == 2 and (product := self.divided(reads, avals)) is not None:
+            if (
+                self.platform == "cpu"
+                and name == "div"
+                and len(reads) == 2
+                and (product := self.divided(reads, avals)) is not None
+            ):
                 return product
             constant_divisor = name == "div" and is_literal(equation.invars[1])  # a multiplication, really
             expensive = name in _EXPENSIVE and not constant_divisor
             return self.arithmetic(name, reads, avals, key, expensive=expensive, library=name in _LIBRARY)
         return self.emit(Kind.OPAQUE, name, reads, avals, key=None if equation.effects else key)
+
+    def _picked(self, equation: Any, reads: list[int], avals: list[Any], key: Any) -> tuple[int, ...] | None:
+        """Gathers and scatters as TPUs have them: those of one element of each row compare all with the index, others
+        are kernels of their own. None where it is neither."""
+        name, numbers = equation.primitive.name, equation.params.get("dimension_numbers")
+        rows = len(getattr(numbers, "operand_batching_dims", ()))
+        of_one = rows > 0 and rows == len(equation.invars[0].aval.shape) - 1
+        if name == "gather":
+            if of_one and all(size == 1 for size in equation.params["slice_sizes"]):
+                return self.emit(Kind.REDUCE, name, reads, avals, key=key, expensive=True)
+            return self.emit(Kind.OPAQUE, name, reads, avals, key=key)
+        if name.startswith("scatter") and of_one and not numbers.update_window_dims:
+            return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key)
+        return None
 
     def _called(self, equation: Any) -> Any:
         """The body of a call, if the equation is one: as many inputs and outputs, of the same shapes."""
@@ -264,13 +285,26 @@ class _Reader(Builder):
         inner = _Reader(partitioned=self.partitioned, platform=self.platform)
         outer_avals = [var.aval for var in equation.outvars]
         arguments = [inner.value(var.aval) for var in body.invars[: consts + carries]]
+        made_inside: dict[int, int] = {}
+        if self.platform != "cpu":
+            nothing = self.emit(Kind.BROADCAST, "sunk", (), [jax.ShapeDtypeStruct((0,), np.int8)], key="sunk")[0]
+            sunk = {rank: self._sunk(inner, value, {}) for rank, value in enumerate(reads[:consts])}
+            made_inside = {rank: value for rank, value in sunk.items() if value is not None}
+            reads = [nothing if rank in made_inside else value for rank, value in enumerate(reads)]
+        if self.on_tpu:
+            reads = [*reads[: consts + carries], *self._narrowed(body, reads[consts + carries :], consts + carries)]
+        elif self.on_gpu:
+            reads = [*reads[: consts + carries], *self._turned(body, reads[consts + carries :], consts + carries)]
         stacked = [inner.array(*self.types[value]) for value in reads[consts + carries :]]
         results = [inner.value(aval) for aval in outer_avals[carries:]]
         slices = [
-            inner.emit(Kind.PERMUTE, "dynamic_slice", [value], [var.aval])[0]
+            inner.emit(
+                Kind.PERMUTE, "dynamic_slice", [value], [jax.ShapeDtypeStruct(var.aval.shape, inner.types[value][1])]
+            )[0]
             for value, var in zip(stacked, body.invars[consts + carries :], strict=True)
         ]
-        env = dict(zip(body.invars, [*arguments, *slices], strict=True))
+        inputs = [made_inside.get(rank, value) for rank, value in enumerate(arguments)]
+        env = dict(zip(body.invars, [*inputs, *slices], strict=True))
         for var, const in zip(body.constvars, getattr(parts.body, "consts", ()), strict=False):
             env[var] = inner.emit(Kind.BROADCAST, "constant", (), [var.aval], key=("const", id(const)))[0]
         inner.equations(body, env)
@@ -286,6 +320,84 @@ class _Reader(Builder):
         empty = [self.emit(Kind.BROADCAST, "zeros", (), [aval], key=("zeros", rank, id(equation)))[0]
                  for rank, aval in enumerate(outer_avals[carries:])]  # fmt: skip
         return self.emit(Kind.LOOP, "scan", [*reads, *empty], outer_avals, kept=tuple(kept), bodies=(program,))
+
+    def _narrowed(self, body: Any, stacks: Sequence[int], first: int) -> list[int]:
+        """What a loop takes slices of: narrow, where the body does nothing with a slice but to make it so.
+
+        XLA moves the conversion out of the loop (weights of scanned layers as bfloat16, kept beside them).
+        """
+        found = []
+        for var, stack in zip(body.invars[first:], stacks, strict=True):
+            shape, dtype = self.types[stack]
+            kinds = self._read_as(body, var)
+            if len(kinds) == 1 and (target := next(iter(kinds))) is not None and target.itemsize < dtype.itemsize:
+                aval = jax.ShapeDtypeStruct(shape, target)
+                (stack,) = self.emit(Kind.ELEMENTWISE, "convert_element_type", [stack], [aval], key=str(target))
+            found.append(stack)
+        return found
+
+    def _turned(self, body: Any, stacks: Sequence[int], first: int) -> list[int]:
+        """What a loop takes slices of: copied before, where its body first moves another dim of a slice to the end.
+
+        XLA's GPU compiler lets the loop's readers choose how the stack lies, and whoever stacked it lays it otherwise.
+        """
+        found = []
+        for var, stack in zip(body.invars[first:], stacks, strict=True):
+            if self._is_turned(body, var):
+                aval = jax.ShapeDtypeStruct(*self.types[stack])
+                (stack,) = self.emit(Kind.OPAQUE, "copy", [stack], [aval], key="turned")
+            found.append(stack)
+        return found
+
+    def _is_turned(self, jaxpr: Any, var: Any) -> bool:
+        """Whether something reads a variable only after it has moved another dim of it to the end."""
+        for equation in jaxpr.eqns:
+            for place, atom in enumerate(equation.invars):
+                if atom is not var:
+                    continue
+                if equation.primitive.name == "transpose":
+                    order, shape = equation.params["permutation"], atom.aval.shape
+                    return order[-1] != len(shape) - 1
+                if (inner := open_jaxpr(self._called(equation))) is not None:
+                    if self._is_turned(inner, inner.invars[place]):
+                        return True
+                elif equation.primitive.name not in OWN_KERNEL and len(equation.outvars) == 1:
+                    (made,) = equation.outvars
+                    if made.aval.shape == atom.aval.shape and self._is_turned(jaxpr, made):
+                        return True
+        return False
+
+    def _read_as(self, jaxpr: Any, var: Any) -> set[Any]:
+        """The types that a variable is converted to by all that reads it; None among them where something else does."""
+        kinds: set[Any] = {None} if any(atom is var for atom in jaxpr.outvars) else set()
+        for equation in jaxpr.eqns:
+            places = [place for place, atom in enumerate(equation.invars) if atom is var]
+            if not places:
+                continue
+            if equation.primitive.name == "convert_element_type":
+                kinds.add(equation.outvars[0].aval.dtype)
+            elif (inner := open_jaxpr(self._called(equation))) is not None:
+                kinds = kinds.union(*(self._read_as(inner, inner.invars[place]) for place in places))
+            else:
+                kinds.add(None)
+        return kinds
+
+    def _sunk(self, inner: _Reader, value: int, known: dict[int, int | None]) -> int | None:
+        """A constant of a loop that is a number spread out, on TPUs also arithmetic of such and of iotas, made again in
+        the loop's body; None for others. XLA sinks such constants, so that no array of them is kept beside the loop.
+        """
+        if value not in known:
+            known[value] = None
+            source = self.source.get(value)
+            kinds = (Kind.BROADCAST, Kind.ELEMENTWISE, Kind.VIEW) if self.on_tpu else (Kind.BROADCAST,)
+            if source is not None and source.kind in kinds:
+                reads = [self._sunk(inner, one, known) for one in source.reads]
+                found = [one for one in reads if one is not None]
+                if len(found) == len(reads):
+                    shape, dtype = self.types[value]
+                    aval = jax.ShapeDtypeStruct(shape, dtype)
+                    (known[value],) = inner.emit(source.kind, source.name, found, [aval], expensive=source.expensive)
+        return known[value]
 
     def _while(self, equation: Any, reads: list[int]) -> tuple[int, ...]:
         skipped, consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]

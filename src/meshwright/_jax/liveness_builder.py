@@ -13,6 +13,7 @@ Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright._jax.dataflow import Kind, Operation, Program, Value
+from meshwright._jax.dataflow import WIDE, Kind, Operation, Program, Value
 from meshwright._jax.jaxpr import is_literal
 
 # Up to JAX 0.10 XLA's CPU backend forgets barriers before it orders kernels, so recomputation starts early.
@@ -40,6 +41,16 @@ def _is_view(shape: Sequence[int], order: Sequence[int]) -> bool:
     return moved == sorted(moved)
 
 
+def _in_tiles(shape: Sequence[int]) -> int:
+    """Elements that an array takes on a TPU, which keeps two dims in tiles of 8 x 128: those that fit best."""
+    dims = [size for size in shape if size != 1]
+    elements = math.prod(dims)
+    if len(dims) < 2 or not elements:
+        return elements
+    pairs = itertools.permutations(dims, 2)
+    return min(elements // (a * b) * (-(-a // 8) * 8) * (-(-b // 128) * 128) for a, b in pairs)
+
+
 class Builder:
     """Collects values and operations of one program.
 
@@ -51,6 +62,7 @@ class Builder:
     def __init__(self, *, partitioned: bool, platform: str) -> None:
         self.partitioned = partitioned
         self.platform = platform
+        self.on_tpu, self.on_gpu = platform.startswith("tpu"), platform.startswith("gpu")
         self.barriers_hold = _BARRIERS_HOLD or platform != "cpu"
         self.values: list[Value] = []
         self.types: list[tuple[tuple[int, ...], Any]] = []
@@ -74,7 +86,7 @@ class Builder:
             outputs=tuple(outputs),
             kept=kept,
             alike=None if self.barriers_hold else tuple(self._alike),
-            ordered_for_memory=self.platform != "cpu",
+            platform=self.platform,
         )
 
     def _scattered_onto(self, outputs: Sequence[int]) -> list[Operation]:
@@ -113,9 +125,8 @@ class Builder:
         """A new value of this shape and dtype."""
         itemsize = getattr(dtype, "itemsize", 0) or 0
         elements = math.prod(shape)
-        self.values.append(
-            Value(size_bytes=elements * itemsize, elements=elements, rank=sum(dim != 1 for dim in shape))
-        )
+        stored = _in_tiles(shape) if self.on_tpu else elements
+        self.values.append(Value(size_bytes=stored * itemsize, elements=elements, rank=sum(dim != 1 for dim in shape)))
         self.types.append((shape, dtype))
         self._alike.append(len(self.values) - 1)
         return len(self.values) - 1
@@ -205,7 +216,11 @@ class Builder:
     ) -> tuple[int, ...]:
         """An elementwise operation; in 16 bits it is float32 arithmetic and a rounding."""
         (aval,) = avals
-        if str(aval.dtype) not in NARROW or name == "select_n":
+        if self.platform == WIDE and expensive and str(aval.dtype) in NARROW and name != "convert_element_type":
+            wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
+            (result,) = self.emit(Kind.ELEMENTWISE, name, reads, [wide], key=key, expensive=True)
+            return self.emit(Kind.ELEMENTWISE, "convert_element_type", [result], avals, key="narrow")
+        if self.platform != "cpu" or str(aval.dtype) not in NARROW or name == "select_n":
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=expensive, library=library)
         if name == "convert_element_type":
             return self.emit(Kind.ELEMENTWISE, name, reads, avals, key=key, expensive=True, library=library)
@@ -270,6 +285,10 @@ class Builder:
             # XLA folds a transposition the program asks for into the product, which then is none for the library.
             folded = folded or (value in self.transposed and _is_view(shape, wanted))
             arranged = self.arranged(value, order)
+            if self.on_gpu and not all(self._lie_together(value, dims) for dims in (inner, free)):
+                # No product reads groups of dims in another order: they are put in order before.
+                moved = jax.ShapeDtypeStruct(*self.types[arranged])
+                (arranged,) = self.emit(Kind.OPAQUE, "regroup", [arranged], [moved], key="regroup")
             groups = {dim: math.prod(shape[d] for d in part) for part in (inner, free) for dim in part[:1]}
             flat = tuple(groups.get(d, shape[d]) for d in order if d in outer or d in groups)
             sides.append(self.reshaped(arranged, flat))
@@ -284,6 +303,14 @@ class Builder:
         if dtype != aval.dtype:
             product = self.rounded(product, aval.dtype)
         return (self.reshaped(product, tuple(aval.shape)),)
+
+    def _lie_together(self, value: int, dims: Sequence[int]) -> bool:
+        """Whether dims of a value, itself perhaps a transposition, are next to each other in memory in this order."""
+        source, order = self._order.get(value, (value, tuple(range(len(self.types[value][0])))))
+        shape = self.types[source][0]
+        places = [order[dim] for dim in dims if shape[order[dim]] != 1]
+        between = [place for place in range(min(places, default=0), max(places, default=-1)) if shape[place] != 1]
+        return places == sorted(places) and len(between) <= max(len(places) - 1, 0)
 
     def convolution(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
         """A convolution with channels last, and its result back in the equation's order."""

@@ -4,7 +4,7 @@ A collective is a kernel of its own, but rarely alone:
 
 * gathering and scattering work on the major dim, so another dim is moved there before and back afterwards;
 * an all-to-all takes its operand cut into one piece for each device and gives as many pieces, put together afterwards;
-* bfloat16 and float16 are widened to float32 before and rounded afterwards.
+* bfloat16 and float16 are widened to float32 before and rounded afterwards (elsewhere they are moved as they are).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_collective(program: Builder, equation: Any, position: int, value: int) -
     name, params = equation.primitive.name, equation.params
     aval = equation.outvars[position].aval
     key = str(sorted((k, str(v)) for k, v in params.items()))
-    if str(aval.dtype) in NARROW:
+    if program.platform == "cpu" and str(aval.dtype) in NARROW:
         value = program.widened(value)
         wide = jax.ShapeDtypeStruct(aval.shape, np.float32)
         return program.rounded(_moved(program, name, params, value, wide, key), aval.dtype)

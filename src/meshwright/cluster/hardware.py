@@ -19,12 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._jax.dataflow import MEGACORE, WIDE
 from .errors import ClusterError, check_count, check_number, check_text, check_type
 from .torus import check_torus
 from .wires import check_wires
 
 # No host is near this many devices; neither is a slice of TPUs.
 _MOST_DEVICES = 100_000
+
+
+# In JAX's names of GPUs.
+_BEFORE_HOPPER = ("Tesla", "A100", "RTX")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,14 @@ class Device:
     def platform(self) -> str:
         """What JAX calls the platform of such devices: "cpu", "gpu" or "tpu"."""
         return "cpu" if self.kind == "cpu" else "tpu" if self.kind.upper().startswith("TPU") else "gpu"
+
+    @property
+    def compiler(self) -> str:
+        """The platform as the memory model tells compilers apart (`_jax.dataflow`): TPUs v4 and v5p have chips of two
+        cores that run one program, GPUs before Hopper no arithmetic in bfloat16."""
+        if self.kind in ("TPU v4", "TPU v5"):
+            return MEGACORE
+        return WIDE if self.platform == "gpu" and any(name in self.kind for name in _BEFORE_HOPPER) else self.platform
 
     @property
     def usable_memory_bytes(self) -> float:

@@ -6,6 +6,13 @@ those of its producers that may be computed again at each use: cheap ones with o
 several only if every use can swallow them, expensive ones only if there is a single use that reads each element once.
 What nobody swallowed is stored. (XLA's instruction fusion; see "Operator Fusion in XLA", arXiv:2301.13062.)
 
+The first pass is that of CPUs. On accelerators what some reader needs in memory is read by all, reductions are not
+computed again, and (as compiled programs show: JAX 0.10.2, libtpu 0.0.42, CUDA 12.9)
+
+* a product of a TPU takes in all arithmetic on its operands, expensive or not, and ends with the arithmetic on its
+  result as long as nobody else reads what is between;
+* a product of a GPU (Triton) takes in what moves, widens or scales an operand; an exponential is cheap there.
+
 Cost: a few set operations an edge, and one bit set of ancestors per operation.
 """
 
@@ -14,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from meshwright._jax.dataflow import Kind, Operation, Program, Use
+from meshwright._jax.dataflow import MEGACORE, Kind, Operation, Program, Use
 
 _FUSIBLE = (Kind.VIEW, Kind.ELEMENTWISE, Kind.BROADCAST, Kind.PERMUTE, Kind.REDUCE, Kind.UPDATE)
 _LIBRARY_LIMIT = 64  # operations the library takes into one kernel
@@ -35,17 +42,23 @@ class Kernel:
     writes: tuple[int, ...]
     after: frozenset[int] = frozenset()
     library: bool = False
+    product: bool = False
     members: int = 1
 
     @property
     def fusible(self) -> bool:
         """Whether it may take in producers or be taken in."""
-        return self.operation.kind in _FUSIBLE and not self.library
+        return self.operation.kind in _FUSIBLE and not self.library and not self.product
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a matrix product or a convolution, whatever else it does."""
+        return self.product or self.operation.kind is Kind.CONTRACT or self.operation.name == "conv"
 
     @property
     def is_view(self) -> bool:
         """Whether it only gives its operand another name."""
-        return self.operation.kind is Kind.VIEW and self.members == 1 and not self.library
+        return self.operation.kind is Kind.VIEW and self.members == 1
 
     @property
     def in_place(self) -> int | None:
@@ -69,6 +82,8 @@ class Fusion:
 
     def __init__(self, program: Program) -> None:
         self._values = program.values
+        self._on_cpu, self._on_tpu = (program.platform.startswith(name) for name in ("cpu", "tpu"))
+        self._has_megacores = program.platform == MEGACORE
         self._kernels: dict[int, Kernel] = {}
         self._producer: dict[int, int] = {}
         self._users: dict[int, dict[int, None]] = {}
@@ -98,12 +113,54 @@ class Fusion:
 
     def run(self) -> list[Kernel]:
         """Fuses and returns the kernels."""
-        self._take_into_library()
+        if self._on_cpu:
+            self._take_into_library()
+        elif self._on_tpu:
+            self._finish_products()
         blocked = self._not_recomputable()
         for position in sorted(self._kernels, reverse=True):
-            if position in self._kernels and self._kernels[position].fusible:
-                self._swallow(self._kernels[position], blocked)
+            kernel = self._kernels.get(position)
+            if kernel is not None and self._takes_in(kernel):
+                self._swallow(kernel, blocked)
         return [self._kernels[position] for position in sorted(self._kernels)]
+
+    def _takes_in(self, kernel: Kernel) -> bool:
+        """Whether the kernel may compute its operands itself."""
+        return kernel.fusible or (not self._on_cpu and kernel.multiplies)
+
+    def _finish_products(self) -> None:
+        """Products with the arithmetic on their results, as long as nobody else reads what is in between."""
+        for position in sorted(self._kernels):
+            kernel = self._kernels.get(position)
+            if kernel is None or not kernel.multiplies:
+                continue
+            chain = [kernel]
+            while (user := self._only_user(chain[-1])) is not None and self._ends_product(user):
+                chain.append(user)
+            if len(self._users.get(chain[-1].writes[0], ())) > 1:
+                # Each of several users widens a narrow result itself.
+                while len(chain) > 1 and self._widens(chain[-1]):
+                    chain.pop()
+            for user in chain[1:]:
+                self._merge(user, kernel, kernel.writes[0])
+                user.product = True
+                kernel = user
+
+    def _widens(self, kernel: Kernel) -> bool:
+        (value,) = kernel.writes
+        return len(kernel.uses) == 1 and self._values[value].size_bytes > max(
+            self._values[operand].size_bytes for operand in kernel.uses
+        )
+
+    def _only_user(self, kernel: Kernel) -> Kernel | None:
+        (value,) = kernel.writes
+        users = self._users.get(value, {})
+        return self._kernels[next(iter(users))] if len(users) == 1 and value not in self._outputs else None
+
+    def _ends_product(self, user: Kernel) -> bool:
+        if user.product or user.operation.kind not in (Kind.VIEW, Kind.ELEMENTWISE, Kind.PERMUTE, Kind.REDUCE):
+            return False
+        return user.operation.kind is not Kind.PERMUTE or user.operation.name == "transpose"
 
     def _take_into_library(self) -> None:
         for position in sorted(self._kernels, reverse=True):
@@ -167,14 +224,47 @@ class Fusion:
 
     def _may_fuse(self, consumer: Kernel, value: int) -> bool:
         producer = self._kernels.get(self._producer.get(value, -1))
-        if producer is None or not producer.fusible or not consumer.fusible or value == consumer.in_place:
+        if producer is None or not producer.fusible or not self._takes_in(consumer) or value == consumer.in_place:
             return False
         if producer.operation.kind is Kind.UPDATE:
             return False
-        if not producer.operation.expensive:
+        operation = producer.operation
+        if not self._on_cpu and operation.kind is Kind.REDUCE:
+            return False
+        if self._on_tpu:
+            return not (self._has_megacores and consumer.multiplies and self._divides_for_several(producer))
+        if not self._on_cpu and consumer.multiplies and not self._is_prologue(producer):
+            return False
+        if not operation.expensive or (operation.name == "exp" and not self._on_cpu):
             return True
         single = len(self._users[value]) == 1 and value not in self._outputs
         return single and consumer.uses[value] is not Use.REPEATED
+
+    def _divides_for_several(self, kernel: Kernel) -> bool:
+        """Whether a kernel is a division, converted or not, that several read."""
+        (value,) = kernel.writes
+        operation = kernel.operation
+        if len(self._users[value]) < 2:
+            return False
+        while operation.name == "convert_element_type":
+            source = self._kernels.get(self._producer.get(operation.reads[0], -1))
+            if source is None:
+                break
+            operation = source.operation
+        return operation.name == "div"
+
+    def _is_prologue(self, kernel: Kernel) -> bool:
+        """Whether a GPU's matrix product can do it while it reads an operand: it moves, converts or scales."""
+        operation = kernel.operation
+        if operation.kind in (Kind.VIEW, Kind.BROADCAST) or operation.name == "transpose":
+            return True
+        if operation.kind is not Kind.ELEMENTWISE or len(operation.reads) != 1 or operation.expensive:
+            return False
+        if self._values[operation.reads[0]].size_bytes <= self._values[operation.writes[0]].size_bytes:
+            return True
+        # A conversion to fewer bits belongs to whatever makes its operand, and is read again for each tile otherwise.
+        source = self._kernels.get(self._producer.get(operation.reads[0], -1))
+        return source is not None and (source.operation.kind is Kind.UPDATE or len(source.operation.reads) == 1)
 
     def _not_recomputable(self) -> set[int]:
         """Values with several large sources that some use could not swallow: computing them again reads too much."""
@@ -193,7 +283,14 @@ class Fusion:
             rank = self._values[value].rank
             large = [v for v in kernel.uses if self._values[v].rank >= rank and not self._is_broadcast(v)]
             read = sum(self._values[v].elements for v in kernel.uses)
+            if not self._on_cpu and kernel.uses and not self._is_cheap_everywhere(value):
+                blocked.add(value)
+                continue
             if len(large) <= 1 or read <= self._values[value].elements:
+                continue
+            users = [self._kernels[user] for user in self._users.get(value, ())]
+            if self._on_tpu and len(users) > 1 and not all(user.multiplies for user in users):
+                blocked.add(value)  # arithmetic of several operands is done again in products alone
                 continue
             seen: dict[int, bool] = {}
             everywhere = value not in self._outputs and all(
@@ -203,6 +300,11 @@ class Fusion:
             if not everywhere:
                 blocked.add(value)
         return blocked
+
+    def _is_cheap_everywhere(self, value: int) -> bool:
+        """Whether every kernel that reads a value may compute it: else it is there, and read."""
+        users = self._users.get(value, {})
+        return value not in self._outputs and all(self._may_fuse(self._kernels[user], value) for user in users)
 
     def _is_broadcast(self, value: int) -> bool:
         producer = self._kernels.get(self._producer.get(value, -1))

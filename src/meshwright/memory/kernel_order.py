@@ -84,20 +84,72 @@ def without_equals(program: Program, kernels: list[Kernel]) -> tuple[Program, li
     return replace(program, outputs=tuple(instead.get(value, value) for value in program.outputs)), left
 
 
-def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
-    """Arguments whose buffer an output takes over while a kernel that reads them may still have to run."""
+def readers_first(program: Program, kernels: list[Kernel]) -> tuple[list[Kernel], set[int]]:
+    """Kernels that write into an argument's buffer ordered after those that read the argument, and the arguments for
+    which no such order exists: these are copied when the program starts."""
     producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    above = _ancestors(kernels, producer)
+    readers = _argument_readers(kernels)
+    below: dict[int, list[int]] = {}
+    for kernel in kernels:
+        for value in (*kernel.uses, *kernel.after):
+            if value in producer:
+                below.setdefault(producer[value].position, []).append(kernel.position)
+    gates: dict[int, set[int]] = {}
+    copied: set[int] = set()
+    for argument_position, output_position in program.kept:
+        argument, output = program.arguments[argument_position], program.outputs[output_position]
+        writer = producer.get(output)
+        if writer is None:
+            continue
+        others = [one for one in readers.get(argument, ()) if one is not writer]
+        needed = 0
+        for reader in others:
+            needed |= above[reader.position]
+        overwrites = writer in readers.get(argument, ()) and not may_overwrite(program, writer, argument, output)
+        if overwrites or needed >> writer.position & 1:
+            copied.add(argument)
+            continue
+        stack = [writer.position]
+        while stack:
+            position = stack.pop()
+            if above[position] | needed != above[position]:
+                above[position] |= needed
+                stack.extend(below.get(position, ()))
+        for reader in others:
+            below.setdefault(reader.position, []).append(writer.position)
+            gates.setdefault(writer.position, set()).update(reader.writes)
+    ordered = [
+        replace(one, after=one.after.union(gates[one.position]).difference(one.uses)) if one.position in gates else one
+        for one in kernels
+    ]
+    return ordered, copied
+
+
+def _ancestors(kernels: list[Kernel], producer: Mapping[int, Kernel]) -> dict[int, int]:
+    """By position of each kernel a bit for itself and for each kernel that has to run before it."""
     above: dict[int, int] = {}
     for kernel in kernels:
         mask = 1 << kernel.position
-        for value in kernel.uses:
+        for value in (*kernel.uses, *kernel.after):
             if value in producer:
                 mask |= above[producer[value].position]
         above[kernel.position] = mask
+    return above
+
+
+def _argument_readers(kernels: list[Kernel]) -> dict[int, list[Kernel]]:
     readers: dict[int, list[Kernel]] = {}
     for kernel in kernels:
         for value in kernel.uses:
             readers.setdefault(value, []).append(kernel)
+    return readers
+
+
+def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
+    """Arguments whose buffer an output takes over while a kernel that reads them may still have to run."""
+    producer = {value: kernel for kernel in kernels for value in kernel.writes}
+    above, readers = _ancestors(kernels, producer), _argument_readers(kernels)
     copied: set[int] = set()
     for argument_position, output_position in program.kept:
         argument, output = program.arguments[argument_position], program.outputs[output_position]

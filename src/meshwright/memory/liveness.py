@@ -31,6 +31,7 @@ from meshwright.memory.kernel_order import (
     greedy,
     heaviest_first,
     may_overwrite,
+    readers_first,
     without_dead_code,
     without_equals,
     without_views,
@@ -116,13 +117,16 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     """Bytes of temporaries at the worst moment, and which those are."""
     program = without_dead_code(program)
     program, kernels = without_equals(*without_views(program, Fusion(program).run()))
-    copied = copied_arguments(program, kernels)
+    if program.platform == "cpu":
+        copied = copied_arguments(program, kernels)
+    else:
+        kernels, copied = readers_first(program, kernels)
     inside = {
         kernel.position: max(_temporaries(body)[0] for body in kernel.operation.bodies)
         for kernel in kernels
         if kernel.operation.bodies
     }
-    if not program.ordered_for_memory:
+    if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
     orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
     return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])

@@ -125,7 +125,7 @@ class Refinement:
             self._asked.tell("predicting memory")
             begun = time.perf_counter()
             # Of a cluster of several kinds any device: their platform is what counts.
-            plan = written_out(found.plan, found.program, self._asked.cluster.device.platform, counted=self._counted)
+            plan = written_out(found.plan, found.program, self._asked.cluster.device.compiler, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
             if self._fits(plan, held_bytes(found.plan)):
                 return replace(found, plan=plan).beside(least_seconds)
