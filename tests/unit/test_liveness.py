@@ -135,9 +135,9 @@ def test_a_body_is_looked_at_once_for_all_orders(monkeypatch: pytest.MonkeyPatch
         return Fusion(one)
 
     monkeypatch.setattr(meshwright.memory.liveness, "Fusion", fusing)
-    body = program([operation(K, (0,), 1), operation(K, (1,), 2)], (2,), kept=((0, 0),), ordered_for_memory=True)
+    body = program([operation(K, (0,), 1), operation(K, (1,), 2)], (2,), kept=((0, 0),), platform="gpu")
     loop = operation(Kind.LOOP, (0,), 1, kept=((0, 0),), bodies=(body,))
-    predict(program([loop], (1,), ordered_for_memory=True))
+    predict(program([loop], (1,), platform="gpu"))
     assert len(fused) == 2
 
 
@@ -172,7 +172,7 @@ def test_what_is_soon_made_again_is_made_where_it_is_read() -> None:
     chain = program([*again, *(operation(K, (v, v + 3 if v > 1 else 0), v + 4) for v in (1, 2, 3))], (7,))
     assert order_of(depth_first, chain) == [3, 2, 1, 5, 6, 7]
     assert order_of(heaviest_first, chain) == [1, 5, 2, 6, 3, 7]
-    assert predict(replace(chain, ordered_for_memory=True)).temp_bytes == 2 * BYTES
+    assert predict(replace(chain, platform="gpu")).temp_bytes == 2 * BYTES
     assert predict(chain).temp_bytes == 3 * BYTES
 
 

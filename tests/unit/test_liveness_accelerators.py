@@ -1,0 +1,143 @@
+"""What the memory model says of XLA's compilers for TPUs and GPUs: each rule on a few operations, and peaks of whole
+steps beside those of the compilers themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
+from meshwright._jax.dataflow import MEGACORE, Kind, Operation, Program, Value
+from meshwright._jax.liveness_adapter import dataflow_of
+from meshwright._jax.liveness_builder import _in_tiles
+from meshwright.cluster import load_cluster
+from meshwright.memory.fusion import Fusion
+from meshwright.memory.kernel_order import readers_first
+from meshwright.memory.liveness import predict
+
+E, C, K, R = Kind.ELEMENTWISE, Kind.CONTRACT, Kind.OPAQUE, Kind.REDUCE
+BYTES = 40_000
+
+
+def operation(kind: Kind, reads: tuple[int, ...], write: int, name: str = "", **rest: Any) -> Operation:
+    return Operation(kind=kind, name=name or kind.value, reads=reads, writes=(write,), **rest)
+
+
+def program(platform: str, operations: list[Operation], outputs: tuple[int, ...], arguments: int = 1) -> Program:
+    count = 1 + max(value for op in operations for value in (*op.reads, *op.writes))
+    return Program(
+        values=(Value(size_bytes=BYTES, elements=BYTES // 4, rank=2),) * count, operations=tuple(operations),
+        arguments=tuple(range(arguments)), outputs=outputs, platform=platform,
+    )  # fmt: skip
+
+
+def stored(platform: str, operations: list[Operation], outputs: tuple[int, ...], arguments: int = 1) -> list[int]:
+    return [kernel.writes[0] for kernel in Fusion(program(platform, operations, outputs, arguments)).run()]
+
+
+def test_products_of_tpus_compute_their_operands_and_those_of_gpus_read_them() -> None:
+    steps = [operation(E, (0,), 1, "tanh", expensive=True), operation(C, (1,), 2), operation(C, (1,), 3)]
+    assert stored("tpu", steps, (2, 3)) == [2, 3]
+    assert stored("gpu", steps, (2, 3)) == [1, 2, 3]
+
+
+def test_a_product_of_a_tpu_ends_with_the_arithmetic_on_its_result_as_long_as_nobody_else_reads_it() -> None:
+    steps = [operation(C, (0,), 1), operation(E, (1, 0), 2), operation(K, (2,), 3), operation(K, (2,), 4)]
+    assert stored("tpu", steps, (3, 4)) == [2, 3, 4]
+    assert stored("tpu", steps, (1, 3, 4)) == [1, 2, 3, 4]
+
+
+def test_a_sum_of_two_values_that_more_arithmetic_reads_is_stored() -> None:
+    total = operation(E, (0, 1), 2)
+    twice = [operation(C, (2,), 3), operation(C, (2,), 4)]
+    assert stored("tpu", [total, *twice], (3, 4), 2) == [3, 4]
+    assert stored("tpu", [total, *twice[:1], operation(E, (2,), 4)], (3, 4), 2) == [2, 3, 4]
+
+
+def test_chips_of_two_cores_store_a_division_that_several_products_read() -> None:
+    divided = [operation(E, (0,), 1, "div", expensive=True), operation(E, (1,), 2, "convert_element_type")]
+    steps = [*divided, operation(C, (2,), 3), operation(C, (2,), 4)]
+    assert stored("tpu", steps, (3, 4)) == [3, 4]
+    assert stored(MEGACORE, steps, (3, 4)) == [2, 3, 4]
+    compilers = {
+        name: load_cluster(name).device.compiler for name in ("tpu-v4:4", "tpu-v5p:4", "tpu-v5e:4", "dgx-h100")
+    }
+    assert list(compilers.values()) == [MEGACORE, MEGACORE, "tpu", "gpu"]
+
+
+def test_gpus_compute_an_exponential_again_and_a_tangent_once() -> None:
+    def of(name: str) -> list[int]:
+        twice = [operation(R, (1,), 2), operation(E, (1,), 3)]
+        return stored("gpu", [operation(E, (0,), 1, name, expensive=True), *twice], (2, 3))
+
+    assert of("exp") == [2, 3]
+    assert of("tanh") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_who_reads_a_donated_argument_runs_before_its_buffer_is_written(platform: str) -> None:
+    steps = [operation(E, (0,), 1), operation(K, (0,), 2)]
+    one = replace(program(platform, steps, (1, 2)), kept=((0, 0),))
+    kernels, copied = readers_first(one, Fusion(one).run())
+    assert copied == set()
+    assert kernels[0].after == {2}
+    assert predict(one).temp_bytes == 0
+    both = replace(one, operations=(steps[0], operation(K, (0, 1), 2)))  # it reads the new value as well
+    assert readers_first(both, Fusion(both).run())[1] == {0}
+
+
+def test_tpus_keep_two_dims_in_tiles() -> None:
+    assert _in_tiles((8, 128)) == _in_tiles((128, 8)) == 1024
+    assert _in_tiles((32, 112, 112, 224)) == 32 * 112 * 112 * 256
+    assert _in_tiles((3, 3)) == 1024
+    assert _in_tiles((1, 7, 1)) == 7
+
+
+def _scanned(x: jax.Array, weights: jax.Array) -> jax.Array:
+    mask = lax.broadcasted_iota(jnp.int32, x.shape, 0) >= lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+    def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.where(mask, (x @ weight.astype(jnp.bfloat16)), 0), None
+
+    return lax.scan(layer, x, weights)[0]
+
+
+def test_loops_of_tpus_make_their_masks_and_take_slices_of_narrow_weights() -> None:
+    x, weights = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)
+    found = {name: dataflow_of(_scanned, x, weights, platform=name) for name in ("tpu", "gpu")}
+    loops = {name: next(op for op in one.operations if op.kind is Kind.LOOP) for name, one in found.items()}
+    read = {name: [found[name].values[v].size_bytes for v in loop.reads] for name, loop in loops.items()}
+    assert sorted(read["tpu"])[-1] == weights.size * 2
+    assert sorted(read["gpu"])[-1] == weights.size * 4
+    assert x.size not in read["tpu"]  # the mask
+    assert x.size in read["gpu"]
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize(
+    ("row", "has_compiler"),
+    [
+        (("gpt3-125m+scan", "tpu-v5e:8", 64, "data_parallel"), has_tpu_compiler()),
+        (("gpt3-125m+scan+remat", "tpu-v5p:8", 64, "data_parallel"), has_tpu_compiler()),
+        (("gpt3-125m+scan", "dgx-h100:1", 64, "data_parallel"), has_cuda_compiler()),
+    ],
+    ids=lambda one: "-".join(map(str, one)) if isinstance(one, tuple) else "",
+)
+def test_peaks_are_those_of_the_compiler(row: tuple[str, str, int, str], has_compiler: bool, tmp_path: Path) -> None:
+    if not has_compiler:
+        pytest.skip("needs the compiler of the cluster: make test-compilers, make test-compilers-gpu")
+    script = Path(__file__).parents[2] / "benchmarks" / "compiled_memory.py"
+    done = subprocess.run(
+        [sys.executable, script, "--row", json.dumps(row)], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0.97 * found["compiled"] < found["predicted"] < 1.08 * found["compiled"]
