@@ -1,122 +1,182 @@
 """Predicted peaks beside those of the target's own compiler, which needs no device.
 
-    python benchmarks/compiled_memory.py --only 'gpt3-125m/*'
-    python benchmarks/compiled_memory.py --record compiled.json
+    python benchmarks/compiled_memory.py --platform tpu --only 'gpt3-125m*'
+    python benchmarks/compiled_memory.py --platform gpu --record compiled.json
 
-A row is one `meshwright verify TARGET --cluster CLUSTER` command: a model, a cluster, a batch, and what its plan is
-held to. It needs the compiler of the cluster (`make setup-tpu`; docs/compilers.md) and takes as long as that compiles:
-a minute for each ten layers that are not a loop.
+A row is a model, a cluster, a batch and what its plan of one stage is held to. It needs the compiler of the cluster
+(`make setup-tpu`, `make setup-cuda`; docs/compilers.md); `--platform` picks the rows of one. XLA writes down where
+every buffer lies before it generates code, which is most of compiling: as soon as it has, the process of the row ends,
+so that a row takes ten seconds to a minute.
 
-Prints one JSON object: for each row the predicted and compiled peak, their ratio, whether the compiler accepts the
-programs, predicted and compiled FLOPs, collective bytes and compute seconds, and what compiling took; and over all rows
-the median error of peaks, the 90th percentile and the worst that is too low. `--record FILE` writes rows as they are
-done, and runs only those that FILE does not have.
+Prints one JSON object: for each row the predicted and compiled peak in bytes, the device's limit and what XLA computes
+again by itself; and over all rows the median error of peaks, the 90th percentile and the most that one is too low.
+`--record FILE` writes rows as they are done, and runs only those that FILE does not have.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-# Model, cluster, samples, and further options of the command.
-ROWS: tuple[tuple[str, str, int, str], ...] = (
-    ("gpt-tiny", "tpu-v5e:8", 64, ""),
-    ("gpt-tiny", "tpu-v5e:8", 64, "--stages 2"),
-    ("moe-tiny", "tpu-v4:4", 32, ""),
-    ("gpt3-125m", "tpu-v5e:8", 64, "--stages 1"),
-    ("gpt3-125m", "tpu-v5p:8", 64, "--stages 1 --microbatches 1"),
-    ("gpt3-350m", "tpu-v5e:8", 512, "--stages 1"),
-    ("gpt3-1.3b", "tpu-v5p:8", 64, "--stages 1"),
-    ("gpt3-1.3b", "tpu-v5p:8", 64, "--stages 2"),
-    ("llama3-8b", "tpu-v5p:16", 64, "--stages 1"),
-    ("moe-2.4b", "tpu-v5p:8", 64, "--stages 1"),
-    ("wresnet-500m", "tpu-v5e:8", 256, "--stages 1"),
-    ("unet-470m", "tpu-v5e:8", 256, "--stages 1"),
-)
-
-# A command is stopped after so long.
-LATE_SECONDS = 1800.0
+# Model (+ scan: its layers as one loop; + remat: layers rematerialised), cluster, samples, options of `plan_for`.
+Row = tuple[str, str, int, str]
 
 
-def name_of(row: tuple[str, str, int, str]) -> str:
-    """As `--only` matches it."""
-    model, cluster, batch, options = row
-    return f"{model}/{cluster}/{batch}/{options.replace('--', '').replace(' ', ',') or 'auto'}"
-
-
-def measured(row: tuple[str, str, int, str]) -> dict[str, Any]:
-    """What the command says of a row."""
-    model, cluster, batch, options = row
-    command = [sys.executable, "-m", "meshwright", "verify", model, "--cluster", cluster, "--json"]
-    begun = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [*command, "--global-batch", str(batch), *options.split()], capture_output=True, text=True, check=False,
-            timeout=LATE_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"failed": f"took more than {LATE_SECONDS:g} s"}
-    if done.returncode not in (0, 1) or not done.stdout:
-        return {"failed": done.stderr.strip().splitlines()[-1:]}
-    found = json.loads(done.stdout)
-    stages = [
-        {
-            "peak_bytes": stage["memory_bytes"], "limit_bytes": stage["memory_limit_bytes"],
-            "accepted": not stage.get("refusals"), "flops": stage["flops"],
-            "compute_seconds": stage.get("compute_seconds"),
-            "collective_bytes": {
-                side: {kind: one["bytes"] for kind, one in stage["collectives"][side].items()}
-                for side in ("predicted", "compiled")
-            },
-            "beside_compute": stage.get("beside_compute"),
-        }
-        for stage in found["stages"]
+def _rows() -> tuple[Row, ...]:
+    small = ("gpt3-125m", "gpt3-125m+scan", "gpt3-125m+scan+remat", "gpt3-350m", "gpt3-350m+scan")
+    tpus = ("tpu-v5e:8", "tpu-v5p:8", "tpu-v6e:8", "tpu-v4:8")
+    found: list[Row] = [(model, cluster, 128, "") for model, cluster in product(small, tpus)]
+    found += [(model, "tpu-v5e:8", 64, preset) for model, preset in product(small, ("data_parallel", "zero(stage=3)"))]
+    found += [
+        ("gpt3-1.3b+scan", "tpu-v5p:8", 64, ""), ("gpt3-1.3b+scan+remat", "tpu-v5e:8", 64, ""),
+        ("gpt3-2.6b+scan", "tpu-v5p:16", 128, ""), ("llama3-8b", "tpu-v5p:16", 64, ""),
+        ("llama3-8b", "tpu-v5p:32", 128, ""), ("llama3-8b", "tpu-v6e:32", 32, ""), ("moe-380m", "tpu-v5e:8", 64, ""),
+        ("moe-690m", "tpu-v5p:8", 64, ""), ("moe-2.4b", "tpu-v5p:8", 64, ""),
+        ("wresnet-250m", "tpu-v5e:8", 256, ""), ("wresnet-500m", "tpu-v5p:8", 512, ""),
+        ("unet-470m", "tpu-v5e:8", 256, ""),
     ]  # fmt: skip
-    seconds = time.perf_counter() - begun
-    return {"stages": stages, "compile_seconds": found["compile_seconds"], "wall_seconds": seconds}
+    gpus = ("dgx-h100:1", "dgx-a100-80:1", "p3.16xlarge:1")
+    found += [(model, cluster, 128, "") for model, cluster in product(small, gpus)]
+    found += [
+        (model, "dgx-h100:1", 256, preset) for model, preset in product(small, ("data_parallel", "zero(stage=3)"))
+    ]
+    found += [
+        ("gpt3-1.3b", "dgx-h100:1", 64, ""), ("gpt3-1.3b+scan", "dgx-h100:1", 256, ""),
+        ("gpt3-2.6b", "dgx-h100:1", 512, ""), ("llama3-8b", "dgx-h100:2", 64, ""), ("llama3-8b", "dgx-h100:4", 128, ""),
+        ("moe-380m", "dgx-h100:1", 256, ""), ("moe-2.4b", "dgx-h100:1", 512, ""),
+        ("unet-470m", "dgx-h100:1", 1024, ""), ("wresnet-250m", "dgx-h100:1", 1536, ""),
+        ("wresnet-500m", "dgx-h100:1", 1536, ""),
+    ]  # fmt: skip
+    return tuple(found)
 
 
-def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Of each row that was compiled, predicted over compiled peaks of its stages."""
-    found = {}
-    for name, row in rows.items():
-        peaks = [stage["peak_bytes"] for stage in row.get("stages", ()) if stage["accepted"]]
-        if peaks:
-            found[name] = [one["predicted"] / one["compiled"] for one in peaks]
+ROWS = _rows()
+
+# A row is stopped after so long.
+LATE_SECONDS = 600.0
+
+
+def name_of(row: Row) -> str:
+    """As `--only` matches it."""
+    model, cluster, batch, preset = row
+    return f"{model}/{cluster}/{batch}/{preset or 'planned'}"
+
+
+def peak_bytes_of(text: str) -> float:
+    """The bytes of a program's buffers in the device's main memory, by XLA's report of its buffer assignment."""
+    found = 0.0
+    for line in text.splitlines():
+        if line.startswith("Used values"):
+            break
+        if allocation := re.match(r"allocation \d+: size (\d+)(.*)", line):
+            size, kind = float(allocation[1]), allocation[2]
+            elsewhere = re.search(r"color [1-9]", kind) or "thread-local" in kind or "constant" in kind
+            found += 0.0 if elsewhere else size
     return found
+
+
+def run_row(row: Row, folder: Path) -> None:
+    """Plans and compiles one row, XLA's reports in a folder, and prints what was found; ends the process."""
+    from meshwright import zoo
+    from meshwright.cluster import load_cluster
+    from meshwright.compilers import target_devices
+    from meshwright.planning.plan_for import plan_for
+    from meshwright.program.effects import without_effects
+    from meshwright.runtime.executable import executable
+    from meshwright.zoo import registry
+
+    name, cluster_name, batch, preset = row
+    model, *how = name.split("+")
+    family, config = registry._ENTRIES[model]
+    changes: dict[str, Any] = {"global_batch": batch, **({"scan": True} if "scan" in how else {})}
+    target: zoo.Target = family.build(dataclasses.replace(config, **changes), remat="remat" in how)
+    cluster = load_cluster(cluster_name)
+    options = {"preset": preset} if preset else {"stages": 1}
+    found = plan_for(target.step, (target.example_state, target.example_batch), cluster=cluster, **options)
+    step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
+    lowered = step.lower()
+    begun = time.perf_counter()
+    errors: list[str] = []
+
+    def compile_it() -> None:
+        try:
+            lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+        except Exception as error:  # shown as the row's failure
+            errors.append(str(error)[:300])
+
+    thread = threading.Thread(target=compile_it, daemon=True)
+    thread.start()
+    while thread.is_alive() and not list(folder.glob("*memory-usage-report.txt")):
+        time.sleep(0.2)
+    time.sleep(0.5)  # until it is written whole
+    texts = [path.read_text() for path in folder.glob("*buffer-assignment.txt")]
+    (stage,) = found.plan.stages
+    row_facts = {
+        "predicted": stage.memory.total, "limit": cluster.device.usable_memory_bytes,
+        "microbatches": found.plan.microbatches, "compile_seconds": time.perf_counter() - begun,
+        **({"compiled": max(map(peak_bytes_of, texts))} if texts else {"failed": "no report"}),
+        **({"failed": errors} if errors else {}),
+    }  # fmt: skip
+    print(json.dumps(row_facts), flush=True)
+    os._exit(0)  # the compiler is still at work
+
+
+def measured(row: Row) -> dict[str, Any]:
+    """A row, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--row", json.dumps(row), "--folder", folder]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"took more than {LATE_SECONDS:g} s"}
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
 
 
 def main() -> int:
     """Run the rows that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="names or patterns of names, separated by semicolons")
+    parser.add_argument("--platform", choices=("tpu", "gpu"), help="only rows of these devices")
     parser.add_argument("--record", type=Path, help="write the rows to this file")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.row:
+        run_row(tuple(json.loads(asked.row)), asked.folder)
     known = json.loads(asked.record.read_text()) if asked.record and asked.record.exists() else {}
     for row in ROWS:
         name = name_of(row)
-        if name in known or not any(fnmatchcase(name, pattern) for pattern in asked.only.split(";")):
+        platform = "tpu" if row[1].startswith("tpu") else "gpu"
+        wanted = any(fnmatchcase(name, pattern) for pattern in asked.only.split(";"))
+        if name in known or not wanted or asked.platform not in (None, platform):
             continue
         known[name] = measured(row)
-        print(name, json.dumps(known[name])[:400], file=sys.stderr, flush=True)
+        print(name, json.dumps(known[name])[:300], file=sys.stderr, flush=True)
         if asked.record:
             asked.record.write_text(json.dumps(known, indent=1))
-    each = [ratio for row in ratios(known).values() for ratio in row]
-    errors = sorted(abs(ratio - 1) for ratio in each)
+    each = {name: row["predicted"] / row["compiled"] for name, row in known.items() if "compiled" in row}
+    errors = sorted(abs(ratio - 1) for ratio in each.values())
     summary = {
-        "stages": len(each),
+        "rows": len(each),
         "median_error": statistics.median(errors) if errors else None,
         "error_90th": errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else None,
-        "most_too_low": 1 - min(each) if each else None,
+        "most_too_low": 1 - min(each.values()) if each else None,
     }
-    print(json.dumps({"rows": known, "peaks": summary}, indent=1))
+    print(json.dumps({"rows": known, "ratios": each, "peaks": summary}, indent=1))
     return 0
 
 
