@@ -136,8 +136,8 @@ def test_peaks_are_those_of_the_compiler(row: tuple[str, str, int, str], has_com
     if not has_compiler:
         pytest.skip("needs the compiler of the cluster: make test-compilers, make test-compilers-gpu")
     script = Path(__file__).parents[2] / "benchmarks" / "compiled_memory.py"
-    done = subprocess.run(
-        [sys.executable, script, "--row", json.dumps(row)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, script, "--row", json.dumps(row), "--folder", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert 0.97 * found["compiled"] < found["predicted"] < 1.08 * found["compiled"]
+    # What predictions are held to: never more than 3 % too low, nine of ten within 12 %.
+    assert 0.97 * found["compiled"] < found["predicted"] < 1.12 * found["compiled"]
