@@ -56,6 +56,17 @@ def test_a_product_of_a_tpu_ends_with_the_arithmetic_on_its_result_as_long_as_no
     assert stored("tpu", steps, (1, 3, 4)) == [1, 2, 3, 4]
 
 
+def test_a_product_of_a_tpu_that_ends_with_a_sum_writes_over_what_it_adds_to() -> None:
+    """A gradient is added to those of earlier microbatches where they are (XLA for v5e: no temporaries)."""
+
+    def add(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return total + x.T @ y
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 256), (64, 128), (64, 256))]
+    found = predict(dataflow_of(jax.jit(add), *shapes, donate_argnums=[0], platform="tpu"))
+    assert found.temp_bytes == 0
+
+
 def test_a_sum_of_two_values_that_more_arithmetic_reads_is_stored() -> None:
     total = operation(E, (0, 1), 2)
     twice = [operation(C, (2,), 3), operation(C, (2,), 4)]

@@ -172,7 +172,7 @@ def may_overwrite(program: Program, kernel: Kernel, operand: int, result: int) -
         )
     if program.values[operand].size_bytes != program.values[result].size_bytes:
         return False
-    return kernel.in_place == operand or (kernel.fusible and kernel.uses.get(operand) is Use.SAME)
+    return kernel.in_place == operand or ((kernel.fusible or kernel.product) and kernel.uses.get(operand) is Use.SAME)
 
 
 def _post_order(
