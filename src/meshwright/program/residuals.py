@@ -49,7 +49,7 @@ _LINEAR = frozenset(
 # The derivative reads operands that are not differentiated themselves (indices, predicates).
 _INDEXED = frozenset(["select_n", "gather", "scatter-add", "dynamic_slice", "dynamic_update_slice", "scatter"])
 # The derivative reads the result.
-_BY_RESULT = frozenset(["exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv"])
+RESULT_READ = frozenset(["exp", "exp2", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "erf_inv"])
 # Each operand's derivative reads the other ones.
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
 # Neither elementwise nor as cheap: all others a fusing compiler makes again where they are read.
@@ -105,16 +105,16 @@ _NOT_FUSED = frozenset(
 _ROW_SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 
 # Other names, and elements in another order: no arithmetic.
-_MOVING = frozenset(
+MOVING = frozenset(
     """broadcast_in_dim copy dynamic_slice expand_dims pad reshape rev slice split squeeze stop_gradient
     transpose""".split()  # noqa: SIM905 (a table, not a column)
 )
 # Not fused, but what they read is.
-_FUSED_BEFORE = frozenset(
+FUSED_BEFORE = frozenset(
     """argmax argmin concatenate gather reduce_max reduce_min reduce_prod reduce_sum""".split()  # noqa: SIM905 (a table)
 )
 # Dear enough that no fusion makes them twice (XLA's `InstructionFusion::IsExpensive`).
-_DEAR = frozenset(
+DEAR = frozenset(
     """acos acosh asin asinh atan atan2 atanh cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
     logistic pow rsqrt sinh sqrt tan tanh""".split()  # noqa: SIM905 (a table, not a column)
 )
@@ -131,7 +131,7 @@ def read_by_backward(graph: Graph, operator: Operator) -> set[int]:
     name = operator.name
     if name in _LINEAR:
         return set()
-    if name in _BY_RESULT:
+    if name in RESULT_READ:
         return {v for v in operator.results if v is not None}
     if name in _INDEXED:
         return {v for v in operands if not graph.values[v].differentiated}
@@ -251,12 +251,12 @@ def _is_made_twice(graph: Graph, operator: Operator) -> bool:
         (value,) = operator.operands
         widened = value is not None and graph.values[value].dtype in _NARROW
         return not (widened and len({user for v in results for user, _ in graph.consumers.get(v, ())}) > 1)
-    if operator.name in _MOVING:
+    if operator.name in MOVING:
         return True
     readers = (graph.operators[user].name for v in results for user, _ in graph.consumers.get(v, ()))
-    written = any(not is_cheap(name) and name not in _FUSED_BEFORE for name in readers)
+    written = any(not is_cheap(name) and name not in FUSED_BEFORE for name in readers)
     rounded = narrow and operator.name != "select_n"
-    return not (written or rounded or operator.name in _DEAR)
+    return not (written or rounded or operator.name in DEAR)
 
 
 @once_for_each

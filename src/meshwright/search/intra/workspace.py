@@ -9,6 +9,9 @@ What is not rematerialised computes again what is cheap (the argument of a produ
 where it is read: programs are written so that compilers find that order (`lowering.pipeline.stage_program`). Where both
 passes are one program, what is not kept (`residuals.kept_in_one_program`) is made inside the kernels that read it.
 
+Compilers for accelerators write of a chain of elementwise operators only what `fused.Writes` names: around an operator
+are the cotangents at both ends of its chain, and of what was computed again the values at the heads of chains.
+
 Known limits: the worst moment is chosen on whole arrays, and another one may be worse once they are split. Compilers
 fuse more than is counted here of the scores of a large vocabulary (up to twice too much for a stage that has little
 else), and a tenth of those of attention; the derivative of a pooling needs several times its operand, of which half is
@@ -17,12 +20,14 @@ counted; buffers of collectives are not counted, nor cotangents that wait while 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from ...program.graph import Graph, Operator
 from ...program.residuals import kept_in_one_program, kept_values, read_by_backward, regions
 from ..prices.choices import values_of_parameters
+from .fused import Writes
 
 # What a weight passes through on its way to a matrix product.
 _SAME_WEIGHT = frozenset(
@@ -40,17 +45,18 @@ class Moment:
     Args:
       operator: its index.
       around: how often each value that it reads and makes is there, cotangents included, beside the following.
-      again: values that have been computed again and are still to be read; of a loop's body, in one trip.
+      again: how often others are there: those computed again and still to be read, of a loop's body in one trip, and
+        cotangents at the ends of the operator's chain.
     """
 
     operator: int
     around: Mapping[int, float]
-    again: frozenset[int]
+    again: Mapping[int, float]
 
     def bytes(self, graph: Graph) -> float:
         """Of all devices together."""
         around = sum(times * graph.values[value].bytes for value, times in self.around.items())
-        return around + sum(graph.values[value].bytes for value in self.again)
+        return around + sum(times * graph.values[value].bytes for value, times in self.again.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,33 +89,39 @@ def held_together(held: Iterable[tuple[float, float]]) -> float:
     return sum(own) + max(workspaces)
 
 
-def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = False) -> Workspace:
+def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = False, platform: str = "cpu") -> Workspace:
     """The workspace of a stage.
 
     Args:
       graph: of the stage, with what is rematerialised marked.
       microbatches: in a step.
       is_one_program: whether its forward and its backward pass are one program.
+      platform: of the devices: "cpu", "gpu" or "tpu".
     """
-    moments = worst_moments(graph, is_one_program=is_one_program)
+    moments = worst_moments(graph, is_one_program=is_one_program, platform=platform)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
     total = gradient_bytes + sum(moment.bytes(graph) for moment in moments) / max(len(moments), 1)
     return Workspace(moments=moments, weight=weight, gradient_bytes=gradient_bytes, bytes=total)
 
 
-def worst_moments(graph: Graph, *, is_one_program: bool = False) -> tuple[Moment, ...]:
+def worst_moments(graph: Graph, *, is_one_program: bool = False, platform: str = "cpu") -> tuple[Moment, ...]:
     """The moments of the backward pass at which the most is there: the worst of each rematerialised segment and of each
     loop, which computes what it does not keep again before anything else, and operators outside, as far as they are as
     bad as the worst of all."""
     inputs, kept = frozenset(graph.inputs), kept_in_one_program(graph) if is_one_program else kept_values(graph)
+    writes = None if platform == "cpu" else Writes(graph, platform)
     # A weight's cast is made where it is read, but a loop makes all of them before anything else.
     outside = inputs | values_of_parameters(graph)
     # What one program does not keep has no copy: it is made inside the kernels that read it.
     without_copy = frozenset(range(len(graph.values))) if is_one_program else kept
-    found = _plain_moments(graph, without_copy, outside)
+    found = _plain_moments(graph, without_copy, outside, writes)
     for region in (*regions(graph).values(), *_bodies(graph).values()):
         others = inputs if _is_inner(region[0]) else outside
-        read = {v for operator in region for v in read_by_backward(graph, operator)} - kept - others
+        read = {v for operator in region for v in read_by_backward(graph, operator)}
+        if writes is not None:
+            read = writes.heads(read, kept | others, region)
+        read -= kept | others
+        turned = {} if writes is None else writes.turned(region, kept)
         again, again_bytes, worst = set[int](), 0.0, -1.0
         moment: Moment | None = None
         for operator in region:
@@ -117,24 +129,46 @@ def worst_moments(graph: Graph, *, is_one_program: bool = False) -> tuple[Moment
                 if value in read and value not in again and not graph.values[value].constant:
                     again.add(value)
                     again_bytes += graph.values[value].bytes
-            around = _around(graph, operator, again, kept, others)
-            size = again_bytes + sum(times * graph.values[value].bytes for value, times in around.items())
+            one = _moment(graph, operator, again, kept, others, writes)
+            size = again_bytes + one.bytes(graph)
             if size > worst:
-                worst, moment = size, Moment(operator=operator.index, around=around, again=frozenset(again))
+                worst = size
+                there = Counter(turned)
+                there.update(again)
+                there.update(one.again)
+                moment = Moment(operator=operator.index, around=one.around, again=there)
         found += [moment] if moment is not None else []
     most = max((moment.bytes(graph) for moment in found), default=0.0)
     return tuple(one for one in found if most > 0 and one.bytes(graph) >= AS_BAD * most)
 
 
-def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int]) -> list[Moment]:
+def _plain_moments(graph: Graph, kept: frozenset[int], outside: frozenset[int], writes: Writes | None) -> list[Moment]:
     """The worst moments of what is neither rematerialised nor in a loop: what is cheap to make is made again where it
     is read."""
     none = frozenset[int]()
     plain = [op for op in graph.operators if op.region is None and not _is_inner(op)]
-    moments = [Moment(operator=op.index, around=_around(graph, op, none, kept, outside), again=none) for op in plain]
+    moments = [_moment(graph, op, none, kept, outside, writes) for op in plain]
     sizes = [moment.bytes(graph) for moment in moments]
     most = max(sizes, default=0.0)
     return [moment for moment, size in zip(moments, sizes, strict=True) if size >= AS_BAD * most]
+
+
+def _moment(
+    graph: Graph, operator: Operator, again: Set[int], kept: frozenset[int], others: frozenset[int],
+    writes: Writes | None,
+) -> Moment:  # fmt: skip
+    """What is there around an operator, beside what has been computed again."""
+    around = (
+        _around(graph, operator, again, kept, others)
+        if writes is None
+        else {v: times for v, times in writes.around(operator, again | kept).items() if v not in others}
+    )
+    own = {*operator.operands, *operator.results}
+    return Moment(
+        operator=operator.index,
+        around={value: times for value, times in around.items() if value in own},
+        again={value: times for value, times in around.items() if value not in own},
+    )
 
 
 def _is_inner(operator: Operator) -> bool:

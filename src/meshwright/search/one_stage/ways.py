@@ -41,7 +41,10 @@ class Variant:
     @cached_property
     def workspace(self) -> Workspace:
         """What its backward pass makes beside what is kept."""
-        return workspace_of(self.graph, microbatches=self.request.microbatches, is_one_program=True)
+        return workspace_of(
+            self.graph, microbatches=self.request.microbatches, is_one_program=True,
+            platform=self.request.cluster.device.platform,
+        )  # fmt: skip
 
     def least_bytes(self, microbatches: int) -> float:
         """A lower bound on the bytes of a device in this number of microbatches or a larger one: the state, the

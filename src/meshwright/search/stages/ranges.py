@@ -18,10 +18,11 @@ class Ranges:
     Args:
       program: in layers, at the size of one microbatch.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
+      platform: of the devices.
     """
 
-    def __init__(self, program: StagedProgram, *, alone: bool = False) -> None:
-        self.program, self._alone = program, alone
+    def __init__(self, program: StagedProgram, *, alone: bool = False, platform: str = "cpu") -> None:
+        self.program, self._alone, self._platform = program, alone, platform
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._segments: dict[tuple[int, int], Segments] = {}
         self._graphs: dict[tuple[int, int, str], tuple[Graph, Workspace]] = {}
@@ -53,7 +54,9 @@ class Ranges:
             graph = rematerialise(graph, self.segments(first, last)) if remat == "layer" else graph
             self._graphs[key] = (
                 graph,
-                workspace_of(graph, microbatches=self.program.microbatches, is_one_program=self._alone),
+                workspace_of(
+                    graph, microbatches=self.program.microbatches, is_one_program=self._alone, platform=self._platform
+                ),
             )
         return self._graphs[key]
 

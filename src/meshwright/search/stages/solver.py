@@ -111,7 +111,7 @@ class StageSolver:
         alone: bool = False,
     ) -> None:
         self.program, self.alone = program, alone
-        self._ranges = ranges or Ranges(program, alone=alone)
+        self._ranges = ranges or Ranges(program, alone=alone, platform=submeshes.cluster.device.platform)
         self.submeshes = submeshes
         self.parameters = parameters
         self.solves = 0
