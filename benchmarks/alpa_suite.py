@@ -233,7 +233,7 @@ def _published(
                     time_limit_seconds=seconds,
                 )
             )  # fmt: skip
-            plan = written_out(result.plan, result.program, cluster.device.platform)
+            plan = written_out(result.plan, result.program, cluster.device.compiler)
             held = MARGIN * max(held_bytes(plan))
             if held <= usable:
                 return described(plan, sum(published.layers))

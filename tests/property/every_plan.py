@@ -140,7 +140,7 @@ class Simulated:
         made = self.space.plan(self.choice)
         if made is None:
             return False
-        written = written_out(*made, self.space.cluster.device.platform)
+        written = written_out(*made, self.space.cluster.device.compiler)
         held = zip(held_bytes(written), usable_bytes(written), strict=True)
         return all(MARGIN * peak <= usable for peak, usable in held)
 

@@ -32,6 +32,19 @@ _MOST_DEVICES = 100_000
 _BEFORE_HOPPER = ("Tesla", "A100", "RTX")
 
 
+def compiler_of(kind: str, platform: str) -> str:
+    """The platform as the memory model tells compilers apart (`_jax.dataflow`): TPUs v4 and v5p have chips of two cores
+    that run one program, GPUs before Hopper no arithmetic in bfloat16.
+
+    Args:
+      kind: JAX's name of the device.
+      platform: "cpu", "gpu" or "tpu".
+    """
+    if kind in ("TPU v4", "TPU v5"):
+        return MEGACORE
+    return WIDE if platform == "gpu" and any(name in kind for name in _BEFORE_HOPPER) else platform
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator.
@@ -103,11 +116,8 @@ class Device:
 
     @property
     def compiler(self) -> str:
-        """The platform as the memory model tells compilers apart (`_jax.dataflow`): TPUs v4 and v5p have chips of two
-        cores that run one program, GPUs before Hopper no arithmetic in bfloat16."""
-        if self.kind in ("TPU v4", "TPU v5"):
-            return MEGACORE
-        return WIDE if self.platform == "gpu" and any(name in self.kind for name in _BEFORE_HOPPER) else self.platform
+        """The platform as the memory model tells compilers apart (`compiler_of`)."""
+        return compiler_of(self.kind, self.platform)
 
     @property
     def usable_memory_bytes(self) -> float:

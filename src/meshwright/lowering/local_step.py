@@ -133,7 +133,7 @@ class LocalStep:
         the host's memory counts while the step has it on the device.
 
         Args:
-          platform: of the devices.
+          platform: of the devices, as `Device.compiler`.
         """
         step = jax.jit(self.on(self.abstract_mesh(), platform))
         program = self.program

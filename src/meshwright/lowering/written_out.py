@@ -22,7 +22,7 @@ def written_out(
     Args:
       plan: of one stage or several.
       program: whole, or cut into its stages.
-      platform: of the devices.
+      platform: of the devices, as `Device.compiler`.
       counted: stages that were counted before, by their fingerprints; new ones are added.
     """
     if isinstance(program, StagedProgram) and len(plan.stages) > 1:

@@ -33,7 +33,7 @@ class LocalStages:
       program: the traced step; one in stages whose scans are split as the plan's saves building that again.
       plan: for this program.
       meshes: of the stages; None for meshes without devices.
-      platform: of the devices.
+      platform: of the devices, as `Device.compiler`.
       counted: what stages hold that were counted before, of this or other plans for the program; it learns new ones.
 
     Attributes:
@@ -57,7 +57,7 @@ class LocalStages:
         staged = _staged(program, plan)
         self.program = program = staged.source
         self.plan = plan
-        self._platform = platform
+        self.platform = platform
         self._meshes = meshes
         self._counted = {} if counted is None else counted
         self._core = staged.core
@@ -83,7 +83,7 @@ class LocalStages:
             if key not in self._counted:
                 self._counted[key] = stage_memory(
                     stage, self._update_of(number), splits_backward=self.schedule.splits_backward,
-                    platform=self._platform,
+                    platform=self.platform,
                 )  # fmt: skip
         return tuple(passed_on(self._counted[key], stage) for key, stage in zip(keys, self.stages, strict=True))
 
@@ -92,7 +92,7 @@ class LocalStages:
         found: list[Hashable] = []
         for number, s in enumerate(self.stages):
             alike = likeness(self._core, s, self._update_of(number), self.around)
-            found.append((alike, s.microbatches, len(s.own), self.schedule.splits_backward, self._platform))
+            found.append((alike, s.microbatches, len(s.own), self.schedule.splits_backward, self.platform))
         return found
 
     def elsewhere(self) -> LocalStages:

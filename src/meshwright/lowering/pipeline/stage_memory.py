@@ -91,7 +91,7 @@ def stage_memory(
       stage: of the core.
       update: around it.
       splits_backward: whether its schedule computes weight gradients apart.
-      platform: of its devices.
+      platform: of its devices, as `Device.compiler`.
       compiled: what programs take that have been compiled, by name: `forward`, `backward` (or `backward_input` and
         `backward_weight`), `prepare`, and `round_name` of the update's. The others are predicted.
     """

@@ -74,7 +74,10 @@ def memory_of(step: PipelinedStep, compiled: Sequence[Mapping[str, Temporaries]]
     local = step.local
     return tuple(
         passed_on(
-            stage_memory(stage, update, splits_backward=local.schedule.splits_backward, compiled=facts), stage
+            stage_memory(
+                stage, update, splits_backward=local.schedule.splits_backward, platform=local.platform, compiled=facts
+            ),
+            stage,
         )
         for stage, update, facts in zip(local.stages, local.updates, compiled, strict=True)
     )  # fmt: skip

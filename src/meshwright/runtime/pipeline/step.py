@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._jax.context import no_mesh
 from ..._jax.jaxpr import open_jaxpr
 from ..._jax.trace import Traced, trace
+from ...cluster.hardware import compiler_of
 from ...errors import PlanError
 from ...lowering.pipeline.local_stages import LocalStages
 from ...lowering.pipeline.placement import is_small
@@ -65,7 +66,7 @@ class PipelinedStep:
         self.what = "a step"
         self._processes = tuple(sorted({devices[d].process_index for stage in plan.stages for d in stage.devices}))
         meshes = [stage_mesh(stage, [devices[d] for d in stage.devices]) for stage in plan.stages]
-        self.local = LocalStages(program, plan, meshes)
+        self.local = LocalStages(program, plan, meshes, compiler_of(devices[0].device_kind, devices[0].platform))
         self.schedule = self.local.schedule
         self._around = self.local.around
         self.stages = [
