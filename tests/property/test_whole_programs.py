@@ -195,13 +195,15 @@ class Priced:
             patched.setattr(
                 intra_op,
                 "node_merging_of_one_program",
-                lambda graph: replace(node_merging_of_one_program(graph), merged_into={}),
+                lambda *args: replace(node_merging_of_one_program(*args), merged_into={}),
             )
             self.problem = problem()
             # As the search counts memory: with what the backward pass makes beside what is kept.
-            workspace = workspace_of(graph, microbatches=case.microbatches, is_one_program=True)
+            workspace = workspace_of(
+                graph, microbatches=case.microbatches, is_one_program=True, platform=self.cluster.device.compiler
+            )
             self.limited = problem(LimitedProblem, workspace=workspace)
-        self.kept = kept_in_one_program(graph) - values_of_parameters(graph)
+        self.kept = kept_in_one_program(graph, self.cluster.device.compiler) - values_of_parameters(graph)
         self.again, self.read_again = needed_again(graph)
         self.move_seconds = lru_cache(maxsize=None)(self._move_seconds)
         self.work_seconds = lru_cache(maxsize=None)(self._work_seconds)
@@ -321,7 +323,7 @@ class Priced:
             for value, spec in zip(graph.operators[index].results, operators[index].algorithm.results, strict=True):
                 if value is not None:
                     have[value] = spec
-        shared = node_merging_of_one_program(graph).shared
+        shared = node_merging_of_one_program(graph, self.cluster.device.compiler).shared
         for value in self.kept & (shared.keys() - problem.shared_node.keys()):  # their readers follow
             maker = graph.operators[graph.producer[value][0]]
             size += maker.repeats * self.shard_bytes(value, have[value])
@@ -412,7 +414,9 @@ def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
     prices = np.array([(priced.price(one)[0], counted(one)) for one in priced.assignments()])
     seconds, memory = prices[np.isfinite(prices[:, 0])].T
     best = np.lexsort((memory, seconds))[0]
-    least_memory = float(memory.min())
+    least_memory = float(memory.min()) * (
+        1 + 1e-15
+    )  # thirds of moments, added in another order, differ in the last bit
     limits = [math.inf, *(least_memory + share * (float(memory[best]) - least_memory) for share in (0.0, 0.4, 0.8))]
     search = priced.search()
     for limit in limits:

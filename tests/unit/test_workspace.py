@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright import value_and_grad, zoo
+from meshwright._jax.dataflow import MEGACORE
 from meshwright._jax.liveness_adapter import program_of
 from meshwright.cluster import load_cluster
 from meshwright.lowering.pipeline.local_stages import LocalStages
 from meshwright.lowering.pipeline.slots import Role
 from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
+from meshwright.program.residuals import kept_in_one_program
 from meshwright.program.segments import rematerialise
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
@@ -67,6 +69,21 @@ def test_of_a_chain_accelerators_write_what_products_read_and_make() -> None:
     assert {moment.bytes(graph) for moment in on_gpu} == {3 * 8 * 32 * FLOAT}
     on_tpu = worst_moments(graph, platform="tpu")
     assert max(moment.bytes(graph) for moment in on_tpu) == 8 * 32 * FLOAT + FLOAT  # and of the loss
+
+
+@pytest.mark.parametrize(("platform", "kept"), [("gpu", True), ("tpu", False), (MEGACORE, True)])
+def test_tpus_keep_no_operands_of_products_but_divisions_on_two_cores(platform: str, kept: bool) -> None:
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jax.nn.softmax(x @ w["a"]) @ w["b"])
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    state = {"a": jax.ShapeDtypeStruct((16, 32), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+    graph = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=1).graph
+    made = [graph.producer[v][0] for v in kept_in_one_program(graph, platform) if v in graph.producer]
+    assert ("div" in {graph.operators[one].name for one in made}) == kept
 
 
 def test_what_is_computed_again_is_what_derivatives_read() -> None:

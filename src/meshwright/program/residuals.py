@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from .._jax.dataflow import MEGACORE
 from .graph import Graph, Operator, Path, once_for_each
 
 # The derivative reads no operand (index operands, which have no derivative of their own, excepted).
@@ -207,13 +208,42 @@ def kept_inputs(graph: Graph) -> frozenset[int]:
     return _kept(graph)[1]
 
 
+def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
+    """What `kept_values` are where forward and backward pass are one program. Of a TPU they are the same: its products
+    compute their operands from whatever is stored, in both passes; but chips of two cores store divisions for them.
+
+    Args:
+      graph: of the program.
+      platform: of the devices, as `Device.compiler`.
+    """
+    if platform == MEGACORE:
+        return _kept_by_two_cores(graph)
+    return kept_values(graph) if platform == "tpu" else _kept_in_one_program(graph)
+
+
 @once_for_each
-def kept_in_one_program(graph: Graph) -> frozenset[int]:
-    """What `kept_values` are where forward and backward pass are one program."""
+def _kept_by_two_cores(graph: Graph) -> frozenset[int]:
+    return _heads(graph, lambda operator: is_fusible(operator) and not is_divided_for_products(graph, operator))[0]
+
+
+def is_divided_for_products(graph: Graph, operator: Operator) -> bool:
+    """Whether an operator is a division, converted or not, that a matrix product reads: its derivative does so too."""
+    readers = (
+        graph.operators[user] for v in operator.results if v is not None for user, _ in graph.consumers.get(v, ())
+    )
+    if not any(reader.matmul for reader in readers):
+        return False
+    while operator.name == "convert_element_type" and operator.operands[0] in graph.producer:
+        operator = graph.operators[graph.producer[operator.operands[0]][0]]
+    return operator.name == "div"
+
+
+@once_for_each
+def _kept_in_one_program(graph: Graph) -> frozenset[int]:
     return _heads(graph, lambda operator: is_fusible(operator) and _is_made_twice(graph, operator))[0]
 
 
-def is_had_again(graph: Graph, value: int, *, one_program: bool) -> bool:
+def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str = "cpu") -> bool:
     """Whether the backward pass has a value for nothing more than the graph stores anyway, for readers after it too.
 
     Args:
@@ -221,8 +251,9 @@ def is_had_again(graph: Graph, value: int, *, one_program: bool) -> bool:
       value: that an operator of the graph makes.
       one_program: whether forward and backward pass are one program: there what is written for a reader stays, even if
         it could be made again.
+      platform: of the devices, as `Device.compiler`.
     """
-    if one_program:
+    if one_program and not platform.startswith("tpu"):
         return value in kept_in_one_program(graph)
     stored = kept_values(graph) | kept_inputs(graph)
     stack = [value]

@@ -12,8 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+from ..._jax.dataflow import MEGACORE
 from ...program.graph import Graph, Operator
-from ...program.residuals import DEAR, FUSED_BEFORE, MOVING, RESULT_READ, is_cheap, read_by_backward
+from ...program.residuals import (
+    DEAR,
+    FUSED_BEFORE,
+    MOVING,
+    RESULT_READ,
+    is_cheap,
+    is_divided_for_products,
+    read_by_backward,
+)
 
 # An exponential is computed again where it is read.
 _WRITTEN_ONCE = (DEAR & RESULT_READ) - {"exp", "exp2"}
@@ -26,11 +35,12 @@ class Writes:
 
     Args:
       graph: of a stage, or of a whole program.
-      platform: "gpu" or "tpu".
+      platform: of the devices, as `Device.compiler`; not "cpu".
     """
 
     def __init__(self, graph: Graph, platform: str) -> None:
-        self._graph, self._on_gpu = graph, platform == "gpu"
+        self._graph, self._on_gpu = graph, platform.startswith("gpu")
+        self._has_two_cores = platform == MEGACORE
         self._written = self._find_written()
         self._joints = self._find_joints()
         self._above, self._below = self._ends()
@@ -92,7 +102,7 @@ class Writes:
                 found.update(results)
                 if self._on_gpu and operator.name not in FUSED_BEFORE:
                     wanted.update(v for v in operator.operands if v is not None)
-            elif self._on_gpu and operator.name in _WRITTEN_ONCE and operator.differentiated:
+            elif self._is_dear(operator):
                 found.update(results)
             elif not wanted.isdisjoint(results):
                 if operator.name in MOVING or self._widens(operator):
@@ -100,6 +110,12 @@ class Writes:
                 else:
                     found.update(results)
         return frozenset(found)
+
+    def _is_dear(self, operator: Operator) -> bool:
+        """Whether a result is written although whoever reads it could compute it."""
+        if self._on_gpu:
+            return operator.name in _WRITTEN_ONCE and operator.differentiated
+        return self._has_two_cores and is_divided_for_products(self._graph, operator)
 
     def _widens(self, operator: Operator) -> bool:
         value = self._graph.values

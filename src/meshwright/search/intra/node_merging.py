@@ -21,6 +21,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ..._jax.dataflow import MEGACORE
 from ...program.graph import Graph, Operator, once_for_each
 from ...program.residuals import is_cheap, kept_in_one_program, kept_values, needed_again, read_by_backward
 from ...sharding.deferred_sums import waiting_reads
@@ -108,9 +109,25 @@ def node_merging_of(graph: Graph) -> NodeMerging:
     return _node_merging(graph, kept_values(graph), keeps_weights=False)
 
 
+def node_merging_of_one_program(graph: Graph, platform: str = "cpu") -> NodeMerging:
+    """The merging of a graph whose forward and backward pass are one program; TPUs keep no casts of weights for it.
+
+    Args:
+      graph: of the program.
+      platform: of the devices, as `Device.compiler`.
+    """
+    if platform == "tpu":
+        return node_merging_of(graph)
+    return _of_two_cores(graph) if platform == MEGACORE else _of_one_program(graph)
+
+
 @once_for_each
-def node_merging_of_one_program(graph: Graph) -> NodeMerging:
-    """The merging of a graph whose forward and backward pass are one program."""
+def _of_two_cores(graph: Graph) -> NodeMerging:
+    return _node_merging(graph, kept_in_one_program(graph, MEGACORE), keeps_weights=False)
+
+
+@once_for_each
+def _of_one_program(graph: Graph) -> NodeMerging:
     return _node_merging(graph, kept_in_one_program(graph), keeps_weights=True)
 
 

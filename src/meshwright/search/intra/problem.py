@@ -180,7 +180,9 @@ class IntraOpProblem:
         self.gradient_exchange = constraints.gradient_exchange
         self._constraints = constraints
         self.of_parameters = values_of_parameters(graph)
-        self._node_merging = node_merging_of_one_program(graph) if self.is_one_program else node_merging_of(graph)
+        self._node_merging = (
+            node_merging_of_one_program(graph, device.compiler) if self.is_one_program else node_merging_of(graph)
+        )
         self.operators = self._node_merging.operators
         # Node tables: choices, seconds, bytes (of inputs apart); and the spec each choice gives each value it defines.
         self.choices: list[tuple[Any, ...]] = []

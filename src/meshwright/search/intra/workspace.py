@@ -96,7 +96,7 @@ def workspace_of(graph: Graph, *, microbatches: int, is_one_program: bool = Fals
       graph: of the stage, with what is rematerialised marked.
       microbatches: in a step.
       is_one_program: whether its forward and its backward pass are one program.
-      platform: of the devices: "cpu", "gpu" or "tpu".
+      platform: of the devices, as `Device.compiler`.
     """
     moments = worst_moments(graph, is_one_program=is_one_program, platform=platform)
     weight, gradient_bytes = _largest_gradient(graph) if microbatches > 1 else (None, 0.0)
@@ -108,7 +108,8 @@ def worst_moments(graph: Graph, *, is_one_program: bool = False, platform: str =
     """The moments of the backward pass at which the most is there: the worst of each rematerialised segment and of each
     loop, which computes what it does not keep again before anything else, and operators outside, as far as they are as
     bad as the worst of all."""
-    inputs, kept = frozenset(graph.inputs), kept_in_one_program(graph) if is_one_program else kept_values(graph)
+    inputs = frozenset(graph.inputs)
+    kept = kept_in_one_program(graph, platform) if is_one_program else kept_values(graph)
     writes = None if platform == "cpu" else Writes(graph, platform)
     # A weight's cast is made where it is read, but a loop makes all of them before anything else.
     outside = inputs | values_of_parameters(graph)

@@ -43,7 +43,7 @@ class Variant:
         """What its backward pass makes beside what is kept."""
         return workspace_of(
             self.graph, microbatches=self.request.microbatches, is_one_program=True,
-            platform=self.request.cluster.device.platform,
+            platform=self.request.cluster.device.compiler,
         )  # fmt: skip
 
     def least_bytes(self, microbatches: int) -> float:
@@ -62,10 +62,11 @@ class Variant:
     @cached_property
     def _kept_bytes(self) -> float:
         graph = self.graph
-        made = [v for v in kept_in_one_program(graph) - values_of_parameters(graph) if v in graph.producer]
+        kept = kept_in_one_program(graph, self.request.cluster.device.compiler)
+        made = [v for v in kept - values_of_parameters(graph) if v in graph.producer]
         makers = [graph.operators[graph.producer[v][0]] for v in made]
-        kept = sum(graph.values[v].bytes * trips_of(maker, v) for v, maker in zip(made, makers, strict=True))
-        return (kept + AS_BAD * self.workspace.bytes) / self.request.cluster.num_devices
+        held = sum(graph.values[v].bytes * trips_of(maker, v) for v, maker in zip(made, makers, strict=True))
+        return (held + AS_BAD * self.workspace.bytes) / self.request.cluster.num_devices
 
 
 class Way:

@@ -18,7 +18,7 @@ class Ranges:
     Args:
       program: in layers, at the size of one microbatch.
       alone: whether each range is to be the only stage of its plan (`StageProblem`).
-      platform: of the devices.
+      platform: of the devices, as `Device.compiler`.
     """
 
     def __init__(self, program: StagedProgram, *, alone: bool = False, platform: str = "cpu") -> None:

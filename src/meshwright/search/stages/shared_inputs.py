@@ -77,5 +77,5 @@ class SharedInputs:
                 if number < always or loosely or value in stays:
                     owners[key] = part
             for value, made in zip(cut.sent, cut.sent_values, strict=True):
-                if loosely or is_had_again(graph, made, one_program=self._solver.alone):
+                if loosely or is_had_again(graph, made, one_program=self._solver.alone, platform=self._solver.platform):
                     owners[value] = part

@@ -96,6 +96,7 @@ class StageSolver:
 
     Attributes:
       alone: the same.
+      platform: of the devices, as `Device.compiler`.
       adopted: of solutions of another program what they are here.
     """
 
@@ -111,7 +112,8 @@ class StageSolver:
         alone: bool = False,
     ) -> None:
         self.program, self.alone = program, alone
-        self._ranges = ranges or Ranges(program, alone=alone, platform=submeshes.cluster.device.platform)
+        self.platform = submeshes.cluster.device.compiler
+        self._ranges = ranges or Ranges(program, alone=alone, platform=self.platform)
         self.submeshes = submeshes
         self.parameters = parameters
         self.solves = 0
