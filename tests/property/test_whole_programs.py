@@ -414,9 +414,8 @@ def test_the_search_finds_the_least_of_all_assignments(priced: Priced) -> None:
     prices = np.array([(priced.price(one)[0], counted(one)) for one in priced.assignments()])
     seconds, memory = prices[np.isfinite(prices[:, 0])].T
     best = np.lexsort((memory, seconds))[0]
-    least_memory = float(memory.min()) * (
-        1 + 1e-15
-    )  # thirds of moments, added in another order, differ in the last bit
+    # Thirds of moments, added in another order, differ in the last bit.
+    least_memory = float(memory.min()) * (1 + 1e-15)
     limits = [math.inf, *(least_memory + share * (float(memory[best]) - least_memory) for share in (0.0, 0.4, 0.8))]
     search = priced.search()
     for limit in limits:
