@@ -211,7 +211,7 @@ class Priced:
 
     def search(self) -> OneStageSearch:
         request = SearchRequest(
-            graph=self.graph, fingerprint="f", parameters=self.parameters, cluster=self.cluster,
+            graph=self.graph, fingerprint=lambda: "f", parameters=self.parameters, cluster=self.cluster,
             microbatches=self.case.microbatches, mesh=[(self.mesh.axis_names, self.mesh.shape)],
             constraints=Constraints(layouts=self.case.pins), remat="none", carried=self.carried,
         )  # fmt: skip

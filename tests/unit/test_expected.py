@@ -165,6 +165,11 @@ def least(weights: list[jax.Array], x: jax.Array) -> jax.Array:
     return plain(weights, x)
 
 
+def half(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Half of the samples goes on, but 96 at least."""
+    return plain(weights, x[: max(96, x.shape[0] // 2)])
+
+
 def step_of(loss: Loss) -> tuple[Callable[..., Any], tuple[Any, Any], set[int]]:
     """A step, its arguments, and the sizes of microbatches that it has been traced in."""
     traced: set[int] = set()
@@ -181,29 +186,33 @@ def step_of(loss: Loss) -> tuple[Callable[..., Any], tuple[Any, Any], set[int]]:
     return step, (weights, jax.ShapeDtypeStruct((1024, 256), jnp.float32)), traced
 
 
-def planned(loss: Loss, **options: Any) -> tuple[Any, set[int]]:
+def planned(loss: Loss, stages: int, **options: Any) -> tuple[Any, set[int]]:
     step, args, traced = step_of(loss)
-    return plan_for(step, args, cluster="p3.16xlarge:1", stages=2, reduction="mean", **options), traced
+    return plan_for(step, args, cluster="p3.16xlarge:1", stages=stages, reduction="mean", **options), traced
 
 
 def test_a_search_traces_two_numbers_and_a_third() -> None:
-    found, traced = planned(plain)
+    found, traced = planned(plain, 2)
     assert {1024, 1024 // found.plan.microbatches} <= traced
     assert len(traced) == 3
     looked_at = {one.what for one in found.considered if one.searched}
     assert len(looked_at) > 3
 
 
-@pytest.mark.parametrize("loss", [quadratic, least])
-def test_a_step_that_is_not_linear_is_traced_in_every_number(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, traced = planned(loss)
+@pytest.mark.parametrize(("loss", "stages"), [(quadratic, 2), (least, 2), (quadratic, 1), (half, 1)])
+def test_a_step_that_is_not_linear_is_traced_in_every_number(
+    loss: Loss, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = 1.2e6 if stages == 1 else None  # so little that several microbatches are looked at
+    found, traced = planned(loss, stages, memory_per_device=memory)
     monkeypatch.setattr(Expectations, "of", lambda self, first, second, microbatches, trace: None)
-    wanted, every = planned(loss)
+    wanted, every = planned(loss, stages, memory_per_device=memory)
     assert found.plan == wanted.plan
     assert [*map(str, found.considered)] == [*map(str, wanted.considered)]
     assert traced == every
 
 
-def test_where_nothing_fits_that_is_said_of_traced_programs() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_where_nothing_fits_that_is_said_of_traced_programs(stages: int) -> None:
     with pytest.raises(MemoryExceeded):
-        planned(plain, memory_per_device=1e4)
+        planned(plain, stages, memory_per_device=1e4)

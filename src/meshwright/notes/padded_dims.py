@@ -122,7 +122,7 @@ def solved_seconds(
     ]
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
     request = SearchRequest(
-        graph=graph, fingerprint=program.fingerprint, parameters=parameters,
+        graph=graph, fingerprint=lambda: program.fingerprint, parameters=parameters,
         cluster=cluster if one else Submeshes(cluster).part(where),
         microbatches=plan.microbatches_of(number),
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],

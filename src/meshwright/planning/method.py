@@ -7,7 +7,6 @@ where its programs hold too much, what was missed is reserved and the method sea
 from __future__ import annotations
 
 from ..errors import MemoryExceeded, PlanError
-from ..program.expected import Unexpected
 from ..report.table import format_seconds
 from ..search.alternative import one_stage_words, stages_words
 from ..search.considered import Considered
@@ -62,13 +61,7 @@ def plan_by_method(asked: PlanRequest, method: str) -> SearchResult:
       MemoryExceeded: if nothing that it finds fits.
     """
     search = search_named(method)
-    try:
-        found = _searched(asked, search)
-        asked.expectations.check()
-    except Unexpected:
-        asked.expectations.give_up()
-        found = _searched(asked, search)
-    return found
+    return asked.as_expected(lambda: _searched(asked, search))
 
 
 def _searched(asked: PlanRequest, search: Search) -> SearchResult:

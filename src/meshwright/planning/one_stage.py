@@ -1,10 +1,9 @@
-"""Plans of one stage: the step traced in each number of microbatches, searched, and refined."""
+"""Plans of one stage: the step in each number of microbatches, traced or extrapolated, searched, and refined."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 from math import inf, isfinite
 
 from ..search.one_stage.driver import GAP, OneStageSearch
@@ -13,6 +12,7 @@ from ..search.one_stage.ways import Variant
 from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
+from .programs import WholePrograms
 from .refine import ATTEMPTS, MARGIN, Refinement
 from .request import PlanRequest
 
@@ -36,9 +36,13 @@ class OneStagePlanner:
     """
 
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
-        self._asked = asked
-        self._search = OneStageSearch(_requests(asked), tell=asked.tell, gap=gap)
-        self._refinement = Refinement(asked)
+        self._asked, self._gap = asked, gap
+        self._begin()
+
+    def _begin(self) -> None:
+        """Anew: also what plans have shown to be missed, since bounds of runs in more memory belong to that."""
+        self._search = OneStageSearch(_requests(self._asked), tell=self._asked.tell, gap=self._gap)
+        self._refinement = Refinement(self._asked)
 
     @property
     def is_late(self) -> bool:
@@ -70,11 +74,18 @@ class OneStagePlanner:
             )
             return replace(found, program=asked.program(found.plan.microbatches))
 
-        return self._refinement.run(
-            find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
-            try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
-            known=isfinite(faster_than_seconds), attempts=attempts,
-        )  # fmt: skip
+        def planned() -> SearchResult:
+            return self._refinement.run(
+                find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
+                try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
+                known=isfinite(faster_than_seconds), attempts=attempts,
+            )  # fmt: skip
+
+        def again() -> SearchResult:
+            self._begin()
+            return planned()
+
+        return asked.as_expected(planned, again)
 
 
 def fits_in_few(asked: PlanRequest) -> bool:
@@ -92,12 +103,13 @@ def _requests(asked: PlanRequest) -> StepRequests:
     so."""
     first = asked.program(asked.microbatches if asked.microbatches is not None else 1)
     counts = microbatch_counts(asked)
-    return StepRequests(counts if first.marked else counts[:1], partial(_request, asked))
+    programs = WholePrograms(asked, counts if first.marked else counts[:1])
 
+    def request(count: int) -> SearchRequest:
+        program = programs[count]
+        constraints = asked.constraints_in(replace(program.alike, graph=program.graph))
+        return SearchRequest.of(
+            program, cluster=asked.cluster, mesh=asked.mesh, constraints=constraints, remat=asked.remat
+        )
 
-def _request(asked: PlanRequest, count: int) -> SearchRequest:
-    asked.tell("tracing" if count == 1 else f"tracing {count} microbatches")
-    program = asked.program(count)
-    return SearchRequest.of(
-        program, cluster=asked.cluster, mesh=asked.mesh, constraints=asked.constraints_in(program), remat=asked.remat
-    )
+    return StepRequests(tuple(programs), request)

@@ -10,7 +10,7 @@ from ..errors import PlanError
 from ..program.batch import batch_extents
 from ..program.equal_stages import equal_stages, main_scan
 from ..program.layers import DEFAULT_LAYERS
-from ..program.staged import StagedProgram
+from ..program.staged import StagedProgram, whole_program
 from ..program.trace import Program
 from .request import PlanRequest
 
@@ -52,6 +52,8 @@ class StepPrograms(Mapping[int, StagedProgram]):
         asked = self._asked
         if asked.is_traced(count):
             return None
+        for other in filter(asked.is_traced, self._counts):
+            self[other]  # of which there may be a pair already
         pairs = combinations(self._traced, 2)
         found = (asked.expectations.of(*pair, count, lambda: self._cut(count)) for pair in pairs)
         return next((one for one in found if one is not None), None)
@@ -97,6 +99,14 @@ class StepPrograms(Mapping[int, StagedProgram]):
                 refused = refused or error
         assert refused is not None
         raise refused
+
+
+class WholePrograms(StepPrograms):
+    """The same of programs that are not cut, marked or not."""
+
+    def _cut(self, count: int) -> StagedProgram:
+        self._asked.tell("tracing" if count == 1 else f"tracing {count} microbatches")
+        return whole_program(self._asked.program(count))
 
 
 def _traced(asked: PlanRequest, count: int) -> Program:

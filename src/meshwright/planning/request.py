@@ -9,10 +9,11 @@ from math import inf
 from typing import Any
 
 from ..cluster import Cluster
+from ..errors import MemoryExceeded
 from ..plan import Plan
 from ..presets import Preset
 from ..program.batch import batch_inputs
-from ..program.expected import Expectations
+from ..program.expected import Expectations, Unexpected
 from ..program.staged import StagedProgram
 from ..program.trace import Program
 from ..program.traces import Traces
@@ -21,7 +22,7 @@ from ..search.considered import Considered
 from ..search.driver import WORTH, Part, best_of_parts
 from ..search.prices.least_work import least_work_seconds
 from ..search.restrictions.constraints import Constraints
-from ..search.result import Priced, SearchResult
+from ..search.result import NothingFaster, Priced, SearchResult
 
 # The search method that is taken where none is named, by its name.
 DEFAULT_METHOD = "hierarchical"
@@ -115,6 +116,27 @@ class PlanRequest:
             parts, left_seconds=lambda: self.left_seconds, floor=lambda: self.least_work_seconds,
             faster_than_seconds=self.faster_than_seconds, worth=worth,
         )  # fmt: skip
+
+    def as_expected(
+        self, search: Callable[[], SearchResult], again: Callable[[], SearchResult] | None = None
+    ) -> SearchResult:
+        """What a search finds over programs that may be expected, if that comes true.
+
+        Args:
+          search: the search.
+          again: the same once every number of microbatches is traced; None for `search`.
+        """
+        try:
+            try:
+                found = search()
+            except (NothingFaster, MemoryExceeded):
+                self.expectations.check()
+                raise
+            self.expectations.check()
+            return found
+        except Unexpected:
+            self.expectations.give_up()
+            return (again or search)()
 
     def program(self, microbatches: int, *, warn: bool = False) -> Program:
         """The step in so many microbatches; `warn` as of `Traces.program`."""

@@ -11,7 +11,6 @@ from ..cluster import HostOrder, host_orders
 from ..errors import MemoryExceeded, PlanError
 from ..plan import Collective, Plan, Stage
 from ..presets.leaner import leaner_words
-from ..program.expected import Unexpected
 from ..program.graph import Value
 from ..program.staged import StagedProgram
 from ..program.trace import Program
@@ -51,24 +50,19 @@ def plan_stages(asked: PlanRequest) -> SearchResult:
         Part(words=f"hosts in the order {', '.join(map(str, order.devices))}", search=partial(_in_order, asked, order))
         for order in host_orders(asked.cluster)[: 1 if given else None]
     ]
+
+    def searched() -> SearchResult:
+        one = parts[0].search if len(parts) == 1 else None
+        return one(asked.faster_than_seconds, asked.left_seconds) if one else asked.best_of(parts, worth=0.0)
+
     try:
-        try:
-            one = parts[0].search if len(parts) == 1 else None
-            found = one(asked.faster_than_seconds, asked.left_seconds) if one else asked.best_of(parts, worth=0.0)
-        except (NothingFaster, MemoryExceeded):
-            asked.expectations.check()
-            raise
-        asked.expectations.check()
-    except Unexpected:
-        asked.expectations.give_up()
-        return plan_stages(asked)
+        return asked.as_expected(searched)
     except MemoryExceeded as error:
         if asked.preset is None:
             raise
         devices = asked.cluster.num_devices
         refused = f"the preset {asked.preset} on {devices} x {asked.cluster.device.kind}"
         raise error.named(refused, leaner_words(asked.preset)) from error
-    return found
 
 
 def stage_request(asked: PlanRequest, programs: StepPrograms) -> StageRequest:

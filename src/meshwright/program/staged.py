@@ -93,6 +93,15 @@ class StagedProgram:
         return Cutter(self.graph, self.rows, self.pieces)
 
 
+def whole_program(program: Program) -> StagedProgram:
+    """A program that is not to be cut: its scans whole, all of it one layer."""
+    return StagedProgram(
+        graph=program.graph, rows={}, scan_splits={}, piece_starts={}, microbatches=program.microbatches,
+        layers=((0, len(open_jaxpr(program.core).eqns)),), split_dims=program.split_dims, alike=program,
+        trace=lambda: (program.core, program),
+    )  # fmt: skip
+
+
 def staged_program(
     program: Program,
     *,

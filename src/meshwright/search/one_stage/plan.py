@@ -10,7 +10,7 @@ from ...cluster import Cluster
 from ...plan import Plan, Prediction, Stage
 from ...program.graph import Graph
 from ...program.segments import Segments
-from ...program.trace import Program
+from ...program.staged import StagedProgram
 from ..intra.account import account
 from ..intra.limited import LimitedProblem
 from ..intra.parameters import parameter_infos
@@ -26,7 +26,7 @@ class SearchRequest:
 
     Args:
       graph: the program at the size of one microbatch.
-      fingerprint: of the program.
+      fingerprint: finds that of the program, which may take as long as tracing (`StagedProgram.fingerprint`).
       parameters: what belongs to each differentiated input.
       cluster: where it runs.
       microbatches: how many parts the batch is cut into.
@@ -38,7 +38,7 @@ class SearchRequest:
     """
 
     graph: Graph
-    fingerprint: str
+    fingerprint: Callable[[], str]
     parameters: Sequence[ParameterInfo]
     cluster: Cluster
     microbatches: int
@@ -55,14 +55,15 @@ class SearchRequest:
 
     @classmethod
     def of(
-        cls, program: Program, *, cluster: Cluster, mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
+        cls, program: StagedProgram, *, cluster: Cluster, mesh: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
         constraints: Constraints, remat: str | None,
     ) -> SearchRequest:  # fmt: skip
-        """A whole program."""
+        """A whole program (`whole_program`)."""
+        alike = program.alike
         return cls(
-            graph=program.graph, fingerprint=program.fingerprint, parameters=parameter_infos(program), cluster=cluster,
-            microbatches=program.microbatches, mesh=mesh, constraints=constraints, remat=remat,
-            carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims,
+            graph=program.graph, fingerprint=lambda: program.fingerprint, parameters=parameter_infos(alike),
+            cluster=cluster, microbatches=program.microbatches, mesh=mesh, constraints=constraints, remat=remat,
+            carried=0 if alike.marked else alike.state_inputs, split_dims=program.split_dims,
         )  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def one_stage_plan(
     seconds = chosen.solution.objective
     model_flops = request.graph.flops * request.microbatches * (3 if graph.parameters else 1)
     return Plan(
-        program=request.fingerprint,
+        program=request.fingerprint(),
         cluster=request.cluster.name,
         cluster_fingerprint=request.cluster.fingerprint(),
         microbatches=request.microbatches,

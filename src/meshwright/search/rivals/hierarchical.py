@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...errors import MemoryExceeded
+from ...program.staged import whole_program
 from ..driver import Part, search_parts
 from ..inter.submeshes import Submesh
 from ..one_stage.driver import OneStageSearch
@@ -66,8 +67,8 @@ class Hierarchical:
 def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
     asked, usable = space.request, space.cluster.device.usable_memory_bytes
     requests = StepRequests(space.counts, lambda count: SearchRequest.of(
-        space.stages.program(count).source, cluster=asked.cluster, mesh=asked.mesh, constraints=asked.constraints,
-        remat=asked.remat,
+        whole_program(space.stages.program(count).source), cluster=asked.cluster, mesh=asked.mesh,
+        constraints=asked.constraints, remat=asked.remat,
     ))  # fmt: skip
     search = OneStageSearch(requests, time_limit_seconds=seconds, gap=space.gap)
     return search.run(
