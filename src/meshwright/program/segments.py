@@ -7,6 +7,7 @@ the inside, a dynamic program over the candidate borders minimises the bytes kep
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -68,8 +69,6 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
     best: tuple[float, list[int]] | None = None
     for share in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
         cuts = _cuts_within(borders, crossing, prefix, total / share)
-        if cuts is None:
-            continue
         largest = max(prefix[b] - prefix[a] for a, b in pairwise(cuts))
         cost = sum(crossing[c] for c in cuts[1:-1]) + largest
         if best is None or cost < best[0]:
@@ -89,19 +88,18 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
 
 def _cuts_within(
     borders: Sequence[int], crossing: Sequence[float], prefix: Sequence[float], bound: float
-) -> list[int] | None:
-    """Borders with the fewest bytes kept, no segment holding more than `bound` inside."""
-    cost = [0.0] + [float("inf")] * (len(borders) - 1)
-    before = [0] * len(borders)
-    for j in range(1, len(borders)):
-        for i in range(j - 1, -1, -1):
-            if prefix[borders[j]] - prefix[borders[i]] > bound and j - i > 1:
-                break
-            kept = cost[i] + (crossing[borders[j]] if j < len(borders) - 1 else 0.0)
-            if kept < cost[j]:
-                cost[j], before[j] = kept, i
-    if cost[-1] == float("inf"):
-        return None
+) -> list[int]:
+    """Borders with the fewest bytes kept, no segment of more than two of them holding more than `bound` inside."""
+    cost, before = [0.0], [0]
+    nearer = deque([0])  # borders before the next one within the bound, each with fewer bytes kept than those after it
+    for position, border in enumerate(borders[1:], start=1):
+        while nearer[0] < position - 1 and prefix[border] - prefix[borders[nearer[0]]] > bound:
+            nearer.popleft()
+        before.append(nearer[0])
+        cost.append(cost[nearer[0]] + crossing[border])
+        while nearer and cost[nearer[-1]] >= cost[-1]:
+            nearer.pop()
+        nearer.append(position)
     cuts = [len(borders) - 1]
     while cuts[-1]:
         cuts.append(before[cuts[-1]])
