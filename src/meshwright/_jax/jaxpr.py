@@ -264,10 +264,10 @@ def with_result_shapes(closed: ClosedJaxpr, position: int, shapes: Mapping[int, 
     return ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=results), consts_of(closed))
 
 
-def eliminate_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Drop equations that no output needs; inputs stay as they are."""
+def eliminate_dead_code(closed: ClosedJaxpr, *, first_output: int = 0) -> ClosedJaxpr:
+    """Drop the outputs before the first one asked for, and equations that no other needs; inputs stay as they are."""
     jaxpr = open_jaxpr(closed)
-    kept, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    kept, _ = pe.dce_jaxpr(jaxpr, [i >= first_output for i in range(len(jaxpr.outvars))], instantiate=True)
     return ClosedJaxpr(open_jaxpr(kept), consts_of(closed))
 
 

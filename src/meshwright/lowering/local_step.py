@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._jax.convolutions import with_fast_convolutions
 from .._jax.grad import value_and_grad_p
-from .._jax.jaxpr import open_jaxpr
+from .._jax.jaxpr import eliminate_dead_code, open_jaxpr
 from .._jax.liveness_adapter import dataflow_of
 from .._jax.random import is_key
 from ..errors import PlanError
@@ -152,6 +152,7 @@ class LocalStep:
         if not program.marked:
             return [*carried, *self._whole_specs()[program.state_inputs :]]
         found: list[Spec] = []
+        results = eliminate_dead_code(program.outer, first_output=program.state_inputs)
 
         def skeleton(equation: Any, values: Sequence[LocalValue]) -> Sequence[LocalValue] | None:
             """The core's results without its work: only their layouts matter here."""
@@ -167,7 +168,7 @@ class LocalStep:
         def trace(*shards: Any) -> list[Any]:
             operands = [LocalValue(x, s, sizes) for x, s in zip(shards, self.in_specs, strict=True)]
             follower = Follower(program.rules, sizes, skeleton)
-            made = follower.program(program.outer, operands)[program.state_inputs :]
+            made = follower.program(results, operands)
             found[:] = self._with_whole_effects([Spec(v.spec.dims) for v in made])
             return [v.read(s) for v, s in zip(made, found, strict=True)]
 
