@@ -86,9 +86,7 @@ def _best_cuts(graph: Graph, scans: set[int]) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a, b in pieces if b - a > 1)
 
 
-def _cuts_within(
-    borders: Sequence[int], crossing: Sequence[float], prefix: Sequence[float], bound: float
-) -> list[int]:
+def _cuts_within(borders: Sequence[int], crossing: Sequence[float], prefix: Sequence[float], bound: float) -> list[int]:
     """Borders with the fewest bytes kept, no segment of more than two of them holding more than `bound` inside."""
     cost, before = [0.0], [0]
     nearer = deque([0])  # borders before the next one within the bound, each with fewer bytes kept than those after it
