@@ -36,13 +36,9 @@ class OneStagePlanner:
     """
 
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
-        self._asked, self._gap = asked, gap
-        self._begin()
-
-    def _begin(self) -> None:
-        """Anew: also what plans have shown to be missed, since bounds of runs in more memory belong to that."""
-        self._search = OneStageSearch(_requests(self._asked), tell=self._asked.tell, gap=self._gap)
-        self._refinement = Refinement(self._asked)
+        self._asked = asked
+        self._search = OneStageSearch(_requests(asked), tell=asked.tell, gap=gap)
+        self._refinement = Refinement(asked)
 
     @property
     def is_late(self) -> bool:
@@ -74,18 +70,11 @@ class OneStagePlanner:
             )
             return replace(found, program=asked.program(found.plan.microbatches))
 
-        def planned() -> SearchResult:
-            return self._refinement.run(
-                find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
-                try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
-                known=isfinite(faster_than_seconds), attempts=attempts,
-            )  # fmt: skip
-
-        def again() -> SearchResult:
-            self._begin()
-            return planned()
-
-        return asked.as_expected(planned, again)
+        return self._refinement.run(
+            find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
+            try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
+            known=isfinite(faster_than_seconds), attempts=attempts,
+        )  # fmt: skip
 
 
 def fits_in_few(asked: PlanRequest) -> bool:

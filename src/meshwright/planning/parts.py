@@ -24,6 +24,11 @@ _ONE_STAGE_SHARE, _STAGES_SHARE, _LEAST_SHARE = 0.5, 0.75, 0.1
 
 
 def plan_in_stages(asked: PlanRequest) -> SearchResult:
+    """The fastest plan of as many stages as are asked for, or of any number; errors as of `_in_stages`."""
+    return asked.as_expected(lambda: _in_stages(asked))
+
+
+def _in_stages(asked: PlanRequest) -> SearchResult:
     """The fastest plan of as many stages as are asked for, or of any number.
 
     Where one stage is soon planned and its first plan fits, it comes first, and bounds the search for several. Else

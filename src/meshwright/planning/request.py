@@ -117,15 +117,9 @@ class PlanRequest:
             faster_than_seconds=self.faster_than_seconds, worth=worth,
         )  # fmt: skip
 
-    def as_expected(
-        self, search: Callable[[], SearchResult], again: Callable[[], SearchResult] | None = None
-    ) -> SearchResult:
-        """What a search finds over programs that may be expected, if that comes true.
-
-        Args:
-          search: the search.
-          again: the same once every number of microbatches is traced; None for `search`.
-        """
+    def as_expected(self, search: Callable[[], SearchResult]) -> SearchResult:
+        """What a search finds over programs that may be expected; where one is another program than that, what it finds
+        from the beginning, with every number of microbatches traced."""
         try:
             try:
                 found = search()
@@ -136,7 +130,7 @@ class PlanRequest:
             return found
         except Unexpected:
             self.expectations.give_up()
-            return (again or search)()
+            return search()
 
     def program(self, microbatches: int, *, warn: bool = False) -> Program:
         """The step in so many microbatches; `warn` as of `Traces.program`."""

@@ -38,8 +38,7 @@ def is_large(program: Program) -> bool:
 
 def plan_stages(asked: PlanRequest) -> SearchResult:
     """The fastest plan with as many stages as are asked for, or with any number of them. Where hosts are of several
-    kinds, their groups are put in every order: which kind has the first stages, and which the last. Where the step is
-    in some number of microbatches another program than was expected, all begins again.
+    kinds, their groups are put in every order: which kind has the first stages, and which the last.
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
@@ -50,13 +49,9 @@ def plan_stages(asked: PlanRequest) -> SearchResult:
         Part(words=f"hosts in the order {', '.join(map(str, order.devices))}", search=partial(_in_order, asked, order))
         for order in host_orders(asked.cluster)[: 1 if given else None]
     ]
-
-    def searched() -> SearchResult:
+    try:
         one = parts[0].search if len(parts) == 1 else None
         return one(asked.faster_than_seconds, asked.left_seconds) if one else asked.best_of(parts, worth=0.0)
-
-    try:
-        return asked.as_expected(searched)
     except MemoryExceeded as error:
         if asked.preset is None:
             raise
