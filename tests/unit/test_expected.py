@@ -203,7 +203,7 @@ def test_a_search_traces_two_numbers_and_a_third() -> None:
 def test_a_step_that_is_not_linear_is_traced_in_every_number(
     loss: Loss, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = 1.2e6 if stages == 1 else None  # so little that several microbatches are looked at
+    memory = 1e6 if stages == 1 else None  # so little that several microbatches are looked at
     found, traced = planned(loss, stages, memory_per_device=memory)
     monkeypatch.setattr(Expectations, "of", lambda self, first, second, microbatches, trace: None)
     wanted, every = planned(loss, stages, memory_per_device=memory)
