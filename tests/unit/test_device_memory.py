@@ -91,3 +91,13 @@ def test_a_plan_that_needs_more_than_is_given_is_warned_of(caplog: pytest.LogCap
     assert not caplog.records
     warn_of_memory(plan, cast("Any", [GPU(2**40), GPU(1000)]))
     assert "1000 B of each (XLA_CLIENT_MEM_FRACTION sets the share)" in caplog.text
+
+
+def test_memory_that_a_process_has_is_a_share_of_all() -> None:
+    """Notes speak of shares of the device's memory: three quarters are what JAX gives, and need no setting."""
+    target = load_target("mlp-tiny")
+    plan = plan_for(target.step, target.example_args, cluster=H100).plan
+    memory = H100.device.memory_bytes
+    here = with_memory_here(H100, cast("Any", [GPU(int(0.75 * memory))]))
+    assert here.device.memory_bytes == memory
+    assert memory_notes(plan, [0.7 * memory], here) == ()

@@ -32,6 +32,7 @@ from meshwright.search.pipelines.request import INTERLEAVED
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.search.stages.costs import StageCosts
 from meshwright.search.stages.reserve import MemoryReserve
+from meshwright.search.stages.shared_memory import between
 from meshwright.zoo import registry
 
 RANKS, CHUNKS, MICROBATCHES = 2, 2, 4
@@ -203,10 +204,18 @@ def test_an_estimate_is_a_lower_bound_also_where_memory_binds(ranks: int, chunks
     held = zip(staged.own_bytes(schedule), (one.workspace_bytes for one in staged.timing.stages), strict=True)
     each = [*held]
     most = max(held_together(each[rank::ranks]) for rank in range(ranks))
+    fitting = 0
     for share in (1.0, 0.9, 0.8, 0.7):
         costs().reserve(MemoryReserve(usable - share * most, usable - share * most))
         found = made.candidate(costs(), ranks, chunks)
+        fitting += found is not None and share < 1.0
         assert found is None or made._expected(MICROBATCHES, MICROBATCHES, ranks, chunks, inf) <= found.seconds
+    assert fitting, "memory binds, and something fits"
+
+
+def test_layers_without_a_layout_leave_those_before_them_alone() -> None:
+    sums = np.array([1.0, 2.0, inf, inf])
+    assert between(sums, np.array([0.0, 1.5, 2.0, 4.0])).tolist() == [1.5, 0.5, inf]
 
 
 def test_what_was_tried_says_how_far_estimates_are_off_at_least() -> None:

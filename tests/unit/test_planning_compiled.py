@@ -203,3 +203,14 @@ def test_where_none_of_a_few_plans_fits_the_search_goes_on_in_less_memory(
     found = compiled.compiled_best(search.plan, options, asked, whole=CLUSTER)
     assert search.given == [pytest.approx(1e9), pytest.approx(1e9), pytest.approx(0.98e9 / 1.25)]
     assert "fits" in found.plan.notes[-1]
+
+
+def test_what_the_model_refuses_of_a_few_plans_is_left_to_the_compiler(
+    planning: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = Searched(planning, monkeypatch, error=0.6, least=1.3e9)
+    options = PlanOptions(cluster=CLUSTER)
+    asked = request_of(traces_of(TARGET.step), TARGET.example_args, options, started=0.0)
+    found = compiled.compiled_best(search.plan, options, asked, whole=CLUSTER)
+    assert "fits" in found.plan.notes[-1]
+    assert search.given[:3] == [pytest.approx(1e9), pytest.approx(1e9), pytest.approx(1.4e9)]

@@ -112,7 +112,8 @@ def read_compiled(compiled: jax.stages.Compiled, program: str = "") -> CompiledF
             "refused to read a compiled program · got no memory analysis or no text from this backend · needed both"
             " · where: hlo.read_compiled · try: the CPU, GPU or TPU backend of a JAX release this package supports"
         )
-    collectives, flops, unknown_loops = read_text(text)
+    # Only TPUs have tiles, and only their compiler writes collectives as sums.
+    collectives, flops, unknown_loops = read_text(text, rewritten=":T(" in text)
     types = program_types(program)
     return CompiledFacts(
         collectives=tuple(_unrounded(one, types) for one in collectives),
@@ -131,8 +132,12 @@ def read_compiled(compiled: jax.stages.Compiled, program: str = "") -> CompiledF
     )
 
 
-def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
+def read_text(text: str, *, rewritten: bool = False) -> tuple[tuple[CompiledCollective, ...], float, int]:
     """The collectives, the FLOPs per device and the number of loops of unknown length in optimised HLO text.
+
+    Args:
+      text: of one module.
+      rewritten: whether the compiler writes small gathers and scatters as sums (`hlo_roles`).
 
     Raises:
       ValueError: if the text is not a compiled program.
@@ -140,7 +145,7 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
     module = parse_module(text)
     origins = Origins(module)
     totals = _walk(module, module.entry, {}, origins)
-    roles, names_sources = Roles(module, origins), "op_name=" in text
+    roles, names_sources = Roles(module, origins), rewritten and "op_name=" in text
     found: list[CompiledCollective] = []
     chains = set[str]()
     for (computation_name, name), count in totals.executions.items():
@@ -155,7 +160,7 @@ def read_text(text: str) -> tuple[tuple[CompiledCollective, ...], float, int]:
             # No operation of the program: of a scatter into parts that are no whole tiles the TPU compiler moves rows.
             continue
         sizes = [shape.size_bytes for shape in computation.operand_shapes(instruction)]
-        if one.kind == "all_reduce" and len(sizes) == len(instruction.operands):  # none of them a tuple
+        if rewritten and one.kind == "all_reduce" and len(sizes) == len(instruction.operands):  # none of them a tuple
             found.extend(_by_role(one, roles.of(computation, instruction), sizes))
         else:
             found.append(one)
@@ -213,7 +218,7 @@ def _unrounded(one: CompiledCollective, types: Mapping[tuple[str, int], set[int]
     for size, dtype in zip(one.sent_bytes, one.dtypes, strict=True):
         bits = dtype_bits(dtype)
         widths = types.get((one.kind, 8 * size // bits), {bits})
-        sent.append(size if bits in widths or size % bits else size * max(widths) // bits)
+        sent.append(size if bits in widths or 8 * size % bits else size * max(widths) // bits)
     return replace(one, sent_bytes=tuple(sent))
 
 

@@ -42,7 +42,7 @@ def program_types(text: str) -> dict[tuple[str, int], set[int]]:
         elements = prod(int(size) for size in dims.split("x") if size)
         width = re.search(r"\d+", dtype)
         kind = opcode.removeprefix("collective_")
-        found.setdefault((kind, elements), set()).add(int(width[0]) if width else 8)
+        found.setdefault((kind, elements), set()).add(max(int(width[0]), 8) if width else 8)  # i1 is a byte
     return found
 
 

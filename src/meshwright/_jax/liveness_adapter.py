@@ -349,21 +349,26 @@ class _Reader(Builder):
             found.append(stack)
         return found
 
-    def _is_turned(self, jaxpr: Any, var: Any) -> bool:
+    def _is_turned(self, jaxpr: Any, var: Any, seen: set[Any] | None = None) -> bool:
         """Whether something reads a variable only after it has moved another dim of it to the end."""
+        seen = set() if seen is None else seen
+        if var in seen:
+            return False
+        seen.add(var)
         for equation in jaxpr.eqns:
             for place, atom in enumerate(equation.invars):
                 if atom is not var:
                     continue
                 if equation.primitive.name == "transpose":
                     order, shape = equation.params["permutation"], atom.aval.shape
-                    return order[-1] != len(shape) - 1
-                if (inner := open_jaxpr(self._called(equation))) is not None:
-                    if self._is_turned(inner, inner.invars[place]):
+                    if order[-1] != len(shape) - 1:
+                        return True
+                elif (inner := open_jaxpr(self._called(equation))) is not None:
+                    if self._is_turned(inner, inner.invars[place], seen):
                         return True
                 elif equation.primitive.name not in OWN_KERNEL and len(equation.outvars) == 1:
                     (made,) = equation.outvars
-                    if made.aval.shape == atom.aval.shape and self._is_turned(jaxpr, made):
+                    if made.aval.shape == atom.aval.shape and self._is_turned(jaxpr, made, seen):
                         return True
         return False
 

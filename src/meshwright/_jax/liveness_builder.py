@@ -1,6 +1,7 @@
 """Building the memory model's program the way XLA simplifies one: equal computations once, shapes and layouts settled.
 
-Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each changes which buffers exist:
+Everything here is a rewrite XLA makes before it fuses, on CPUs if nothing else is said, and each changes which buffers
+exist:
 
 * equal operations are merged; a reshape of a reshape or a transposition of a transposition is one;
 * a matrix product gets two-dimensional operands (plus batch dims), transposed in memory where the kernel needs it;
@@ -8,7 +9,9 @@ Everything here is a rewrite XLA's CPU pipeline makes before it fuses, and each 
 * the gradient of max pooling carries a position of every element, one array for each dim;
 * adding what was scattered onto zeros scatters onto the other term;
 * a division by a broadcast value multiplies by the broadcast reciprocal;
-* bfloat16 and float16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice.
+* on CPUs bfloat16 and float16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice; GPUs
+  before Hopper store what has been computed so in float32;
+* on TPUs arrays lie in tiles, and on GPUs dims that a product takes together are put in order before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives as XLA's CPU backend runs them, for the memory model.
+"""Collectives as XLA's CPU backend runs them, for the memory model; other backends send bfloat16 as it is.
 
 A collective is a kernel of its own, but rarely alone:
 

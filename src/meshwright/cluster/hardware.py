@@ -15,6 +15,7 @@ NICs' measured bandwidth.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +29,8 @@ from .wires import check_wires
 _MOST_DEVICES = 100_000
 
 
-# In JAX's names of GPUs.
-_BEFORE_HOPPER = ("Tesla", "A100", "RTX")
+# Hopper and later, in JAX's names of GPUs ("NVIDIA H100 80GB HBM3", "NVIDIA GB200", "NVIDIA GeForce RTX 5090").
+_SINCE_HOPPER = re.compile(r"\bG?[HB]\d+|Blackwell|RTX 50\d\d")
 
 
 def compiler_of(kind: str, platform: str) -> str:
@@ -42,7 +43,7 @@ def compiler_of(kind: str, platform: str) -> str:
     """
     if kind in ("TPU v4", "TPU v5"):
         return MEGACORE
-    return WIDE if platform == "gpu" and any(name in kind for name in _BEFORE_HOPPER) else platform
+    return WIDE if platform == "gpu" and not _SINCE_HOPPER.search(kind) else platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
 import jax
 
 from .._jax.devices import given_bytes
-from ..cluster import Cluster, Host
+from ..cluster import Cluster, Device
 from ..errors import PlanError, size_words
 from ..plan import Plan
 
@@ -46,10 +46,15 @@ def with_given_memory(cluster: Cluster, environment: Mapping[str, str] = os.envi
             where="the environment", try_=f"{name}=0.9, or leaving it out",
         )  # fmt: skip
 
-    def given(host: Host) -> Host:
-        return replace(host, device=replace(host.device, usable_memory_fraction=share))
+    return _with_shares(cluster, lambda device: share)
 
-    known = {id(host): given(host) for host in cluster.hosts}
+
+def _with_shares(cluster: Cluster, share_of: Callable[[Device], float]) -> Cluster:
+    """The cluster with another usable share of the memory of each device."""
+    known = {
+        id(host): replace(host, device=replace(host.device, usable_memory_fraction=share_of(host.device)))
+        for host in cluster.hosts
+    }
     return replace(cluster, hosts=tuple(known[id(host)] for host in cluster.hosts))
 
 
@@ -84,7 +89,9 @@ def with_memory_here(cluster: Cluster, devices: Sequence[jax.Device]) -> Cluster
       devices: of all processes; those of this one are asked.
     """
     given = given_bytes(devices)
-    return cluster if given is None else cluster.with_memory_limit(given)
+    if given is None:
+        return cluster
+    return _with_shares(cluster, lambda device: min(device.usable_memory_fraction, given / device.memory_bytes))
 
 
 def warn_of_memory(plan: Plan, devices: Sequence[jax.Device]) -> None:

@@ -124,7 +124,7 @@ class Refinement:
                 return self._not_written_out(found.beside(least_seconds), known=known)
             self._asked.tell("predicting memory")
             begun = time.perf_counter()
-            # Of a cluster of several kinds any device: their platform is what counts.
+            # Of a cluster of several kinds the slowest device: stages on others count as its compiler would have it.
             plan = written_out(found.plan, found.program, self._asked.cluster.device.compiler, counted=self._counted)
             self._writing_seconds = time.perf_counter() - begun
             if self._fits(plan, held_bytes(found.plan)):

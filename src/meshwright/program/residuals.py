@@ -249,8 +249,8 @@ def is_had_again(graph: Graph, value: int, *, one_program: bool, platform: str =
     Args:
       graph: whose derivatives read what they read; the value leaves it.
       value: that an operator of the graph makes.
-      one_program: whether forward and backward pass are one program: there what is written for a reader stays, even if
-        it could be made again.
+      one_program: whether forward and backward pass are one program: there, but on TPUs, what is written for a reader
+        stays, even if it could be made again.
       platform: of the devices, as `Device.compiler`.
     """
     if one_program and not platform.startswith("tpu"):

@@ -112,8 +112,7 @@ class Interleaving:
                 ways: dict[int, float] = {}
                 for n in chunks:
                     key = count, ranks, n
-                    if (before := self._before.get(key, 0.0)) == inf:
-                        break
+                    before = self._before.get(key, 0.0)
                     if before < below_seconds:
                         most = below_seconds / _missed(self._ratios, count, ranks)
                         ways[n] = 0.0 if self._asked else min(self._expected(one, *key, most) for one in near)

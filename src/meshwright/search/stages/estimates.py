@@ -200,7 +200,7 @@ class StageEstimates:
         alone = {number: scale * between(one[0, 0, 1:], cuts) for _, number, one in of._freely(kind)}
         fastest = np.min([np.full(stages, inf), *alone.values()], axis=0)
         free = of_ranks(fastest)
-        if not free.max() <= most_seconds:
+        if not np.isfinite(free).all() or free.max() > most_seconds:
             return np.full(ranks, inf)
         # A mesh is of interest where a rank with one stage on it may be fast enough.
         spare = np.tile(most_seconds - free, stages // ranks)

@@ -3,6 +3,9 @@
 At a price of memory every stage has the layouts that cost the least, seconds and bytes, whatever the others have. What
 a rank spends then, without the price of the memory that there is, no choice of layouts within that memory is below. The
 largest over all prices is the bound.
+
+Known limits: what is said to fit nowhere may fit: the least bytes are those of the cheapest layouts at some prices. A
+stage that holds a part of a layer counts with the workspace of all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class PricedStages:
 
 
 def between(sums: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Of sums over the layers up to each those between cuts, which may lie inside of layers.
+    """Of sums over the layers up to each those between cuts, which may lie inside of layers; infinite from the first
+    layer on that has an infinite one.
 
     >>> between(np.array([1.0, 3.0]), np.array([0.0, 0.5, 2.0]))
     array([0.5, 2.5])
@@ -44,7 +48,11 @@ def between(sums: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     """
     up_to = np.concatenate([np.zeros((*sums.shape[:-1], 1)), sums], axis=-1)
     whole = np.minimum(cuts.astype(int), sums.shape[-1] - 1)
-    return np.diff(up_to[..., whole] + (cuts - whole) * (up_to[..., whole + 1] - up_to[..., whole]))
+    share = cuts - whole
+    with np.errstate(invalid="ignore"):
+        inside = np.where(share > 0, share * (up_to[..., whole + 1] - up_to[..., whole]), 0.0)
+        found = np.diff(up_to[..., whole] + inside)
+    return np.where(np.isnan(found), inf, found)
 
 
 def least_seconds(ways: Sequence[PricedStages], limits: np.ndarray) -> np.ndarray:
