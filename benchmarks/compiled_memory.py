@@ -3,7 +3,8 @@
     python benchmarks/compiled_memory.py --platform tpu --only 'gpt3-125m*'
     python benchmarks/compiled_memory.py --platform gpu --record compiled.json
 
-A row is a model, a cluster, a batch and what its plan of one stage is held to. It needs the compiler of the cluster
+A row is a model, a cluster, a batch and what its plan of one stage is held to; a model of another's code is a file of
+`benchmarks/programs` and a name in it (`public_programs.py` says where its code is found). It needs the compiler of the cluster
 (`make setup-tpu`, `make setup-cuda`; docs/compilers.md); `--platform` picks the rows of one. XLA writes down where
 every buffer lies before it generates code, which is most of compiling: as soon as it has, the process of the row ends,
 so that a row takes ten seconds to a minute.
@@ -30,6 +31,8 @@ from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).parent
 
 # Model (+ scan: its layers as one loop; + remat: layers rematerialised), cluster, samples, options of `plan_for`.
 Row = tuple[str, str, int, str]
@@ -60,6 +63,12 @@ def _rows() -> tuple[Row, ...]:
         ("unet-470m", "dgx-h100:1", 1024, ""), ("wresnet-250m", "dgx-h100:1", 1536, ""),
         ("wresnet-500m", "dgx-h100:1", 1536, ""),
     ]  # fmt: skip
+    if "MESHWRIGHT_PROGRAMS" in os.environ:  # programs that nobody here wrote
+        found += [
+            ("gemma.py:gemma3_1b", "tpu-v5e:8", 64, ""), ("nanogpt.py:gpt2_medium", "tpu-v5e:16", 64, ""),
+            ("nanogpt.py:gpt2_medium", "dgx-h100:1", 64, ""), ("bert.py:bert_large", "dgx-a100-40:1", 256, ""),
+            ("unet.py:unet", "dgx-a100-40:2", 256, ""),
+        ]  # fmt: skip
     return tuple(found)
 
 
@@ -96,16 +105,22 @@ def run_row(row: Row, folder: Path) -> None:
     from meshwright.planning.plan_for import plan_for
     from meshwright.program.effects import without_effects
     from meshwright.runtime.executable import executable
-    from meshwright.zoo import registry
+    from meshwright.targets import load_target
+    from meshwright.zoo.registry import FAMILIES
 
     name, cluster_name, batch, preset = row
     model, *how = name.split("+")
-    family, config = registry._ENTRIES[model]
-    changes: dict[str, Any] = {"global_batch": batch, **({"scan": True} if "scan" in how else {})}
-    target: zoo.Target = family.build(dataclasses.replace(config, **changes), remat="remat" in how)
+    if model in zoo.names():
+        family, config = next((one, one.CONFIGS[model]) for one in FAMILIES if model in one.CONFIGS)
+        changes: dict[str, Any] = {"global_batch": batch, **({"scan": True} if "scan" in how else {})}
+        built: zoo.Target = family.build(dataclasses.replace(config, **changes), remat="remat" in how)
+        train_step, args = built.step, (built.example_state, built.example_batch)
+    else:
+        loaded = load_target(f"{HERE / 'programs' / model}", global_batch=batch)
+        train_step, args = loaded.step, tuple(loaded.example_args)
     cluster = load_cluster(cluster_name)
     options = {"preset": preset} if preset else {"stages": 1}
-    found = plan_for(target.step, (target.example_state, target.example_batch), cluster=cluster, **options)
+    found = plan_for(train_step, args, cluster=cluster, **options)
     step = executable(without_effects(found.program), found.plan, target_devices(cluster, found.plan))
     lowered = step.lower()
     begun = time.perf_counter()
