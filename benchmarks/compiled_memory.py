@@ -4,10 +4,10 @@
     python benchmarks/compiled_memory.py --platform gpu --record compiled.json
 
 A row is a model, a cluster, a batch and what its plan of one stage is held to; a model of another's code is a file of
-`benchmarks/programs` and a name in it (`public_programs.py` says where its code is found). It needs the compiler of the cluster
-(`make setup-tpu`, `make setup-cuda`; docs/compilers.md); `--platform` picks the rows of one. XLA writes down where
-every buffer lies before it generates code, which is most of compiling: as soon as it has, the process of the row ends,
-so that a row takes ten seconds to a minute.
+`benchmarks/programs` and a name in it (`public_programs.py` says where its code is found). It needs the compiler of the
+cluster (`make setup-tpu`, `make setup-cuda`; docs/compilers.md); `--platform` picks the rows of one. XLA writes down
+where every buffer lies before it generates code, which is most of compiling: as soon as it has, the process of the row
+ends, so that a row takes ten seconds to a minute.
 
 Prints one JSON object: for each row the predicted and compiled peak in bytes, the device's limit and what XLA computes
 again by itself; and over all rows the median error of peaks, the 90th percentile and the most that one is too low.
