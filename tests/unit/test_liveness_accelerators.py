@@ -94,6 +94,20 @@ def test_gpus_compute_an_exponential_again_and_a_tangent_once() -> None:
     assert of("tanh") == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("users", "mask_bytes", "is_stored"), [(2, BYTES // 4, True), (1, BYTES // 4, False), (2, BYTES, False)]
+)
+def test_gpus_store_what_is_smaller_than_what_it_is_made_of_for_several_readers(
+    users: int, mask_bytes: int, is_stored: bool
+) -> None:
+    """A mask of bytes in the place of the random bits that it is made of."""
+    steps = [operation(E, (0,), 1), *(operation(R, (1,), 2 + n) for n in range(users))]
+    one = program("gpu", steps, tuple(range(2, 2 + users)))
+    values = (one.values[0], replace(one.values[1], size_bytes=mask_bytes), *one.values[2:])
+    kernels = Fusion(replace(one, values=values)).run()
+    assert any(kernel.writes[0] == 1 for kernel in kernels) == is_stored
+
+
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_who_reads_a_donated_argument_runs_before_its_buffer_is_written(platform: str) -> None:
     steps = [operation(E, (0,), 1), operation(K, (0,), 2)]

@@ -82,7 +82,7 @@ class Fusion:
 
     def __init__(self, program: Program) -> None:
         self._values = program.values
-        self._on_cpu, self._on_tpu = (program.platform.startswith(name) for name in ("cpu", "tpu"))
+        self._on_cpu, self._on_tpu, self._on_gpu = (program.platform.startswith(name) for name in ("cpu", "tpu", "gpu"))
         self._has_megacores = program.platform == MEGACORE
         self._kernels: dict[int, Kernel] = {}
         self._producer: dict[int, int] = {}
@@ -286,9 +286,12 @@ class Fusion:
             if not self._on_cpu and kernel.uses and not self._is_cheap_everywhere(value):
                 blocked.add(value)
                 continue
+            users = [self._kernels[user] for user in self._users.get(value, ())]
+            if self._on_gpu and self._is_dear_to_read(value, large, len(users)):
+                blocked.add(value)
+                continue
             if len(large) <= 1 or read <= self._values[value].elements:
                 continue
-            users = [self._kernels[user] for user in self._users.get(value, ())]
             if self._on_tpu and len(users) > 1 and not all(user.multiplies for user in users):
                 blocked.add(value)  # arithmetic of several operands is done again in products alone
                 continue
@@ -300,6 +303,12 @@ class Fusion:
             if not everywhere:
                 blocked.add(value)
         return blocked
+
+    def _is_dear_to_read(self, value: int, sources: list[int], users: int) -> bool:
+        """Whether several users read less if a value is stored than if each reads its sources: dropout's mask of a byte
+        is, its random bits are not. XLA's GPU compiler fuses where that saves traffic."""
+        read, size = (sum(self._values[v].size_bytes for v in some) for some in (sources, [value]))
+        return users > 1 and users * read > read + (users + 1) * size
 
     def _is_cheap_everywhere(self, value: int) -> bool:
         """Whether every kernel that reads a value may compute it: else it is there, and read."""

@@ -11,7 +11,7 @@ that takes over its buffer is copied when the program starts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -97,11 +97,7 @@ def readers_first(program: Program, kernels: list[Kernel]) -> tuple[list[Kernel]
                 below.setdefault(producer[value].position, []).append(kernel.position)
     gates: dict[int, set[int]] = {}
     copied: set[int] = set()
-    for argument_position, output_position in program.kept:
-        argument, output = program.arguments[argument_position], program.outputs[output_position]
-        writer = producer.get(output)
-        if writer is None:
-            continue
+    for argument, output, writer in _overwritten(program, producer):
         others = [one for one in readers.get(argument, ()) if one is not writer]
         needed = 0
         for reader in others:
@@ -124,6 +120,14 @@ def readers_first(program: Program, kernels: list[Kernel]) -> tuple[list[Kernel]
         for one in kernels
     ]
     return ordered, copied
+
+
+def _overwritten(program: Program, producer: Mapping[int, Kernel]) -> Iterator[tuple[int, int, Kernel]]:
+    """Each argument whose buffer an output takes over, the output, and the kernel that writes it."""
+    for argument_position, output_position in program.kept:
+        output = program.outputs[output_position]
+        if output in producer:
+            yield program.arguments[argument_position], output, producer[output]
 
 
 def _ancestors(kernels: list[Kernel], producer: Mapping[int, Kernel]) -> dict[int, int]:
@@ -151,11 +155,7 @@ def copied_arguments(program: Program, kernels: list[Kernel]) -> set[int]:
     producer = {value: kernel for kernel in kernels for value in kernel.writes}
     above, readers = _ancestors(kernels, producer), _argument_readers(kernels)
     copied: set[int] = set()
-    for argument_position, output_position in program.kept:
-        argument, output = program.arguments[argument_position], program.outputs[output_position]
-        writer = producer.get(output)
-        if writer is None:
-            continue
+    for argument, output, writer in _overwritten(program, producer):
         for reader in readers.get(argument, ()):
             before = above[writer.position] >> reader.position & 1
             if not before or (reader is writer and not may_overwrite(program, writer, argument, output)):
