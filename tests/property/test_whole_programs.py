@@ -24,6 +24,7 @@ from meshwright.cost.collective import collective_seconds
 from meshwright.errors import MemoryExceeded
 from meshwright.program.graph import Operator
 from meshwright.program.residuals import is_fusible, kept_in_one_program, needed_again, read_by_backward
+from meshwright.program.staged import whole_program
 from meshwright.program.trace import trace_program
 from meshwright.search.intra import problem as intra_op
 from meshwright.search.intra.limited import LimitedProblem
@@ -31,7 +32,7 @@ from meshwright.search.intra.node_merging import node_merging_of_one_program
 from meshwright.search.intra.problem import IntraOpProblem, ParameterInfo
 from meshwright.search.intra.workspace import workspace_of
 from meshwright.search.one_stage.driver import OneStageSearch
-from meshwright.search.one_stage.plan import SearchRequest
+from meshwright.search.pipelines.request import StageRequest
 from meshwright.search.prices.choices import values_of_parameters
 from meshwright.search.restrictions.constraints import Constraints
 from meshwright.sharding import Spec, convert
@@ -172,7 +173,9 @@ class Priced:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        program = trace_program(case.step, case.args, microbatches=case.microbatches, reduction=case.reduction)
+        self.program = program = trace_program(
+            case.step, case.args, microbatches=case.microbatches, reduction=case.reduction
+        )
         self.graph = graph = program.graph
         self.cluster = cluster_of(case)
         self.mesh = self.cluster.logical_mesh(case.mesh)
@@ -210,12 +213,12 @@ class Priced:
         self.parameter_seconds = lru_cache(maxsize=None)(self._parameter_seconds)
 
     def search(self) -> OneStageSearch:
-        request = SearchRequest(
-            graph=self.graph, fingerprint=lambda: "f", parameters=self.parameters, cluster=self.cluster,
-            microbatches=self.case.microbatches, mesh=[(self.mesh.axis_names, self.mesh.shape)],
-            constraints=Constraints(layouts=self.case.pins), remat="none", carried=self.carried,
+        request = StageRequest(
+            programs=[whole_program(self.program)], parameters=self.parameters, cluster=self.cluster,
+            mesh=[(self.mesh.axis_names, self.mesh.shape)], constraints=Constraints(layouts=self.case.pins),
+            remat="none",
         )  # fmt: skip
-        return OneStageSearch({self.case.microbatches: request}, gap=0.0)
+        return OneStageSearch(request, gap=0.0)
 
     def assignments(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*(range(len(choices)) for choices in self.problem.choices))

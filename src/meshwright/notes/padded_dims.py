@@ -15,12 +15,12 @@ from ..cluster import Cluster
 from ..plan import Plan
 from ..program.graph import Graph
 from ..program.origins import indices_of
-from ..program.staged import staged_program
+from ..program.staged import staged_program, whole_program
 from ..program.trace import Program
 from ..search.inter.submeshes import Submesh, Submeshes
 from ..search.intra.parameters import parameter_infos
 from ..search.one_stage.driver import OneStageSearch
-from ..search.one_stage.plan import SearchRequest
+from ..search.pipelines.request import StageRequest
 from ..search.restrictions.constraints import Constraints
 
 # Matrix units take tiles of 128 x 128 elements (the MXU of a TPU; a multiple of those of a GPU). A size of whole tiles
@@ -121,16 +121,17 @@ def solved_seconds(
         for info, elements in (known[planned.name],)
     ]
     where = Submesh(min(stage.devices), max(stage.devices) + 1)
-    request = SearchRequest(
-        graph=graph, fingerprint=lambda: program.fingerprint, parameters=parameters,
-        cluster=cluster if one else Submeshes(cluster).part(where),
-        microbatches=plan.microbatches_of(number),
+    whole = replace(
+        whole_program(program), graph=graph, microbatches=plan.microbatches_of(number),
+        split_dims=program.split_dims if one else (),
+    )  # fmt: skip
+    request = StageRequest(
+        programs=[whole], parameters=parameters, cluster=cluster if one else Submeshes(cluster).part(where),
         mesh=[(tuple(axis for axis, _ in stage.mesh), tuple(size for _, size in stage.mesh))],
         constraints=replace(constraints, gradient_exchange=stage.gradient_exchange),
         remat="layer" if stage.rematerialised else "none",
-        carried=0 if program.marked else program.state_inputs, split_dims=program.split_dims if one else (),
     )  # fmt: skip
-    search = OneStageSearch({request.microbatches: request}, time_limit_seconds=max(seconds, 0.0))
+    search = OneStageSearch(request, time_limit_seconds=max(seconds, 0.0))
     predicted = search.run(lambda count: stage.memory_limit_bytes).plan.predicted
     assert predicted is not None  # the search prices what it finds
     return predicted.step_seconds

@@ -6,9 +6,10 @@ import time
 from dataclasses import replace
 from math import inf, isfinite
 
+from ..search.intra.parameters import parameter_infos
 from ..search.one_stage.driver import GAP, OneStageSearch
-from ..search.one_stage.plan import SearchRequest, StepRequests
-from ..search.one_stage.ways import Variant
+from ..search.one_stage.ways import Variant, whole_solver
+from ..search.pipelines.request import StageRequest
 from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
@@ -37,7 +38,7 @@ class OneStagePlanner:
 
     def __init__(self, asked: PlanRequest, *, gap: float = GAP) -> None:
         self._asked = asked
-        self._search = OneStageSearch(_requests(asked), tell=asked.tell, gap=gap)
+        self._search = OneStageSearch(_whole(asked), tell=asked.tell, gap=gap)
         self._refinement = Refinement(asked)
 
     @property
@@ -80,25 +81,19 @@ class OneStagePlanner:
 def fits_in_few(asked: PlanRequest) -> bool:
     """Whether a device may hold its share of the batch, in few microbatches, with nothing computed again. One stage is
     soon planned then: many microbatches are of no use, and memory does not bind much."""
-    requests = _requests(asked)
-    first = next(iter(requests))
-    most = max(count for count in requests if count <= max(_FEW, first))
+    request = _whole(asked)
+    first, *_ = programs = request.by_microbatches
+    most = max(count for count in programs if count <= max(_FEW, first))
     usable = asked.cluster.device.usable_memory_bytes / MARGIN
-    return Variant(requests[first], "none").least_bytes(most) <= usable
+    return Variant(whole_solver(request, programs[first]), "none").least_bytes(most) <= usable
 
 
-def _requests(asked: PlanRequest) -> StepRequests:
-    """The step in each number of microbatches that may be considered; asking raises PlanError where it cannot be cut
-    so."""
+def _whole(asked: PlanRequest) -> StageRequest:
+    """The step in each number of microbatches that may be considered, as one stage; asking for one raises PlanError
+    where it cannot be cut so."""
     first = asked.program(asked.microbatches if asked.microbatches is not None else 1)
     counts = microbatch_counts(asked)
-    programs = WholePrograms(asked, counts if first.marked else counts[:1])
-
-    def request(count: int) -> SearchRequest:
-        program = programs[count]
-        constraints = asked.constraints_in(replace(program.alike, graph=program.graph))
-        return SearchRequest.of(
-            program, cluster=asked.cluster, mesh=asked.mesh, constraints=constraints, remat=asked.remat
-        )
-
-    return StepRequests(tuple(programs), request)
+    return StageRequest(
+        programs=WholePrograms(asked, counts if first.marked else counts[:1]), parameters=parameter_infos(first),
+        cluster=asked.cluster, constraints=asked.constraints_in(first), remat=asked.remat, stages=1, mesh=asked.mesh,
+    )  # fmt: skip

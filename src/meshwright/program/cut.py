@@ -52,7 +52,7 @@ class Cut:
       shapes: of values that these have in another shape.
       values: for each value of the range its index in the whole graph.
       inputs: values that it reads, as the whole graph numbers them: parameters first, then inputs of the program, then
-        what it receives.
+        what it receives. (Those of all of a program stand as they do there.)
       outputs: values that leave it, as the whole graph numbers them.
       parameters: what its parameters are, in the order of `graph.parameters`.
       program_inputs: which other inputs of the program it reads, as positions in the whole graph's `inputs`.
@@ -69,7 +69,7 @@ class Cut:
     shapes: Mapping[int, tuple[int, ...]]
     values: tuple[int, ...]
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
     parameters: tuple[HeldParameter, ...]
     program_inputs: tuple[int, ...]
     received: tuple[int, ...]
@@ -108,6 +108,8 @@ class Cut:
     def graph(self) -> Graph:
         """The range as a graph of its own, made when it is asked for: of ranges that are the same program one is
         enough. Operators keep their paths, values are numbered anew."""
+        if self.inside is self.whole.operators:
+            return self.whole
         renumbered, whole = self._renumbering(), self.whole
         return Graph(
             values=tuple(
@@ -137,6 +139,18 @@ class Cut:
         """What gives each value of the whole graph its number in this one."""
         numbers: dict[int | None, int | None] = {None: None, **{v: i for i, v in enumerate(self.values)}}
         return lambda values: tuple(map(numbers.__getitem__, values))
+
+
+def whole_cut(graph: Graph, equations: int) -> Cut:
+    """All of a program, as it is."""
+    parameters = frozenset(graph.parameters)
+    return Cut(
+        equations=(0, equations), repeated=(), whole=graph, inside=graph.operators, shapes={},
+        values=tuple(range(len(graph.values))), inputs=graph.inputs, outputs=graph.outputs,
+        parameters=tuple(HeldParameter(parameter=number) for number in range(len(graph.parameters))),
+        program_inputs=tuple(position for position in range(len(graph.inputs)) if position not in parameters),
+        received=(), sent=(), made=(), program_outputs=tuple(range(len(graph.outputs))),
+    )  # fmt: skip
 
 
 class Cutter:

@@ -68,6 +68,17 @@ class StagedProgram:
         return self.source.fingerprint
 
     @property
+    def carried(self) -> int:
+        """How many leading outputs of its graph are the leading inputs of the next step: of a step that is planned
+        whole, since nothing in it is marked as its loss function."""
+        return 0 if self.alike.marked else self.alike.state_inputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is not cut at all, nor its scans."""
+        return len(self.layers) == 1 and not self.scan_splits
+
+    @property
     def equations(self) -> int:
         """How many top-level equations the core has."""
         return self.layers[-1][1]

@@ -12,27 +12,26 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal, get_args
 
 from ...cluster import LogicalMesh
 from ...errors import MemoryExceeded, PlanError, room_words, size_words
-from ...program.segments import layer_segments
+from ...program.graph import Graph
 from ...solve import Infeasible, Unsolved
 from ..alternative import nearest
-from ..best_known import gap_of
 from ..considered import Considered
+from ..inter.problem import PlacedStage
+from ..inter.submeshes import Submesh
 from ..intra.problem import IntraOpSolution
+from ..pipelines.assembly import plan_of_one
+from ..pipelines.request import StageRequest
 from ..prices.least_work import least_work_seconds
 from ..result import NothingFaster, SearchResult
-from ..stages.solver import meshes_of
-from .plan import SearchRequest, one_stage_plan
-from .ways import Variant, Way
-
-# Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
-THREE_AXES_OPERATORS = 150
+from ..stages.costs import option_of
+from .ways import Variant, Way, ways_of, whole_solver
 
 # What a problem gets at least when the time is over, so that there is a plan at all; and at most.
 _LEAST_SECONDS, _MOST_SECONDS = 1.0, 20.0
@@ -86,7 +85,8 @@ class OneStageSearch:
     whatever they hold is found, once.
 
     Args:
-      requests: the step in each number of microbatches to be considered; made when first asked for.
+      request: the step in each number of microbatches to be considered, not cut (`program.staged.whole_program`), with
+        what is fixed.
       time_limit_seconds: from now on.
       tell: called with a few words at each part of the work.
       gap: to which problems are solved, relative.
@@ -96,11 +96,13 @@ class OneStageSearch:
     """
 
     def __init__(
-        self, requests: Mapping[int, SearchRequest], *, time_limit_seconds: float = inf,
+        self, request: StageRequest, *, time_limit_seconds: float = inf,
         tell: Callable[[str], None] = lambda text: None, gap: float = GAP,
     ) -> None:  # fmt: skip
-        self._requests, self._tell, self.gap = requests, tell, gap
-        self.counts = sorted(requests)
+        for names, sizes in request.mesh:
+            request.cluster.logical_mesh(sizes, names)  # which refuses what is none of these devices
+        self.request, self._tell, self.gap = request, tell, gap
+        self.counts = sorted(request.by_microbatches)
         self.deadline = time.perf_counter() + time_limit_seconds
         self._ways: dict[int, tuple[Way, ...]] = {}
 
@@ -122,12 +124,14 @@ class OneStageSearch:
             raise NothingFaster(min(run.least_seconds, faster_than_seconds), tuple(run.considered(None)))
         if best is None:
             raise run.nothing()
-        way = best.way
-        gap = gap_of(best.seconds, run.least_seconds)
-        plan = one_stage_plan(way.request, way.problem, best.chosen, way.variant.segments, gap=gap)
+        way, solver = best.way, best.way.variant.solver
+        option = option_of(solver.solved(way.place, way.variant.remat, best.chosen))
+        placed = PlacedStage(0, 1, Submesh(0, self.request.cluster.num_devices), option)
         seconds = {one.way.words: one.seconds for one in run.solved}
-        alternatives = nearest(seconds, but=way.words)
-        return SearchResult(plan=plan, considered=tuple(run.considered(best)), alternatives=alternatives)
+        return SearchResult(
+            plan=plan_of_one(solver, placed, best.seconds), considered=tuple(run.considered(best)),
+            alternatives=nearest(seconds, but=way.words),
+        ).bounded(run.least_seconds)  # fmt: skip
 
     @property
     def late(self) -> bool:
@@ -155,17 +159,17 @@ class OneStageSearch:
           PlanError: if the step cannot be cut so.
         """
         if count not in self._ways:
-            request = self._requests[count]
+            request = self.request
+            solver = whole_solver(request, request.by_microbatches[count])
             wanted = ("none", "layer") if request.remat is None else (request.remat,)
-            if request.remat == "layer" and not layer_segments(request.graph):
+            if request.remat == "layer" and not solver.segments(0, 1):
                 raise PlanError(
                     refused='remat="layer"', got="a program in which no cut into layers saves memory",
                     needed="several layers whose results are kept for the backward pass", where="the loss function",
                     try_='remat="none"',
                 )  # fmt: skip
-            variants = [Variant(request, remat) for remat in wanted]
-            variants = [one for one in variants if one.remat == "none" or one.segments]
-            self._ways[count] = tuple(Way(one, mesh) for mesh in _meshes(request) for one in variants)
+            variants = [Variant(solver, remat) for remat in wanted]
+            self._ways[count] = ways_of(solver, [one for one in variants if one.remat == "none" or one.segments])
         return self._ways[count]
 
     def tell(self, way: Way) -> None:
@@ -237,8 +241,8 @@ class _Run:
         search = self._search
         try:
             ways = search.ways(count)
-            request, variants = ways[0].request, dict.fromkeys(way.variant for way in ways)
-            self._floors[count] = max(least_seconds, least_work_seconds(request.graph, count, request.cluster))
+            variants, graph = dict.fromkeys(way.variant for way in ways), ways[0].variant.solver.program.graph
+            self._floors[count] = max(least_seconds, least_work_seconds(graph, count, search.request.cluster))
             fitting = [one for one in variants if self._fits(one, count)]
             if fitting:
                 self._look_at_meshes(ways, fitting)
@@ -261,7 +265,7 @@ class _Run:
 
     def _look_at_meshes(self, ways: Sequence[Way], fitting: Sequence[Variant]) -> None:
         """The fastest layouts of the first variant that may fit, on each mesh: others take no less."""
-        count, late = ways[0].request.microbatches, False
+        count, late = ways[0].microbatches, False
         floors: dict[LogicalMesh, float] = {}
         for way in ways:
             if way.variant not in fitting:
@@ -273,7 +277,7 @@ class _Run:
                 late = late or way.variant is fitting[0]
                 self._push(floors.get(way.mesh, self._floors[count]), way)
         if floors and not late and not any(map(isfinite, floors.values())):
-            raise _contradiction(ways[0].request)
+            raise _contradiction(self._search.request)
         floor = self._floors[count]
         if fitting[0] is ways[0].variant and not late:
             floor = min(floors.values())
@@ -285,7 +289,7 @@ class _Run:
 
     def _look_at_way(self, way: Way, entry: _Entry) -> None:
         """Find out the next thing about a way to run the step."""
-        search, count = self._search, way.request.microbatches
+        search, count = self._search, way.microbatches
         limit = self._limit_bytes(count)
         search.tell(way)
         if entry.known == "nothing":
@@ -331,7 +335,7 @@ class _Run:
             return self._fastest(way) if way.relax() else inf
 
     def _needs(self, way: Way, least_bytes: float) -> None:
-        count = way.request.microbatches
+        count = way.microbatches
         self._least_bytes[count] = min(least_bytes, self._least_bytes.get(count, inf))
 
     @property
@@ -361,11 +365,12 @@ class _Run:
     def nothing(self) -> PlanError:
         """Why there is no plan; a refusal for memory has the bound of what was left open."""
         if not self._least_bytes:
-            request = self._search.ways(self._search.counts[0])[0].request
+            request = self._search.request
             return _unsolved(request, self._left_open) if isfinite(self._left_open) else _contradiction(request)
         count = min(self._least_bytes, key=lambda count: (self._least_bytes[count], count))
         (way, *_) = self._search.ways(min(self._search.known_counts, key=lambda known: abs(known - count)))
-        error = _nothing_fits(way.request, count, self._least_bytes[count], self._limit_bytes(count))
+        graph, limit = way.variant.solver.program.graph, self._limit_bytes(count)
+        error = _nothing_fits(self._search.request, graph, count, self._least_bytes[count], limit)
         error.least_seconds = self._left_open
         if self._refused is not None:
             return error.but(f"more microbatches are out of the question: {self._refused}")
@@ -376,34 +381,34 @@ def _weight(one: _Solved) -> float:
     return one.seconds * (1 + _WORTH_AN_AXIS * (len(one.way.mesh.axes) - 1))
 
 
-def _meshes(request: SearchRequest) -> tuple[LogicalMesh, ...]:
-    if request.mesh:
-        return tuple(request.cluster.logical_mesh(sizes, names) for names, sizes in request.mesh)
-    return meshes_of(request.cluster, (), max_axes=3 if len(request.graph.operators) <= THREE_AXES_OPERATORS else 2)
+def _words(request: StageRequest) -> str:
+    """What is refused where there is no plan."""
+    return f"a plan for {request.cluster.num_devices} x {request.cluster.device.kind}"
 
 
-def _nothing_fits(request: SearchRequest, count: int, least: float, limit_bytes: float) -> MemoryExceeded:
-    graph = request.graph
+def _nothing_fits(
+    request: StageRequest, graph: Graph, count: int, least: float, limit_bytes: float
+) -> MemoryExceeded:  # fmt: skip
     largest = max((graph.values[graph.inputs[p]] for p in graph.parameters), key=lambda v: v.bytes, default=None)
     what = f", largest parameter {largest.name} {largest.shape} of {size_words(largest.bytes)}" if largest else ""
     return MemoryExceeded(
-        refused=request.words, got=room_words(request.cluster.device.usable_memory_bytes, limit_bytes),
+        refused=_words(request), got=room_words(request.cluster.device.usable_memory_bytes, limit_bytes),
         needed=f"at least {size_words(least)} on a device, with {count} microbatches{what}", where="stage 1 of 1",
         try_="more devices, a smaller batch" + (', or remat="layer"' if request.remat == "none" else ""),
     )  # fmt: skip
 
 
-def _unsolved(request: SearchRequest, least_seconds: float) -> MemoryExceeded:
+def _unsolved(request: StageRequest, least_seconds: float) -> MemoryExceeded:
     error = MemoryExceeded(
-        refused=request.words, got="layouts of which the solver found none that fit in the time that it had",
+        refused=_words(request), got="layouts of which the solver found none that fit in the time that it had",
         needed="more time, or more memory", where="time_limit_seconds=", try_="a longer time limit, or more devices",
     )  # fmt: skip
     error.least_seconds = least_seconds
     return error
 
 
-def _contradiction(request: SearchRequest) -> PlanError:
+def _contradiction(request: StageRequest) -> PlanError:
     return PlanError(
-        refused=request.words, got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
+        refused=_words(request), got="pins or a ZeRO stage that no choice of layouts satisfies, whatever the memory",
         needed="wishes that some layouts satisfy", where="pins=, zero=", try_="leaving one of them out",
     )  # fmt: skip

@@ -2,71 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property
 
 from ...cluster import LogicalMesh
-from ...program.graph import Graph
 from ...program.residuals import kept_in_one_program
-from ...program.segments import Segments, layer_segments, rematerialise
+from ...program.segments import Segments
+from ...program.staged import StagedProgram
 from ..alternative import one_stage_words
-from ..intra.limited import LimitedProblem
+from ..inter.submeshes import Submesh, Submeshes
 from ..intra.problem import trips_of
-from ..intra.workspace import AS_BAD, Workspace, workspace_of
+from ..intra.workspace import AS_BAD
+from ..pipelines.request import StageRequest
 from ..prices.choices import values_of_parameters
-from .plan import SearchRequest
+from ..stages.problem import StageProblem
+from ..stages.solver import Kinds, Place, StageSolver, WantedMesh, meshes_of
+
+# Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
+_THREE_AXES_OPERATORS = 150
+
+
+def meshes_alone(request: StageRequest, program: StagedProgram) -> Sequence[WantedMesh]:
+    """The logical meshes that the only stage of a plan may have."""
+    if request.mesh:
+        return request.mesh
+    small = len(program.graph.operators) <= _THREE_AXES_OPERATORS
+    found = meshes_of(request.cluster, (), max_axes=3 if small else 2)
+    return [(one.axis_names, one.shape) for one in found]
+
+
+def whole_solver(request: StageRequest, program: StagedProgram) -> StageSolver:
+    """What solves a program as the only stage of a plan."""
+    submeshes = Submeshes(request.cluster)
+    return StageSolver(
+        program, parameters=request.parameters, submeshes=submeshes, constraints=request.constraints,
+        kinds=Kinds(submeshes, meshes_alone(request, program)), alone=True,
+    )  # fmt: skip
 
 
 class Variant:
     """A step in a number of microbatches, rematerialised or not.
 
     Args:
-      request: the step.
+      solver: of the step, as the only stage.
       remat: "none" or "layer".
     """
 
-    def __init__(self, request: SearchRequest, remat: str) -> None:
-        self.request, self.remat = request, remat
+    def __init__(self, solver: StageSolver, remat: str) -> None:
+        self.solver, self.remat = solver, remat
 
-    @cached_property
+    @property
+    def microbatches(self) -> int:
+        """In a step."""
+        return self.solver.program.microbatches
+
+    @property
     def segments(self) -> Segments:
         """What is rematerialised."""
-        return layer_segments(self.request.graph) if self.remat == "layer" else {}
-
-    @cached_property
-    def graph(self) -> Graph:
-        """The program with that marked."""
-        return rematerialise(self.request.graph, self.segments) if self.segments else self.request.graph
-
-    @cached_property
-    def workspace(self) -> Workspace:
-        """What its backward pass makes beside what is kept."""
-        return workspace_of(
-            self.graph, microbatches=self.request.microbatches, is_one_program=True,
-            platform=self.request.cluster.device.compiler,
-        )  # fmt: skip
+        return self.solver.segments(0, 1) if self.remat == "layer" else {}
 
     def least_bytes(self, microbatches: int) -> float:
         """A lower bound on the bytes of a device in this number of microbatches or a larger one: the state, the
         activations kept and the workspace, all split over all devices. Activations and workspace at best halve with the
         microbatch."""
-        return self._state_bytes + self._kept_bytes * self.request.microbatches / microbatches
+        return self._state_bytes + self._kept_bytes * self.microbatches / microbatches
 
     @cached_property
     def _state_bytes(self) -> float:
-        graph, infos = self.graph, self.request.parameters
+        graph, infos = self.solver.program.graph, self.solver.parameters
         values = [graph.values[graph.inputs[position]] for position in graph.parameters]
         held = sum(2 * value.bytes + info.optimizer_bytes for value, info in zip(values, infos, strict=True))
-        return held / self.request.cluster.num_devices
+        return held / self.solver.submeshes.cluster.num_devices
 
     @cached_property
     def _kept_bytes(self) -> float:
-        graph = self.graph
-        kept = kept_in_one_program(graph, self.request.cluster.device.compiler)
+        graph, workspace = self.solver.graph(0, 1, self.remat)
+        kept = kept_in_one_program(graph, self.solver.platform)
         made = [v for v in kept - values_of_parameters(graph) if v in graph.producer]
         makers = [graph.operators[graph.producer[v][0]] for v in made]
         held = sum(graph.values[v].bytes * trips_of(maker, v) for v, maker in zip(made, makers, strict=True))
-        return (held + AS_BAD * self.workspace.bytes) / self.request.cluster.num_devices
+        return (held + AS_BAD * workspace.bytes) / self.solver.submeshes.cluster.num_devices
 
 
 class Way:
@@ -74,40 +89,40 @@ class Way:
 
     Args:
       variant: the step.
-      mesh: logical mesh.
+      place: all of it, on all devices, on a logical mesh of these.
     """
 
-    def __init__(self, variant: Variant, mesh: LogicalMesh) -> None:
-        self.variant, self.mesh = variant, mesh
-        self._constraints = variant.request.constraints
-        self._problem: LimitedProblem | None = None
+    def __init__(self, variant: Variant, place: Place) -> None:
+        self.variant, self.place, self._solver = variant, place, variant.solver
 
     @property
-    def request(self) -> SearchRequest:
-        """The step in its number of microbatches."""
-        return self.variant.request
+    def microbatches(self) -> int:
+        """In a step."""
+        return self.variant.microbatches
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """Its logical mesh."""
+        return self._solver.meshes[self.place.kind][self.place.mesh]
 
     @property
     def words(self) -> str:
         """It in a few words."""
         axes = [(axis.name, axis.size) for axis in self.mesh.axes]
-        return one_stage_words(self.request.microbatches, axes, rematerialised=self.variant.remat == "layer")
+        return one_stage_words(self.microbatches, axes, rematerialised=self.variant.remat == "layer")
 
     @property
-    def problem(self) -> LimitedProblem:
+    def problem(self) -> StageProblem:
         """Its intra-operator problem."""
-        if self._problem is None:
-            request = self.request
-            self._problem = LimitedProblem(
-                self.variant.graph, self.mesh, request.cluster.device, parameters=request.parameters,
-                microbatches=request.microbatches, constraints=self._constraints, carried=request.carried,
-                split_dims=request.split_dims if request.microbatches > 1 else (), workspace=self.variant.workspace,
-            )  # fmt: skip
-        return self._problem
+        return self._solver.problem(self.place, self.variant.remat)[0]
 
     def relax(self) -> bool:
         """Whether a ZeRO stage that no layout satisfies has a less strict form; from now on that is used."""
-        if self._constraints.zero not in (1, 2) or not self._constraints.strict:
-            return False
-        self._constraints, self._problem = replace(self._constraints, strict=False), None
-        return True
+        return self._solver.relax(self.place)
+
+
+def ways_of(solver: StageSolver, variants: Sequence[Variant]) -> tuple[Way, ...]:
+    """On each logical mesh, the simplest first, each of these variants."""
+    kind = solver.kind_of[Submesh(0, solver.submeshes.cluster.num_devices)]
+    places = [Place(0, 1, kind, number) for number in range(len(solver.meshes[kind]))]
+    return tuple(Way(one, place) for place in places for one in variants)

@@ -18,11 +18,12 @@ from ..stages.costs import StageCosts
 from ..stages.crossings import edge_bytes
 from ..stages.segments import moved_segments
 from ..stages.solved import SolvedStage
-from .timing import Scheduled, ScheduleOptions, StagedTiming
+from ..stages.solver import StageSolver
+from .timing import Scheduled, ScheduleOptions, StagedTiming, stage_timing
 
 
 def assemble(costs: StageCosts, stages: Sequence[PlacedStage], scheduled: Scheduled, *, gap: float = inf) -> Plan:
-    """The plan of solved stages. With one stage it is a plan without a schedule, like those of `one_stage`.
+    """The plan of solved stages.
 
     Args:
       costs: that solved the stages.
@@ -30,6 +31,8 @@ def assemble(costs: StageCosts, stages: Sequence[PlacedStage], scheduled: Schedu
       scheduled: their schedule and its simulation.
       gap: how much less any other stages can take, relative; infinite where nobody has looked for any.
     """
+    if len(stages) == 1:
+        return plan_of_one(costs.solver, stages[0], scheduled.step_seconds, gap=gap)
     schedule, timings = scheduled.schedule, scheduled.staged.timing.stages
     ranks = schedule.stage_ranks
     # Stages of a rank share the largest.
@@ -38,22 +41,30 @@ def assemble(costs: StageCosts, stages: Sequence[PlacedStage], scheduled: Schedu
         for rank in ranks
     ]
     parts = [
-        planned_stage(costs, *one)
+        planned_stage(costs.solver, *one)
         for one in zip(stages, schedule.in_flight, schedule.delayed, timings, workspaces, strict=True)
     ]
-    if single := len(parts) == 1:
-        parts = [replace(parts[0], layers=(0, 1), equations=None)]
     return plan_of(
         costs.program, costs.submeshes.cluster, parts, [_solved(stage) for stage in stages],
-        schedule="none" if single else scheduled.name, options=() if single else scheduled.options,
-        step_seconds=scheduled.step_seconds, transfers=_transfers(costs.program, scheduled.staged), gap=gap,
-        bubble_fraction=0.0 if single else scheduled.timeline.bubble_fraction,
+        schedule=scheduled.name, options=scheduled.options, step_seconds=scheduled.step_seconds,
+        transfers=_transfers(costs.program, scheduled.staged), gap=gap,
+        bubble_fraction=scheduled.timeline.bubble_fraction,
+    )  # fmt: skip
+
+
+def plan_of_one(solver: StageSolver, placed: PlacedStage, step_seconds: float, *, gap: float = 0.0) -> Plan:
+    """The plan of one stage, which has no schedule; arguments as of `assemble`."""
+    timing = stage_timing(_solved(placed))
+    stage = planned_stage(solver, placed, 1, 0, timing, timing.workspace_bytes)
+    return plan_of(
+        solver.program, solver.submeshes.cluster, [replace(stage, layers=(0, 1), equations=None)], [_solved(placed)],
+        schedule="none", step_seconds=step_seconds, gap=gap,
     )  # fmt: skip
 
 
 def plan_of(
     program: StagedProgram, cluster: Cluster, parts: Sequence[Stage], solved: Sequence[SolvedStage], *,
-    schedule: str, options: ScheduleOptions, step_seconds: float, bubble_fraction: float, gap: float = 0.0,
+    schedule: str, step_seconds: float, options: ScheduleOptions = (), bubble_fraction: float = 0.0, gap: float = 0.0,
     transfers: tuple[Transfer, ...] = (),
 ) -> Plan:  # fmt: skip
     """The plan of these parts of a program, each with its solution; the largest gap of a solution adds to `gap`."""
@@ -90,26 +101,26 @@ def _solved(stage: PlacedStage) -> SolvedStage:
 
 
 def planned_stage(
-    costs: StageCosts, placed: PlacedStage, in_flight: int, delayed: int, timing: StageTiming, workspace_bytes: float
+    solver: StageSolver, placed: PlacedStage, in_flight: int, delayed: int, timing: StageTiming, workspace_bytes: float
 ) -> Stage:
     """A stage of the plan; the solution may be that of an equal range elsewhere, so names and paths are the stage's
     own.
 
     Args:
-      costs: that solved it.
+      solver: that solved it.
       placed: the solved stage.
       in_flight: the most microbatches that it holds.
       delayed: the most of them that wait for their weight gradient.
       timing: of the stage.
       workspace_bytes: its share of its devices' workspace.
     """
-    solved, program = _solved(placed), costs.program
-    cut = costs.solver.cut(placed.first, placed.last)
+    solved, program = _solved(placed), solver.program
+    cut = solver.cut(placed.first, placed.last)
     graph, chosen, sizes = cut.graph, solved.chosen, solved.problem.sizes
-    infos = costs.solver.parameters_of(cut)
+    infos = solver.parameters_of(cut)
     totals = account(solved.problem, chosen)
     rows = [held.rows for held in cut.parameters]
-    part = costs.submeshes.part(placed.submesh)
+    part = solver.submeshes.part(placed.submesh)
     return Stage(
         layers=(placed.first, placed.last),
         devices=tuple(range(placed.submesh.first, placed.submesh.stop)),

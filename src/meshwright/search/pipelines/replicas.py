@@ -159,7 +159,7 @@ class Replicas:
         timings = [stage_timing(*one) for one in zip(tags, self.exchange_seconds, strict=True)]
         stages = [
             planned_stage(
-                costs, PlacedStage(0, len(program.layers), group, option), 1, 0, timing, timing.workspace_bytes
+                costs.solver, PlacedStage(0, len(program.layers), group, option), 1, 0, timing, timing.workspace_bytes
             )
             for group, (costs, option), timing in zip(groups, solved, timings, strict=True)
         ]

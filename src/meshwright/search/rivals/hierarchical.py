@@ -22,7 +22,6 @@ from ...program.staged import whole_program
 from ..driver import Part, search_parts
 from ..inter.submeshes import Submesh
 from ..one_stage.driver import OneStageSearch
-from ..one_stage.plan import SearchRequest, StepRequests
 from ..pipelines.driver import StageSearch
 from ..pipelines.request import SMALL_PROGRAM
 from ..result import SearchResult
@@ -65,12 +64,9 @@ class Hierarchical:
 
 
 def _one_stage(space: Space, faster_than_seconds: float, seconds: float) -> SearchResult:
-    asked, usable = space.request, space.cluster.device.usable_memory_bytes
-    requests = StepRequests(space.counts, lambda count: SearchRequest.of(
-        whole_program(space.stages.program(count).source), cluster=asked.cluster, mesh=asked.mesh,
-        constraints=asked.constraints, remat=asked.remat,
-    ))  # fmt: skip
-    search = OneStageSearch(requests, time_limit_seconds=seconds, gap=space.gap)
+    usable = space.cluster.device.usable_memory_bytes
+    programs = [whole_program(space.stages.program(count).source) for count in space.counts]
+    search = OneStageSearch(replace(space.request, programs=programs), time_limit_seconds=seconds, gap=space.gap)
     return search.run(
         lambda count: space.stages.reserve(count).limit(usable, last=True), faster_than_seconds=faster_than_seconds
     )

@@ -7,7 +7,6 @@ built once for all ranges that are the same program, and each solution is shared
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate, product
 from math import isfinite
 
@@ -15,14 +14,15 @@ from ...cluster import LogicalMesh
 from ...errors import PlanError
 from ...program.staged import StagedProgram
 from ..inter.submeshes import Submesh, Submeshes
-from ..one_stage.driver import GAP as GAP, THREE_AXES_OPERATORS
+from ..one_stage.driver import GAP as GAP
+from ..one_stage.ways import meshes_alone
 from ..pipelines.request import StageRequest, check_layers, check_request, placements
 from ..prices.choices import OperatorChoice
 from ..stages.costs import StageCosts
 from ..stages.problem import StageProblem
 from ..stages.reserve import MemoryReserve, nothing_reserved
 from ..stages.solved import SolvedStage
-from ..stages.solver import Kinds, Place, WantedMesh, meshes_of
+from ..stages.solver import Kinds, Place
 from .choice import Choice, LayoutNumbers, StageChoice
 from .layouts import Layouts
 
@@ -127,7 +127,8 @@ class Stages:
 
     def costs_of_program(self, program: StagedProgram, *, alone: bool) -> StageCosts:
         """The same of the program cut in another way."""
-        request, own = self.request, {self.whole: self._meshes_alone} if alone else None
+        request = self.request
+        own = {self.whole: meshes_alone(request, self.program(self.counts[0]))} if alone else None
         costs = StageCosts(
             program, parameters=request.parameters, submeshes=self.submeshes, constraints=request.constraints,
             remat=request.remat, meshes=request.mesh, own_meshes=own, alone=alone,
@@ -139,15 +140,6 @@ class Stages:
     def whole(self) -> Submesh:
         """All devices."""
         return Submesh(0, self.cluster.num_devices)
-
-    @cached_property
-    def _meshes_alone(self) -> Sequence[WantedMesh]:
-        """Of the only stage of a plan: of a small program also meshes of three axes."""
-        if self.request.mesh:
-            return self.request.mesh
-        small = len(self.program(self.counts[0]).graph.operators) <= THREE_AXES_OPERATORS
-        found = meshes_of(self.cluster, (), max_axes=3 if small else 2)
-        return [(tuple(a.name for a in one.axes), tuple(a.size for a in one.axes)) for one in found]
 
     def _is_whole(self, microbatches: int, first: int, last: int) -> bool:
         return first == 0 and last == self.layers(microbatches)

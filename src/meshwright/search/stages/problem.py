@@ -104,6 +104,7 @@ class StageProblem(LimitedProblem):
       split_dims: for the inputs of the whole program that are not differentiated, the dim that microbatches cut.
       workspace: what its backward pass makes beside what is kept; None for nothing.
       alone: whether it is the only stage of its plan, which is run as one program then.
+      carried: as of `IntraOpProblem`.
     """
 
     def __init__(
@@ -119,14 +120,14 @@ class StageProblem(LimitedProblem):
         split_dims: Sequence[int | None],
         workspace: Workspace | None = None,
         alone: bool = False,
+        carried: int = 0,
     ) -> None:
         self.is_one_program = alone
-        dims = [None] * len(cut.parameters) + [
-            split_dims[i] if microbatches > 1 and i < len(split_dims) else None for i in cut.program_inputs
-        ]
+        places = {value: place for place, value in enumerate(cut.whole.inputs[: len(split_dims)])}
         super().__init__(
-            graph, mesh, device, parameters=parameters, microbatches=microbatches, constraints=constraints, carried=0,
-            split_dims=dims, workspace=workspace,
+            graph, mesh, device, parameters=parameters, microbatches=microbatches, constraints=constraints,
+            carried=carried, workspace=workspace,
+            split_dims=[split_dims[places[v]] if microbatches > 1 and v in places else None for v in cut.inputs],
         )  # fmt: skip
         self._as_part: dict[tuple[int, ...], AsPart] = {}
         self._received = graph.inputs[len(cut.parameters) + len(cut.program_inputs) :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...program.cut import Cut
+from ...program.cut import Cut, whole_cut
 from ...program.graph import Graph
 from ...program.residuals import kept_values
 from ...program.segments import Segments, layer_segments, rematerialise
@@ -31,8 +31,12 @@ class Ranges:
     def cut(self, first: int, last: int) -> Cut:
         """The layers `first` to before `last` as a graph."""
         if (first, last) not in self._cuts:
-            layers = self.program.layers
-            self._cuts[first, last] = self.program.folding_cutter.cut(layers[first][0], layers[last - 1][1])
+            program, layers = self.program, self.program.layers
+            if self._alone and program.is_whole:
+                found = whole_cut(program.graph, program.equations)
+            else:
+                found = program.folding_cutter.cut(layers[first][0], layers[last - 1][1])
+            self._cuts[first, last] = found
         return self._cuts[first, last]
 
     def segments(self, first: int, last: int) -> Segments:

@@ -148,6 +148,8 @@ class StageSolver:
     def number(self, first: int, last: int) -> int:
         """The number of a range of layers. Ranges share one if they are the same program with the same optimizer
         state (and the same names, where layouts are pinned, and the same origins, where axes have roles)."""
+        if self.program.is_whole:
+            return 0  # there is no other
         if (first, last) not in self._identity:
             cut = self.cut(first, last)
             infos = self.parameters_of(cut)
@@ -198,6 +200,7 @@ class StageSolver:
                 split_dims=self.program.split_dims,
                 workspace=workspace,
                 alone=self.alone,
+                carried=self.program.carried if self.program.is_whole else 0,
             )
             self._problems[key] = problem, segments, cut
         return self._problems[key]
@@ -212,7 +215,7 @@ class StageSolver:
     def _key(self, place: Place, remat: str) -> tuple[int, int, int, str]:
         return self.number(place.first, place.last), place.kind, place.mesh, remat
 
-    def _relax(self, place: Place) -> bool:
+    def relax(self, place: Place) -> bool:
         """Whether the ZeRO stage that a range cannot satisfy has a less strict form; from now on that is used."""
         key = self._key(place, "none")[:3]
         if self._constraints.zero not in (1, 2) or not self._constraints.strict or key in self._lenient:
@@ -278,7 +281,7 @@ class StageSolver:
         try:
             return [*built[0].priced(prices, gap=gap, time_limit_seconds=_SECONDS_PER_SOLVE)]
         except Infeasible:
-            return self.choices_at(place, remat, prices, gap=gap) if self._relax(place) else [None] * len(prices)
+            return self.choices_at(place, remat, prices, gap=gap) if self.relax(place) else [None] * len(prices)
 
     def _once(
         self, place: Place, remat: str, built: tuple[StageProblem, Segments, Cut], choices: tuple[int, ...],
@@ -310,7 +313,7 @@ class StageSolver:
         try:
             chosen = problem.proven(limit, gap=gap, time_limit_seconds=time_limit_seconds)
         except Infeasible as error:
-            if error.least_memory is None and self._relax(place):
+            if error.least_memory is None and self.relax(place):
                 return self.proven(place, remat, in_flight, limit, gap=gap, time_limit_seconds=time_limit_seconds)
             return None
         except Unsolved:
@@ -318,6 +321,10 @@ class StageSolver:
         finally:
             problem.in_flight = 1
         return self._solved(place, built, chosen)
+
+    def solved(self, place: Place, remat: str, chosen: IntraOpSolution) -> SolvedStage:
+        """A solution of the problem of a range."""
+        return self._solved(place, self.problem(place, remat), chosen)
 
     def laid_out(self, place: Place, remat: str, layouts: tuple[int, ...]) -> SolvedStage:
         """A range in given layouts, whatever they take and hold.
@@ -369,7 +376,7 @@ class StageSolver:
             workspace = min(problem.seconds(free).workspace_bytes, limit) if free is not None else 0.0
             found = problem.around((limit - workspace) / stages + workspace, gap=RANGE_GAP)
         except Infeasible:
-            return self.around(place, remat, in_flight, limit, stages) if self._relax(place) else []
+            return self.around(place, remat, in_flight, limit, stages) if self.relax(place) else []
         finally:
             problem.in_flight = 1
         return [self._once(place, remat, built, choices, share).certain(share) for choices, share in found]
