@@ -268,6 +268,8 @@ def test_a_number_that_turns_out_too_large_is_in_the_gap(monkeypatch: pytest.Mon
         if plan.microbatches != 2:
             return True
         self.leanest = refine._TooLarge(share=2.0, peak_bytes=2.0, usable_bytes=1.0, microbatches=plan.microbatches)
+        usable = refine.usable_bytes(plan)
+        self.missed.learn(2, counted, [2 * room for room in usable], usable, [True] * len(usable))
         return False
 
     monkeypatch.setattr(refine.Refinement, "_fits", fitting)

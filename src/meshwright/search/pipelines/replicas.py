@@ -8,35 +8,52 @@ them, and once more where the solved plans change the shares.
 
 After its last microbatch each group sends its gradients to all others, and each updates its own copy.
 
+Numbers of microbatches are looked at in the order of what they promise: as the estimates of the fewest say, then as
+their own do, then by a plan.
+
 Known limits: one replica for each kind of device; results of the loss function that grow with the batch are not
 gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, groupby, pairwise
 from math import inf, isfinite
 
 import numpy as np
 
 from ...cluster import Cluster
+from ...errors import MemoryExceeded, PlanError, size_words
 from ...plan import Plan
 from ...program.staged import StagedProgram
 from ...schedule import replicas
 from ...simulate import Timing, simulate
+from ..considered import Considered
 from ..inter.problem import Option, PlacedStage
 from ..inter.submeshes import Submesh, Submeshes
 from ..intra.parameters import ParameterInfo
 from ..restrictions.constraints import Constraints
+from ..result import NothingFaster, SearchResult
 from ..stages.costs import StageCosts
+from ..stages.reserve import MissedMemory
 from .assembly import plan_of, planned_stage
 from .timing import stage_timing
 
+# The schedule, by name.
+REPLICAS = replicas.__name__
+
 # Rounds of solving replicas for their shares and sharing out again.
 _MOST_ROUNDS = 2
+
+# What is known of a number of microbatches; of equal seconds the most certain comes first.
+_SOLVED, _EXPECTED, _TOLD = range(3)
+
+# Of numbers of which little is known, and that by as much as this are as good as the best, the fewest come first.
+_AS_GOOD = 1.1
 
 
 def like_groups(cluster: Cluster) -> tuple[Submesh, ...]:
@@ -102,6 +119,15 @@ class Replicas:
         size = sum(graph.values[graph.inputs[p]].bytes for p in graph.parameters)
         seconds = self._submeshes.transfer_seconds
         return [sum(seconds(one, other, size) for other in self.groups if other != one) for one in self.groups]
+
+    def nothing_fits(self, microbatches: int) -> MemoryExceeded:
+        """The error for a number of microbatches in which some kind of device cannot hold the program."""
+        return MemoryExceeded(
+            refused=f"replicas on the {len(self.groups)} kinds of device of cluster {self._submeshes.cluster.name}",
+            got=f"{size_words(min(self.usable_bytes))} usable on a device of the least memory",
+            needed=f"the whole program on each kind of device, in {microbatches} microbatches", where="schedule=",
+            try_="stages, which need not be alike; more microbatches, or more devices of the smaller kind",
+        )  # fmt: skip
 
     def expected(self, microbatches: int) -> tuple[float, tuple[int, ...]]:
         """Seconds of a step in so many microbatches by the estimates of this program's parts, each microbatch taking
@@ -169,3 +195,138 @@ class Replicas:
             program, self._submeshes.cluster, stages, tags, schedule=schedule.name, options=(("shares", shares),),
             step_seconds=timeline.step_seconds, bubble_fraction=timeline.bubble_fraction,
         )  # fmt: skip
+
+
+class ReplicaSearch:
+    """The search over numbers of microbatches, run once for each memory limit: what does not depend on memory is kept
+    between runs.
+
+    Args:
+      made: the replicas in a number of microbatches; raises PlanError where the step cannot be cut so.
+      counts: numbers of microbatches, ascending.
+      tell: called with a few words at each part of the work.
+
+    Attributes:
+      refusal: the error where nothing fits.
+
+    Raises:
+      MemoryExceeded: if some kind of device cannot hold the program.
+      PlanError: if the step can be cut into none of them, or replicas cannot share it.
+    """
+
+    def __init__(self, made: Callable[[int], Replicas], counts: Sequence[int], tell: Callable[[str], None]) -> None:
+        self._made, self._tell = cache(made), tell
+        self._looked_at: dict[int, Considered] = {}
+        self._lost: dict[int, float] = {}  # by number, what its own estimates are beyond those of the fewest
+        coarsest = self._coarsest(counts)
+        mine = [count for count in counts if count >= coarsest.program.microbatches]
+        self._told = {count: coarsest.expected(count)[0] for count in mine}
+        # By number its seconds, and what they are known by.
+        self._left = {count: (least, _TOLD) for count, least in self._told.items() if isfinite(least)}
+        self.refusal = coarsest.nothing_fits(counts[-1])
+        if not self._left:
+            raise self.refusal
+
+    def _coarsest(self, counts: Sequence[int]) -> Replicas:
+        """Of the fewest microbatches into which the step can be cut."""
+        refused: PlanError | None = None
+        for count in counts:
+            try:
+                return self._made(count)
+            except PlanError as error:
+                refused = refused or error
+        assert refused is not None  # there is a number
+        raise refused
+
+    def run(self, missed: MissedMemory, *, seconds: float, faster_than_seconds: float) -> SearchResult:
+        """The fastest plan.
+
+        Args:
+          missed: what may not be counted on a device.
+          seconds: after which the best plan so far is taken, or none where one is known before.
+          faster_than_seconds: a plan whose step takes longer is not wanted.
+
+        Raises:
+          NothingFaster: if no plan is that fast, or none is known to be when the time is over.
+          MemoryExceeded: if nothing fits.
+        """
+        until, plans, refused = time.perf_counter() + seconds, dict[int, SearchResult](), None
+        left = dict(self._left)
+        while left:
+            late, count = time.perf_counter() > until, self._most_promising(left)
+            if late and plans:
+                count = min(plans, key=lambda one: plans[one].step_seconds)
+            out_of_time = late and not plans and isfinite(faster_than_seconds)
+            if out_of_time or self._bound(left, count) >= faster_than_seconds:
+                break
+            if count in plans:
+                others = [plans[n].least_seconds if n in plans else left[n][0] for n in left if n != count]
+                return plans[count].beside_candidates(self._considered(left)).beside(min(others, default=inf))
+            try:
+                if left[count][1] == _TOLD:
+                    self._left[count] = left[count] = self._expected(count), _EXPECTED
+                else:
+                    plans[count] = self._planned(count, missed)
+                    left[count] = plans[count].step_seconds, _SOLVED
+            except PlanError as error:
+                del left[count]
+                refused = refused or error
+                self._looked_at[count] = Considered(count, str(error), schedule=REPLICAS)
+        if refused is not None and not left and not isfinite(faster_than_seconds):
+            raise refused
+        raise NothingFaster(min((least for least, _ in left.values()), default=inf), self._considered(left))
+
+    def _bound(self, left: Mapping[int, tuple[float, int]], count: int) -> float:
+        """What a number promises: what coarser microbatches lose finer ones lose too. (That decides what is looked at,
+        and is not told for certain.)"""
+        seconds, known = left[count]
+        lost = max((one for n, one in self._lost.items() if n < count), default=0.0) if known == _TOLD else 0.0
+        return seconds + lost
+
+    def _most_promising(self, left: Mapping[int, tuple[float, int]]) -> int:
+        bounds = {count: (self._bound(left, count), known, count) for count, (_, known) in left.items()}
+        least, known, first = min(bounds.values())
+        if known != _TOLD:
+            return first
+        # What fewer microbatches lose says more of finer ones than the other way round.
+        return min(n for n, (seconds, known, _) in bounds.items() if known == _TOLD and seconds <= _AS_GOOD * least)
+
+    def _considered(self, left: Mapping[int, tuple[float, int]]) -> tuple[Considered, ...]:
+        """Each number that was looked at, and all others as one."""
+        others = [seconds for seconds, known in left.values() if known == _TOLD]
+        rest = [Considered("replicas in other numbers", searched=False, least_seconds=min(others))] if others else []
+        return *self._looked_at.values(), *rest
+
+    def _expected(self, count: int) -> float:
+        """Seconds by a number's own estimates.
+
+        Raises:
+          PlanError: if there are no replicas in so many microbatches.
+        """
+        self._tell(f"sharing out {count} microbatches")
+        replicas = self._made(count)
+        seconds, shares = replicas.expected(count)
+        if not isfinite(seconds):
+            raise replicas.nothing_fits(count)
+        self._lost[count] = seconds - self._told[count]
+        self._note(count, seconds, shares, "by estimates")
+        return seconds
+
+    def _planned(self, count: int, missed: MissedMemory) -> SearchResult:
+        """The best plan in so many microbatches; it takes as long as it does.
+
+        Raises:
+          MemoryExceeded: if it does not fit.
+        """
+        replicas = self._made(count)
+        rooms = enumerate(replicas.usable_bytes)
+        found = replicas.plan([missed.limit_of_rank(count, group, room) for group, room in rooms])
+        if found is None:
+            raise replicas.nothing_fits(count)
+        result = SearchResult(plan=found, program=replicas.program, considered=())
+        self._note(count, result.step_seconds, found.shares)
+        return result
+
+    def _note(self, count: int, seconds: float, shares: Sequence[int], *certainty: str) -> None:
+        words = ", ".join([*map(str, shares), *certainty])
+        self._looked_at[count] = Considered(count, f"with {words}", schedule=REPLICAS, seconds=seconds)
