@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import source_info_util  # the line of user code an equation came from; no public form up to 0.12
+from jax._src.core import DropVar  # a result that nobody reads; no public form up to 0.12
 from jax._src.interpreters import partial_eval as pe  # dead-code elimination of a jaxpr; no public form up to 0.12
 from jax.extend import core as jex_core
 
@@ -67,7 +68,7 @@ def is_traced(x: Any) -> bool:
 
 def is_dropped(var: Any) -> bool:
     """Whether an equation's result is thrown away."""
-    return type(var).__name__ == "DropVar"
+    return isinstance(var, DropVar)
 
 
 def source_line(equation: Equation) -> str:
@@ -171,9 +172,24 @@ def inline(closed: ClosedJaxpr, *, boundaries: Boundaries | None = None, caller:
     walk(top, env, False, caller)
     outvars = [read(env, atom) for atom in top.outvars]
     jaxpr = top.replace(
-        constvars=constvars, eqns=equations, outvars=outvars, debug_info=top.debug_info.with_unknown_names()
-    )
+        constvars=constvars, eqns=_without_unread(equations, outvars), outvars=outvars,
+        debug_info=top.debug_info.with_unknown_names(),
+    )  # fmt: skip
     return ClosedJaxpr(jaxpr, consts)
+
+
+def _without_unread(equations: list[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Equations of which Pallas kernels drop the results that nobody reads: some are their scratch memory."""
+    if not any(one.primitive.name == "pallas_call" for one in equations):
+        return equations
+    read = {atom for one in equations for atom in one.invars if not is_literal(atom)}
+    read |= {atom for atom in outvars if not is_literal(atom)}
+    return [
+        one.replace(outvars=[var if var in read else DropVar(var.aval) for var in one.outvars])
+        if one.primitive.name == "pallas_call"
+        else one
+        for one in equations
+    ]
 
 
 def jit_donations(closed: ClosedJaxpr) -> frozenset[int]:

@@ -36,6 +36,11 @@ def gpu_kinds() -> tuple[str, ...]:
     return tuple(_targets())
 
 
+def compute_capability(kind: str) -> str | None:
+    """Of a kind of GPU, such as "9.0"; None of one that is not known, and of other devices."""
+    return _targets().get(kind, {}).get("compute_capability")
+
+
 def gpu_target(device: Device) -> str:
     """The target that XLA compiles for: such a GPU, with as much memory as the cluster lets a program use.
 

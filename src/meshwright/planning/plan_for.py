@@ -10,9 +10,11 @@ from typing import Any
 from jax import devices as devices_of_jax, process_count
 
 from .._jax.context import no_mesh
+from .._jax.cudnn import as_on
 from .._jax.devices import named_devices
 from .._jax.jitted import bound_to_static
 from ..cluster import Cluster
+from ..compilers.gpu_target import compute_capability
 from ..errors import MemoryExceeded, PlanError
 from ..notes.device_memory import memory_notes
 from ..notes.replicated_work import replicated_work
@@ -125,6 +127,14 @@ def plan_without_advice(
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:  # fmt: skip
     """As `plan_for`, whose arguments these are; refusals for memory do not say what would fit instead."""
+    where = cluster_asked(options)
+    with as_on(compute_capability(where.device.kind) if isinstance(where, Cluster) else None):
+        return _planned(step, args, options, tell)
+
+
+def _planned(
+    step: Callable[..., Any], args: Sequence[Any], options: PlanOptions, tell: Callable[[str], None]
+) -> Planning:
     start, traces = time.perf_counter(), traces_of(step)
     traced = traces.seconds
     check_trials(options)

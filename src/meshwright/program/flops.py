@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from .._jax import cudnn
 from .._jax.convolution_flops import SpaceDim, convolution_flops
 from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
+from .._jax.pallas import kernel_flops, slices_read
 
 # Data moves, no arithmetic.
 _MOVES = frozenset(
@@ -76,8 +78,10 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
             flops, matmul = _body(parts.body)
             return flops * parts.length, matmul
         case "while":
-            # The trip count is not known before the run: one trip is counted.
-            return _body(equation.params["body_jaxpr"])
+            # The trip count is not known before the run: one trip is counted, or in a kernel as many as it takes to
+            # read all of a block.
+            flops, matmul = _body(equation.params["body_jaxpr"])
+            return flops * slices_read(open_jaxpr(equation.params["body_jaxpr"])), matmul
         case "cond":
             return max(_body(branch) for branch in equation.params["branches"])
         case "custom_jvp_call" | "custom_vjp_call":
@@ -86,6 +90,10 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
             return _body(equation.params["jaxprs"].solve)
         case "custom_partitioning":
             return _body(equation.params["call"])
+        case "pallas_call":
+            return kernel_flops(equation, _body)
+        case cudnn.FORWARD | cudnn.BACKWARD:
+            return cudnn.attention_flops(equation), True
     if is_remat(equation) or "jaxpr" in equation.params:
         return _body(equation.params["jaxpr"])
     if name in _MOVES:

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._jax.cudnn import BACKWARD, FORWARD
 from .._jax.jaxpr import Equation, bind, open_jaxpr, result_avals
 from .._jax.random import is_key, random_bits_at, split_at
 from .factors import Dims, Rule
 from .halo import POOLS, spatial_rule, windowed
 from .indexed import gather, gather_whole, ragged_dot, ragged_dot_whole, scatter, scatter_whole
-from .kernels import evaluate_kernel
+from .kernels import evaluate_grid, evaluate_kernel, evaluate_on_blocks
 from .microbatch_rows import rows_in_batch
 from .split import Split
 
@@ -106,6 +107,8 @@ _WINDOWED = ("conv_general_dilated", *POOLS)
 _EVALUATORS: Mapping[str, Evaluator] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "custom_partitioning": evaluate_kernel,
+    "pallas_call": evaluate_grid,
+    **dict.fromkeys((FORWARD, BACKWARD), evaluate_on_blocks),
     "reshape": _reshape,
     "iota": _iota,
     "slice": _slice,

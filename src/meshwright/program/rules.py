@@ -18,6 +18,7 @@ from .._jax.jaxpr import (
     Vjp,
     custom_jvp_of,
     inline,
+    is_dropped,
     is_literal,
     is_remat,
     open_jaxpr,
@@ -27,7 +28,7 @@ from .._jax.jaxpr import (
 )
 from .._jax.shardy import lower_with_rules
 from .factors import Composer, Rule, compose, whole_rule
-from .kernels import is_partitioned_kernel, kernel_rule
+from .kernels import is_kernel, kernel_rule
 from .local import ON_ELEMENTS, has_keys, restrict
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "cond", "while")
@@ -86,9 +87,9 @@ class Rules:
                     self._plain[key] = _SHARDY[key]
                 elif key not in self._plain:
                     wanted.setdefault(key, plain)
-        lowerable = {k: eqn for k, eqn in wanted.items() if not has_keys(eqn) and not is_partitioned_kernel(eqn)}
+        lowerable = {k: eqn for k, eqn in wanted.items() if not has_keys(eqn) and not is_kernel(eqn)}
         for key, eqn in wanted.items():
-            if is_partitioned_kernel(eqn):
+            if is_kernel(eqn):
                 self._plain[key], why = kernel_rule(eqn)
                 if _runs_whole(self._plain[key]):
                     _warn_whole(eqn, why)
@@ -153,7 +154,7 @@ class Rules:
                 rule = _RESTRICTED.get(shared)
                 if rule is None:
                     rule = plain
-                    if not has_keys(equation) and not is_partitioned_kernel(equation):
+                    if not has_keys(equation) and not is_kernel(equation):
                         rule = restrict(equation, plain, differentiated=differentiated)
                     if _is_lasting(key[0]):
                         _RESTRICTED[shared] = rule
@@ -324,6 +325,8 @@ def _signature(equation: Equation) -> tuple[Any, ...]:
         described = f"strides {params['strides']}"  # pieces of a scan take rows of their own, the shapes say how many
     else:
         described = str(sorted(params.items(), key=lambda kv: kv[0]))
+        if equation.primitive.name == "pallas_call":  # what nobody reads need not be the same on all devices
+            described += str([is_dropped(var) for var in equation.outvars])
     atoms = tuple((a.aval.shape, a.aval.dtype, is_literal(a)) for a in equation.invars)
     return (
         equation.primitive.name,
