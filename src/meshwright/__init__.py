@@ -16,6 +16,7 @@ _HOME = {
     "Plan": "plan",
     "PlanError": "errors",
     "initialize": "launch",
+    "kernel": "_jax.own_kernels",
     "layer_boundary": "_jax.boundary",
     "load_cluster": "cluster",
     "load_plan": "plan",

@@ -8,6 +8,7 @@ from typing import Any
 from .._jax import cudnn
 from .._jax.convolution_flops import SpaceDim, convolution_flops
 from .._jax.jaxpr import Equation, is_remat, open_jaxpr, scan_parts
+from .._jax.own_kernels import said_flops
 from .._jax.pallas import kernel_flops, slices_read
 
 # Data moves, no arithmetic.
@@ -89,7 +90,9 @@ def equation_flops(equation: Equation) -> tuple[float, bool]:
         case "custom_linear_solve":
             return _body(equation.params["jaxprs"].solve)
         case "custom_partitioning":
-            return _body(equation.params["call"])
+            flops, matmul = _body(equation.params["call"])
+            said = said_flops(equation)
+            return (flops, matmul) if said is None else (said, True)
         case "pallas_call":
             return kernel_flops(equation, _body)
         case cudnn.FORWARD | cudnn.BACKWARD:
