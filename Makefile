@@ -88,7 +88,7 @@ test-compilers: .venv-tpu/.stamp ## the tests that compile for TPUs, with none
 	$(BIN_TPU)/python -m pytest $(PYTEST_FLAGS) -m "compilers and not slow"
 
 test-compilers-gpu: .venv-cuda/.stamp ## the tests that compile for NVIDIA GPUs, with none
-	$(BIN_CUDA)/python -m pytest $(PYTEST_FLAGS) -m compilers tests/unit/test_gpu_targets.py tests/unit/test_liveness_accelerators.py
+	$(BIN_CUDA)/python -m pytest $(PYTEST_FLAGS) -m compilers tests/unit/test_gpu_targets.py tests/unit/test_liveness_accelerators.py tests/unit/test_kernels_compiled.py
 
 lint: .venv/.stamp ## ruff: rules and format
 	$(BIN)/ruff check .
