@@ -11,7 +11,7 @@ exist:
 * a division by a broadcast value multiplies by the broadcast reciprocal;
 * on CPUs bfloat16 and float16 arithmetic is done in float32 and rounded, and the rounding is too dear to do twice; GPUs
   before Hopper store what has been computed so in float32;
-* on TPUs arrays lie in tiles, and on GPUs dims that a product takes together are put in order before.
+* on TPUs arrays lie in tiles, and on GPUs in layouts that suit the products (`liveness_layouts`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 from meshwright._jax.dataflow import WIDE, Kind, Operation, Program, Value
 from meshwright._jax.jaxpr import is_literal
+from meshwright._jax.liveness_layouts import Layouts
 
 # Up to JAX 0.10 XLA's CPU backend forgets barriers before it orders kernels, so recomputation starts early.
 _BARRIERS_HOLD = jax.__version_info__ >= (0, 11)
@@ -42,6 +43,16 @@ def _is_view(shape: Sequence[int], order: Sequence[int]) -> bool:
     """Whether putting the dims of `shape` into this order leaves every element where it is."""
     moved = [dim for dim in order if shape[dim] != 1]
     return moved == sorted(moved)
+
+
+def _counted(shape: Sequence[int]) -> tuple[int, ...]:
+    """The dims that lie somewhere: those of more than one element."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _places(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """Which of the counted dims of a shape these dims are."""
+    return [len(_counted(shape[:dim])) for dim in dims if shape[dim] != 1]
 
 
 def _in_tiles(shape: Sequence[int]) -> int:
@@ -79,12 +90,17 @@ class Builder:
         self.transposed: set[int] = set()  # results of transpositions the program itself asks for
         self.fetched: set[Any] = set()  # variables that come from the host's memory when they are first read
         self._order: dict[int, tuple[int, tuple[int, ...]]] = {}  # what a transposed value is a transposition of
+        self._layouts = Layouts(self.values, lambda value: self.array(*self.types[value])) if self.on_gpu else None
+        self._anywhere: set[int] = set()  # made of numbers and positions alone, in any layout
 
     def program(self, arguments: list[int], outputs: list[int], kept: tuple[tuple[int, int], ...]) -> Program:
         """What was built so far, between these arguments and outputs."""
+        operations = self._scattered_onto(outputs)
+        if self._layouts is not None:
+            operations, outputs = self._layouts.settled(operations, outputs)
         return Program(
             values=tuple(self.values),
-            operations=tuple(self._scattered_onto(outputs)),
+            operations=tuple(operations),
             arguments=tuple(arguments),
             outputs=tuple(outputs),
             kept=kept,
@@ -93,12 +109,13 @@ class Builder:
         )
 
     def _scattered_onto(self, outputs: Sequence[int]) -> list[Operation]:
-        """The operations, with sums of a value and what was scattered onto zeros, for them alone, scattered at once."""
+        """The operations that are needed, with sums of a value and what was scattered onto zeros, for them alone,
+        scattered at once."""
         readers = Counter(outputs)
-        needed = set(outputs)
+        needed: list[Operation] = []
         for operation in reversed(self.operations):
-            if needed.intersection(operation.writes):
-                needed.update(operation.reads)
+            if any(readers[value] for value in operation.writes):
+                needed.append(operation)
                 readers.update(operation.reads)
 
         def fits(value: int, total: int) -> bool:
@@ -108,7 +125,7 @@ class Builder:
             return source.reads[0] in self.zeros and readers[value] == 1 and self.types[value] == self.types[total]
 
         changed: list[Operation] = []
-        for operation in self.operations:
+        for operation in reversed(needed):
             if operation.name in ("add", "add_any") and len(operation.reads) == 2:
                 term = next((v for v in operation.reads if fits(v, operation.writes[0])), None)
                 if term is not None:
@@ -161,12 +178,29 @@ class Builder:
         self.operations.append(operation)
         for value in writes:
             self.source[value] = operation
+        self._tie(operation)
         if identity is not None:
             self._known[identity] = writes
             first = self._first.setdefault((kind, name, tuple(self._alike[v] for v in reads), key), writes)
             for value, like in zip(writes, first, strict=True):
                 self._alike[value] = self._alike[like]
         return writes
+
+    def _tie(self, operation: Operation) -> None:
+        """Arithmetic leaves the dims of an array as they lie, and so do reshapes that add or drop dims of size one."""
+        if self._layouts is None:
+            return
+        if operation.kind is Kind.BROADCAST:
+            self._anywhere.update(operation.writes)
+        elif operation.kind in (Kind.ELEMENTWISE, Kind.VIEW):
+            if self._anywhere.issuperset(operation.reads):
+                self._anywhere.update(operation.writes)
+                return
+            (result,) = operation.writes
+            shape = _counted(self.types[result][0])
+            for value in operation.reads:
+                if value not in self._anywhere and _counted(self.types[value][0]) == shape:
+                    self._layouts.tie(result, value, range(len(shape)))
 
     def barrier(self, reads: Sequence[int]) -> list[int]:
         """The same values, but not equal to them, and not before all of them exist."""
@@ -212,6 +246,8 @@ class Builder:
         moved = jax.ShapeDtypeStruct(target, dtype)
         (result,) = self.emit(Kind.PERMUTE, "transpose", [value], [moved], key=tuple(order))
         self._order[result] = (value, tuple(order))
+        if self._layouts is not None:
+            self._layouts.tie(result, value, _places(shape, order))
         return result
 
     def arithmetic(
@@ -276,6 +312,7 @@ class Builder:
         folded = False
         library = True  # the kernel library wants the left operand's contracted dim last
         result: list[int] = [self.types[reads[0]][0][dim] for dim in batch[0]]
+        ends = [len(result)]  # where the dims of the result from the batch, and from each operand, end
         for side, (value, inner, outer) in enumerate(zip(reads, contracted, batch, strict=True)):
             shape = self.types[value][0]
             free = [dim for dim in range(len(shape)) if dim not in inner and dim not in outer]
@@ -288,14 +325,13 @@ class Builder:
             # XLA folds a transposition the program asks for into the product, which then is none for the library.
             folded = folded or (value in self.transposed and _is_view(shape, wanted))
             arranged = self.arranged(value, order)
-            if self.on_gpu and not all(self._lie_together(value, dims) for dims in (inner, free)):
-                # No product reads groups of dims in another order: they are put in order before.
-                moved = jax.ShapeDtypeStruct(*self.types[arranged])
-                (arranged,) = self.emit(Kind.OPAQUE, "regroup", [arranged], [moved], key="regroup")
             groups = {dim: math.prod(shape[d] for d in part) for part in (inner, free) for dim in part[:1]}
             flat = tuple(groups.get(d, shape[d]) for d in order if d in outer or d in groups)
             sides.append(self.reshaped(arranged, flat))
+            if self._layouts is not None:
+                self._layouts.reads(sides[-1], value, [_places(shape, dims) for dims in (inner, free)])
             result.append(math.prod(shape[dim] for dim in free))
+            ends.append(ends[-1] + len(free))
         aval = equation.outvars[0].aval
         dtype = aval.dtype
         widens = self.platform == "cpu" and (folded or not library or not _BFLOAT16_PRODUCTS)
@@ -305,15 +341,11 @@ class Builder:
         (product,) = self.emit(Kind.CONTRACT, "dot_general", sides, [flat_aval], key=key, library=library)
         if dtype != aval.dtype:
             product = self.rounded(product, aval.dtype)
-        return (self.reshaped(product, tuple(aval.shape)),)
-
-    def _lie_together(self, value: int, dims: Sequence[int]) -> bool:
-        """Whether dims of a value, itself perhaps a transposition, are next to each other in memory in this order."""
-        source, order = self._order.get(value, (value, tuple(range(len(self.types[value][0])))))
-        shape = self.types[source][0]
-        places = [order[dim] for dim in dims if shape[order[dim]] != 1]
-        between = [place for place in range(min(places, default=0), max(places, default=-1)) if shape[place] != 1]
-        return places == sorted(places) and len(between) <= max(len(places) - 1, 0)
+        product = self.reshaped(product, tuple(aval.shape))
+        if self._layouts is not None:
+            groups_of_result = [_places(aval.shape, range(*part)) for part in itertools.pairwise(ends)]
+            self._layouts.writes(product, groups_of_result)
+        return (product,)
 
     def convolution(self, equation: Any, reads: Sequence[int], key: Any) -> tuple[int, ...]:
         """A convolution with channels last, and its result back in the equation's order."""

@@ -11,7 +11,8 @@ computed again, and (as compiled programs show: JAX 0.10.2, libtpu 0.0.42, CUDA 
 
 * a product of a TPU takes in all arithmetic on its operands, expensive or not, and ends with the arithmetic on its
   result as long as nobody else reads what is between;
-* a product of a GPU (Triton) takes in what moves, widens or scales an operand; an exponential is cheap there.
+* a product of a GPU (Triton) takes in what moves, widens or scales an operand; exponentials, divisions and roots are
+  cheap there.
 
 Cost: a few set operations an edge, and one bit set of ancestors per operation.
 """
@@ -24,6 +25,7 @@ from heapq import heapify, heappop, heappush
 from meshwright._jax.dataflow import MEGACORE, Kind, Operation, Program, Use
 
 _FUSIBLE = (Kind.VIEW, Kind.ELEMENTWISE, Kind.BROADCAST, Kind.PERMUTE, Kind.REDUCE, Kind.UPDATE)
+_CHEAP_ON_GPUS = frozenset({"div", "exp", "rsqrt", "sqrt"})  # single instructions there
 _LIBRARY_LIMIT = 64  # operations the library takes into one kernel
 _DEEPEST = 200  # operations in a row that may become one kernel
 _LIBRARY_ELEMENTS = 4096  # below this XLA thinks a call of the library not worth it (IsInstructionPreferredByYnn)
@@ -235,7 +237,7 @@ class Fusion:
             return not (self._has_megacores and consumer.multiplies and self._divides_for_several(producer))
         if not self._on_cpu and consumer.multiplies and not self._is_prologue(producer):
             return False
-        if not operation.expensive or (operation.name == "exp" and not self._on_cpu):
+        if not operation.expensive or (operation.name in _CHEAP_ON_GPUS and not self._on_cpu):
             return True
         single = len(self._users[value]) == 1 and value not in self._outputs
         return single and consumer.uses[value] is not Use.REPEATED
