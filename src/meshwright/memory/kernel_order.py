@@ -2,7 +2,9 @@
 
 XLA's GPU and TPU backends try three orders and take the one that needs the least memory (`DefaultMemoryScheduler`): the
 greedy one, the depth-first one, and the one that is depth-first into those operands first that take most to make,
-so that what is cheap to compute again is not there until it is read. XLA's CPU backend runs kernels breadth-first: each
+so that what is cheap to compute again is not there until it is read. Programs of several hosts of GPUs since Hopper are
+ordered by the latency-hiding scheduler, from their end and without regard to memory: each kernel as late as its readers
+allow. The third order needs as much memory, or a little more. XLA's CPU backend runs kernels breadth-first: each
 as soon as its operands exist, in the order they became ready (for parallelism, not for memory; so recomputation and
 updates run as early as they can). A donated argument that is still to be read by a kernel not ordered before the output
 that takes over its buffer is copied when the program starts.

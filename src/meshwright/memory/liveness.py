@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright._jax.dataflow import Kind, Program
+from meshwright._jax.dataflow import ACROSS_HOSTS, Kind, Program
 from meshwright.memory.fusion import Fusion, Kernel
 from meshwright.memory.kernel_order import (
     breadth_first,
@@ -128,7 +128,8 @@ def _temporaries(program: Program) -> tuple[int, tuple[LiveBuffer, ...]]:
     }
     if program.platform == "cpu":
         return _peak(program, breadth_first(program, kernels, copied), inside)
-    orders = (order(program, kernels, copied) for order in (greedy, depth_first, heaviest_first))
+    tried = (heaviest_first,) if program.platform == ACROSS_HOSTS else (greedy, depth_first, heaviest_first)
+    orders = (order(program, kernels, copied) for order in tried)
     return min((_peak(program, order, inside) for order in orders), key=lambda found: found[0])
 
 
