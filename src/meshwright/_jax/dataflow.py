@@ -20,6 +20,9 @@ ACROSS_HOSTS = "gpu across hosts"
 """The platform of programs on several hosts of NVIDIA's GPUs since Hopper: XLA orders them so that what is sent between
 hosts runs beside compute, and not so that they need little memory."""
 
+CHEAP_ON_GPUS = frozenset({"div", "exp", "exp2", "rsqrt", "sqrt"})
+"""Arithmetic that XLA's GPU compiler does again where it is read, dear as it is elsewhere."""
+
 
 class Kind(Enum):
     """How a compiler may treat an operation."""

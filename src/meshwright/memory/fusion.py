@@ -22,10 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from meshwright._jax.dataflow import MEGACORE, Kind, Operation, Program, Use
+from meshwright._jax.dataflow import CHEAP_ON_GPUS, MEGACORE, Kind, Operation, Program, Use
 
 _FUSIBLE = (Kind.VIEW, Kind.ELEMENTWISE, Kind.BROADCAST, Kind.PERMUTE, Kind.REDUCE, Kind.UPDATE)
-_CHEAP_ON_GPUS = frozenset({"div", "exp", "rsqrt", "sqrt"})  # single instructions there
 _LIBRARY_LIMIT = 64  # operations the library takes into one kernel
 _DEEPEST = 200  # operations in a row that may become one kernel
 _LIBRARY_ELEMENTS = 4096  # below this XLA thinks a call of the library not worth it (IsInstructionPreferredByYnn)
@@ -237,7 +236,7 @@ class Fusion:
             return not (self._has_megacores and consumer.multiplies and self._divides_for_several(producer))
         if not self._on_cpu and consumer.multiplies and not self._is_prologue(producer):
             return False
-        if not operation.expensive or (operation.name in _CHEAP_ON_GPUS and not self._on_cpu):
+        if not operation.expensive or (operation.name in CHEAP_ON_GPUS and not self._on_cpu):
             return True
         single = len(self._users[value]) == 1 and value not in self._outputs
         return single and consumer.uses[value] is not Use.REPEATED

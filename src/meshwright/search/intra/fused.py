@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from ..._jax.dataflow import MEGACORE
+from ..._jax.dataflow import CHEAP_ON_GPUS, MEGACORE
 from ...program.graph import Graph, Operator
 from ...program.residuals import (
     DEAR,
@@ -24,8 +24,7 @@ from ...program.residuals import (
     read_by_backward,
 )
 
-# An exponential is computed again where it is read.
-_WRITTEN_ONCE = (DEAR & RESULT_READ) - {"exp", "exp2"}
+_WRITTEN_ONCE = (DEAR & RESULT_READ) - CHEAP_ON_GPUS
 # The cotangent of the result is the cotangent of the operands, in another form at most.
 _PASSED_ON = MOVING | {"add", "add_any", "sub"}
 
