@@ -36,6 +36,9 @@ _Target = Annotated[
     typer.Argument(metavar="TARGET", help="A model of `meshwright models`, or file.py:function for (step, arguments)."),
 ]
 _GlobalBatch = Annotated[int | None, typer.Option(min=1, help="Samples a step; the target's own by default.")]
+_Attention = Annotated[
+    str, typer.Option(metavar="plain|fused", help="A reference model's attention: with scores in memory, or a kernel.")
+]
 _Microbatches = Annotated[int | None, typer.Option(help="Parts the batch is cut into; else as is fastest.")]
 _Memory = Annotated[str | None, typer.Option(metavar="BYTES", help="What a device may use: 16e9, 16GB, 15GiB.")]
 _Mesh = Annotated[str | None, typer.Option(help="Logical mesh: 2,4 or data=2,model=4; else the best of all.")]
@@ -90,6 +93,7 @@ def plan(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
+    attention: _Attention = "plain",
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     mesh: _Mesh = None,
@@ -123,7 +127,7 @@ def plan(
         from .planning.plan_for import plan_for
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         tell(f"planning {target} for {cluster}")
         planning = plan_for(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
@@ -166,6 +170,7 @@ def compare(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
+    attention: _Attention = "plain",
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     reduction: _Reduction = None,
@@ -180,7 +185,7 @@ def compare(
         from .compare import compare as compare_plans, comparison_document, comparison_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         compared = compare_plans(
             loaded.step, loaded.example_args, cluster=cluster, time_limit_seconds=time_limit,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
@@ -199,6 +204,7 @@ def searches(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
+    attention: _Attention = "plain",
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     mesh: _Mesh = None,
@@ -220,7 +226,7 @@ def searches(
         from .searches import run_searches, searches_document, searches_svg, searches_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         searched = run_searches(
             loaded.step, loaded.example_args, cluster=cluster, stages=parse_stages(stages), seed=seed,
             methods=None if methods is None else [name.strip() for name in methods.split(",")],
@@ -241,6 +247,7 @@ def schemes(
         str, typer.Option(help="local, a preset with its hosts (p3.16xlarge:8), or a file.toml.")
     ] = "local",
     global_batch: _GlobalBatch = None,
+    attention: _Attention = "plain",
     microbatches: Annotated[
         int | None, typer.Option(help="Parts the batch is cut into; else one, and of pipelines up to four a rank.")
     ] = None,
@@ -254,7 +261,7 @@ def schemes(
         from .schemes import analyse, schemes_document, schemes_text
         from .targets import load_target
 
-        loaded = load_target(target, global_batch=global_batch)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         analysed = analyse(
             loaded.step, loaded.example_args, cluster=cluster, microbatches=microbatches, stages=stages,
             tell=lambda text: tell(f"{target} on {cluster}: {text}"),
@@ -309,6 +316,7 @@ def verify(
         typer.Option(metavar="CLUSTER", help="Compile for these machines, which need not be here, and do not run."),
     ] = None,
     global_batch: _GlobalBatch = None,
+    attention: _Attention = "plain",
     microbatches: _Microbatches = None,
     memory_per_device: _Memory = None,
     mesh: _Mesh = None,
@@ -334,7 +342,7 @@ def verify(
         from .targets import load_target
         from .verify import verify as run
 
-        loaded = load_target(target, global_batch=global_batch)
+        loaded = load_target(target, global_batch=global_batch, attention=attention, cluster=cluster)
         verification = run(
             loaded, devices=devices, cluster=cluster, plan=plan, tell=lambda text: tell(f"{target}: {text}"), **options
         )

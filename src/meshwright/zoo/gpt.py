@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .layers import (
+    Attention,
     attention_parameters,
     embed,
     feed_forward,
@@ -37,7 +38,7 @@ class GPTConfig:
     """Shape of a GPT; `dtype` is that of the activations, parameters stay float32; with `scan` layers are one scan.
 
     Attributes:
-        fused_attention: attention as one operator (`layers.fused_attention`).
+        attention: how it is computed (`layers.Attention`).
         positions: whether positions are learned; without them (ALiBi) a longer sequence adds no parameters.
         intermediate: of each feed-forward; None for four times `hidden`.
         kv_heads: heads of keys and values, each shared by a group of queries; None for as many as `heads`.
@@ -52,7 +53,7 @@ class GPTConfig:
     global_batch: int = 1024
     dtype: str = "bfloat16"
     scan: bool = False
-    fused_attention: bool = False
+    attention: Attention = "plain"
     positions: bool = True
     intermediate: int | None = None
     kv_heads: int | None = None
@@ -120,7 +121,7 @@ def build(config: GPTConfig, *, optimizer: Optimizer = "adam", remat: bool = Fal
 
     def decoder_layer(params: dict[str, Any], x: jax.Array) -> jax.Array:
         normalised = layer_norm(params["attention_norm"], x)
-        x = x + self_attention(params["attention"], normalised, causal=True, fused=config.fused_attention)
+        x = x + self_attention(params["attention"], normalised, causal=True, attention=config.attention)
         return x + feed_forward(params["feed_forward"], layer_norm(params["feed_forward_norm"], x))
 
     def loss(params: dict[str, Any], batch: Batch) -> jax.Array:

@@ -7,13 +7,21 @@ h heads, d head dim, v vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .parameters import normal, ones, zeros
+
+# How causal attention is computed: with its scores in memory; as one operator whatever it does inside, by
+# `fused_attention`; by cuDNN, on NVIDIA GPUs and in half precision; by JAX's splash attention, on TPUs, for heads of a
+# multiple of 128.
+Attention = Literal["plain", "operator", "cudnn", "splash"]
+
+# Positions of a block of splash attention: of those that fit a core's memory the most (JAX's own default is 128).
+_SPLASH_BLOCK = 512
 
 
 def layer_norm_parameters(hidden: int) -> dict[str, Any]:
@@ -122,22 +130,52 @@ def _fused_backward(
 fused_attention.defvjp(_fused_forward, _fused_backward)
 
 
-def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool, fused: bool = False) -> jax.Array:
+def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array, attention: Attention) -> jax.Array:
+    """What each query mixes of the values that are not later than it, (b, s, k, g, d); arguments as of
+    `fused_attention`."""
+    if attention == "plain":
+        return _plain_attention(query, key, value)
+    if attention == "operator":
+        return fused_attention(query, key, value)
+    batch, positions, key_heads, group, size = query.shape
+    if attention == "cudnn":
+        together = query.reshape(batch, positions, key_heads * group, size)
+        mixed = jax.nn.dot_product_attention(together, key, value, is_causal=True, implementation="cudnn")
+        return mixed.reshape(query.shape)
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    mask = splash_attention_mask.CausalMask((positions, positions))
+    block = min(_SPLASH_BLOCK, positions)
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+    kernel = splash_attention_kernel.make_splash_mqa(
+        splash_attention_mask.MultiHeadMask([mask] * group), block_sizes=sizes, head_shards=1, q_seq_shards=1
+    )
+    turned = (query * size**-0.5).transpose(0, 2, 3, 1, 4), key.swapaxes(1, 2), value.swapaxes(1, 2)
+    mixed: Any = jax.vmap(jax.vmap(kernel))(*turned)  # (b, k, g, s, d)
+    return mixed.transpose(0, 3, 1, 2, 4)
+
+
+def self_attention(
+    params: dict[str, jax.Array], x: jax.Array, *, causal: bool, attention: Attention = "plain"
+) -> jax.Array:
     """Multi-head self-attention, (b, s, m) -> (b, s, m); one product makes queries, keys and values.
 
     Args:
         params: as `attention_parameters` declares them.
         x: activations.
         causal: whether a query sees no later keys.
-        fused: whether the inner part is one operator (`fused_attention`), which is always causal, as attention with
-            fewer key heads is.
+        attention: how the inner part is computed; other than plainly it is always causal, as attention with fewer key
+            heads is.
     """
     if "query" in params:
-        return _grouped_attention(params, x, fused=fused)
+        return _grouped_attention(params, x, attention)
     qkv = jnp.einsum("bsm,mthd->bsthd", x, params["qkv"].astype(x.dtype)) + params["qkv_bias"].astype(x.dtype)
     query, key, value = (lax.index_in_dim(qkv, i, axis=2, keepdims=False) for i in range(3))  # (b, s, h, d) each
-    if fused and causal:
-        mixed = fused_attention(query[:, :, :, None, :], key, value)[:, :, :, 0, :]
+    if attention != "plain" and causal:
+        mixed = causal_attention(query[:, :, :, None, :], key, value, attention)[:, :, :, 0, :]
         return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     scores = scores * query.shape[-1] ** -0.5
@@ -148,14 +186,14 @@ def self_attention(params: dict[str, jax.Array], x: jax.Array, *, causal: bool, 
     return jnp.einsum("bshd,hdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
 
 
-def _grouped_attention(params: dict[str, jax.Array], x: jax.Array, *, fused: bool) -> jax.Array:
+def _grouped_attention(params: dict[str, jax.Array], x: jax.Array, attention: Attention) -> jax.Array:
     """`self_attention` with each key head k shared by a group g of queries; key heads and groups are separate dims, so
     heads may be split over either."""
     query = jnp.einsum("bsm,mkgd->bskgd", x, params["query"].astype(x.dtype)) + params["query_bias"].astype(x.dtype)
     both = jnp.einsum("bsm,mtkd->bstkd", x, params["key_value"].astype(x.dtype))
     both = both + params["key_value_bias"].astype(x.dtype)
     key, value = (lax.index_in_dim(both, i, axis=2, keepdims=False) for i in range(2))  # (b, s, k, d)
-    mixed = (fused_attention if fused else _plain_attention)(query, key, value)
+    mixed = causal_attention(query, key, value, attention)
     return jnp.einsum("bskgd,kgdm->bsm", mixed, params["out"].astype(x.dtype)) + params["out_bias"].astype(x.dtype)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .layers import causal_mask, embed, fused_attention, random_tokens, rms_norm, token_cross_entropy
+from .layers import Attention, causal_attention, embed, random_tokens, rms_norm, token_cross_entropy
 from .parameters import normal, ones, stacked
 from .train import Batch, Model, Optimizer, Target, make_target
 
@@ -26,7 +26,7 @@ class LlamaConfig:
     """Shape of a Llama; `dtype` is that of the activations, parameters stay float32.
 
     Attributes:
-        fused_attention: attention as one operator (`layers.fused_attention`).
+        attention: how it is computed (`layers.Attention`).
         head_dim: features of a head; None for an equal share of `hidden`.
     """
 
@@ -40,7 +40,7 @@ class LlamaConfig:
     sequence: int = 8192
     global_batch: int = 2048  # 16 Mi tokens a step, the last stage of Llama 3's pre-training
     dtype: str = "bfloat16"
-    fused_attention: bool = False
+    attention: Attention = "plain"
     head_dim: int | None = None
 
 
@@ -87,7 +87,7 @@ def rotary_angles(sequence: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def grouped_attention(
-    params: dict[str, jax.Array], x: jax.Array, cosine: jax.Array, sine: jax.Array, *, fused: bool = False
+    params: dict[str, jax.Array], x: jax.Array, cosine: jax.Array, sine: jax.Array, attention: Attention = "plain"
 ) -> jax.Array:
     """Causal attention with each key head k shared by a group g of queries, (b, s, m) -> (b, s, m).
 
@@ -98,14 +98,7 @@ def grouped_attention(
     key, value = (lax.index_in_dim(key_value, i, axis=2, keepdims=False) for i in range(2))  # (b, s, k, d)
     query = rotary(query, cosine[:, None, None, :], sine[:, None, None, :])
     key = rotary(key, cosine[:, None, :], sine[:, None, :])
-    if fused:
-        mixed = fused_attention(query, key, value)
-        return jnp.einsum("bskgd,kgdm->bsm", mixed, params["out"].astype(x.dtype))
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", query, key, preferred_element_type=jnp.float32)
-    scores = scores * query.shape[-1] ** -0.5
-    scores = jnp.where(causal_mask(*scores.shape[-2:]), scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("bkgqs,bskd->bqkgd", weights, value)
+    mixed = causal_attention(query, key, value, attention)
     return jnp.einsum("bskgd,kgdm->bsm", mixed, params["out"].astype(x.dtype))
 
 
@@ -161,8 +154,7 @@ def build(config: LlamaConfig, *, optimizer: Optimizer = "adam", remat: bool = F
 
         def decoder_layer(x: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, None]:
             normalised = rms_norm(params["attention_norm"], x)
-            fused = config.fused_attention
-            x = x + grouped_attention(params["attention"], normalised, cosine, sine, fused=fused)
+            x = x + grouped_attention(params["attention"], normalised, cosine, sine, config.attention)
             return x + swiglu(params["feed_forward"], rms_norm(params["feed_forward_norm"], x)), None
 
         x = embed(params["embedding"], batch["tokens"], dtype)  # (b, s, m)

@@ -10,6 +10,7 @@ import difflib
 from typing import Any
 
 from . import bert, gpt, llama, moe, perceptron, unet, wide_resnet
+from .layers import Attention
 from .train import Optimizer, Target
 
 FAMILIES: tuple[Any, ...] = (bert, gpt, llama, moe, perceptron, unet, wide_resnet)
@@ -35,6 +36,7 @@ def build(
     dtype: str | None = None,
     optimizer: Optimizer | None = None,
     remat: bool = False,
+    attention: Attention | None = None,
 ) -> Target:
     """The reference model of this name, abstract: no array is made, so the largest cost no more than the smallest.
 
@@ -45,6 +47,7 @@ def build(
         dtype: of the activations ("float32", "bfloat16", "float16"); parameters stay float32.
         optimizer: "adam", "adamw" or "sgd"; None for what the family is trained with (Wide-ResNet: sgd, others: adam).
         remat: recompute each layer (block) in the backward pass.
+        attention: how it is computed; only for families that have several ways.
 
     Raises:
         KeyError: no model of this name; the message names the nearest.
@@ -60,13 +63,13 @@ def build(
             f"try {' or '.join(repr(n) for n in near) if near else repr('gpt-tiny')}"
         )
     family, config = _ENTRIES[name]
-    asked = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype}
+    asked = {"global_batch": global_batch, "sequence": sequence, "dtype": dtype, "attention": attention}
     changes = {key: value for key, value in asked.items() if value is not None}
     known = {field.name for field in dataclasses.fields(config)}
     for key, value in changes.items():
         if key not in known:
             raise ValueError(
-                f"refused to build {name!r}: got {key}={value!r}, needed a model with a {key}; try without {key}="
+                f"refused to build {name!r}: got {key}={value!r}, needed a model whose {key} can be set; try without {key}="
             )
     # Each family's own default stands where none is named.
     named = {} if optimizer is None else {"optimizer": optimizer}
