@@ -160,7 +160,7 @@ def test_builders_take_any_size() -> None:
     [
         ({"name": "gpt3-1.3B"}, KeyError, "'gpt3-1.3b'"),
         ({"name": "zzzz"}, KeyError, "try 'gpt-tiny'"),
-        ({"name": "mlp-tiny", "sequence": 8}, ValueError, "needed a model with a sequence"),
+        ({"name": "mlp-tiny", "sequence": 8}, ValueError, "needed a model whose sequence can be set"),
         ({"name": "mlp-tiny", "optimizer": "lion"}, ValueError, "needed one of ['adam', 'adamw', 'sgd']"),
         ({"name": "moe-380m", "global_batch": 3}, ValueError, "try global_batch=2"),
     ],
