@@ -74,6 +74,21 @@ def test_a_sum_of_two_values_that_more_arithmetic_reads_is_stored() -> None:
     assert stored("tpu", [total, *twice[:1], operation(E, (2,), 4)], (3, 4), 2) == [2, 3, 4]
 
 
+def test_products_of_tpus_compute_a_sum_through_other_arithmetic_unless_something_else_reads_it() -> None:
+    """As `gate * up`: the next product reads it, and the product that is the gradient of its weight, turned."""
+    steps = [operation(E, (0, 1), 2), operation(Kind.PERMUTE, (2,), 3, "transpose")]
+    products = [operation(C, (2,), 4), operation(C, (3, 4), 5)]
+    assert stored("tpu", [*steps, *products], (4, 5), 2) == [4, 5]
+    assert stored("tpu", [*steps, *products, operation(R, (3,), 6)], (4, 5, 6), 2) == [2, 4, 5, 6]
+
+
+def test_a_comparison_of_labels_with_classes_is_arithmetic() -> None:
+    labels = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    found = dataflow_of(lambda y: jax.nn.one_hot(y, 128).sum(), labels, platform="tpu")
+    assert not [op.name for op in found.operations if op.kind is Kind.OPAQUE]
+    assert predict(found).temp_bytes < 8 * 16 * 128
+
+
 def test_chips_of_two_cores_store_a_division_that_several_products_read() -> None:
     divided = [operation(E, (0,), 1, "div", expensive=True), operation(E, (1,), 2, "convert_element_type")]
     steps = [*divided, operation(C, (2,), 3), operation(C, (2,), 4)]
@@ -165,6 +180,27 @@ def test_loops_of_tpus_make_their_masks_and_take_slices_of_narrow_weights() -> N
     assert sorted(read["gpu"])[-1] == weights.size * 4
     assert x.size not in read["tpu"]  # the mask
     assert x.size in read["gpu"]
+
+
+def _accumulated(total: jax.Array, weight: jax.Array, rows: jax.Array) -> jax.Array:
+    def trip(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        total, fresh = lax.optimization_barrier((total, weight))
+        return total + x @ fresh.astype(jnp.bfloat16), None
+
+    return lax.scan(trip, total, rows)[0]
+
+
+@pytest.mark.parametrize(("platform", "is_moved"), [("tpu", True), ("gpu", False)])
+def test_casts_of_weights_are_made_before_loops_of_tpus(platform: str, *, is_moved: bool) -> None:
+    """XLA for v5e makes them once, whatever the barrier says (Gemma 3 1B in 4 microbatches: all of them)."""
+    total, weight, rows = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((8, 256), jnp.bfloat16), ((128, 256), jnp.float32), ((4, 8, 128), jnp.bfloat16)
+    ))  # fmt: skip
+    found = dataflow_of(_accumulated, total, weight, rows, platform=platform)
+    (loop,) = (op for op in found.operations if op.kind is Kind.LOOP)
+    assert ("convert_element_type" in {op.name for op in found.operations}) == is_moved
+    assert ("convert_element_type" in {op.name for op in loop.bodies[0].operations}) != is_moved
+    assert (weight.size * 2 in {found.values[v].size_bytes for v in loop.reads}) == is_moved
 
 
 @pytest.mark.compilers

@@ -269,15 +269,17 @@ class _Reader(Builder):
         return None
 
     def _is_arithmetic(self, name: str, reads: Sequence[int], avals: Sequence[Any]) -> bool:
-        """Whether a primitive works element by element: it gives one array, as large as its largest operand."""
+        """Whether a primitive works element by element: it gives one array, of the shape of its operands spread over
+        each other's dims."""
         if name in OWN_KERNEL or len(avals) != 1:
             return False
         shape = tuple(getattr(avals[0], "shape", ()))
-        ranks = {len(self.types[value][0]) for value in reads}
-        spread = all(
-            size in (1, full) for value in reads for size, full in zip(self.types[value][0], shape, strict=False)
-        )
-        return spread and ranks <= {0, len(shape)} and any(self.types[value][0] == shape for value in reads)
+        if not {len(self.types[value][0]) for value in reads} <= {0, len(shape)}:
+            return False
+        try:
+            return np.broadcast_shapes(*(self.types[value][0] for value in reads)) == shape
+        except ValueError:
+            return False
 
     def _scan(self, equation: Any, reads: list[int]) -> tuple[int, ...]:
         parts = scan_parts(equation)
@@ -316,10 +318,42 @@ class _Reader(Builder):
         first_result = consts + carries + len(stacked)
         kept = [(consts + rank, rank) for rank in range(carries)]
         kept += [(first_result + rank, carries + rank) for rank in range(len(results))]
-        program = inner.program([*arguments, *stacked, *results], [*outs[:carries], *updated], tuple(kept))
+        moved = self._moved_out(inner, dict(zip(arguments[:consts], reads, strict=False))) if self.on_tpu else {}
+        program = inner.program([*arguments, *stacked, *results, *moved], [*outs[:carries], *updated], tuple(kept))
         empty = [self.emit(Kind.BROADCAST, "zeros", (), [aval], key=("zeros", rank, id(equation)))[0]
                  for rank, aval in enumerate(outer_avals[carries:])]  # fmt: skip
-        return self.emit(Kind.LOOP, "scan", [*reads, *empty], outer_avals, kept=tuple(kept), bodies=(program,))
+        reads = [*reads, *empty, *moved.values()]
+        return self.emit(Kind.LOOP, "scan", reads, outer_avals, kept=tuple(kept), bodies=(program,))
+
+    def _moved_out(self, inner: _Reader, outside: dict[int, int]) -> dict[int, int]:
+        """Conversions to fewer bits of what a loop has from outside, moved out of its body: XLA makes what does not
+        change once, before the loop, if it is no larger than what it is made of (casts of weights beside a loop over
+        microbatches).
+
+        Args:
+          inner: the body.
+          outside: of its values that do not change, those that they are outside; views of them are added.
+
+        Returns:
+          The values that are moved, which become arguments of the body, and what they are outside.
+        """
+        moved: dict[int, int] = {}
+        for operation in inner.operations:
+            if operation.kind is Kind.BARRIER:  # which XLA removes before it moves anything
+                pairs = zip(operation.writes, operation.reads, strict=True)
+                outside.update((new, outside[old]) for new, old in pairs if old in outside)
+            source = outside.get(operation.reads[0]) if len(operation.reads) == 1 else None
+            if source is None:
+                continue
+            (made,) = operation.writes
+            shape, dtype = inner.types[made]
+            if operation.kind is Kind.VIEW:
+                outside[made] = self.reshaped(source, shape)
+            elif operation.name == "convert_element_type" and dtype.itemsize < self.types[source][1].itemsize:
+                aval = jax.ShapeDtypeStruct(shape, dtype)
+                (moved[made],) = self.emit(Kind.ELEMENTWISE, operation.name, [source], [aval], key=str(dtype))
+        inner.operations = [one for one in inner.operations if moved.keys().isdisjoint(one.writes)]
+        return moved
 
     def _narrowed(self, body: Any, stacks: Sequence[int], first: int) -> list[int]:
         """What a loop takes slices of: narrow, where the body does nothing with a slice but to make it so.

@@ -10,7 +10,8 @@ The first pass is that of CPUs. On accelerators what some reader needs in memory
 computed again, and (as compiled programs show: JAX 0.10.2, libtpu 0.0.42, CUDA 12.9)
 
 * a product of a TPU takes in all arithmetic on its operands, expensive or not, and ends with the arithmetic on its
-  result as long as nobody else reads what is between;
+  result as long as nobody else reads what is between; what matrix products alone read in the end is never stored, but
+  sums that convolutions read are;
 * a product of a GPU (Triton) takes in what moves, widens or scales an operand; exponentials, divisions and roots are
   cheap there.
 
@@ -44,6 +45,7 @@ class Kernel:
     after: frozenset[int] = frozenset()
     library: bool = False
     product: bool = False
+    convolution: bool = False
     members: int = 1
 
     @property
@@ -54,7 +56,7 @@ class Kernel:
     @property
     def multiplies(self) -> bool:
         """Whether it is a matrix product or a convolution, whatever else it does."""
-        return self.product or self.operation.kind is Kind.CONTRACT or self.operation.name == "conv"
+        return self.product or self.operation.kind is Kind.CONTRACT or self.convolution
 
     @property
     def is_view(self) -> bool:
@@ -93,7 +95,10 @@ class Fusion:
             uses: dict[int, Use] = {}
             for rank, value in enumerate(operation.reads):
                 uses[value] = joined(uses.get(value), self._use(operation, rank))
-            self._kernels[position] = Kernel(operation=operation, position=position, uses=uses, writes=operation.writes)
+            self._kernels[position] = Kernel(
+                operation=operation, position=position, uses=uses, writes=operation.writes,
+                convolution=operation.name == "conv",
+            )  # fmt: skip
             for value in uses:
                 self._users.setdefault(value, {})[position] = None
             for value in operation.writes:
@@ -144,7 +149,7 @@ class Fusion:
                     chain.pop()
             for user in chain[1:]:
                 self._merge(user, kernel, kernel.writes[0])
-                user.product = True
+                user.product, user.convolution = True, kernel.convolution
                 kernel = user
 
     def _widens(self, kernel: Kernel) -> bool:
@@ -276,6 +281,7 @@ class Fusion:
                 mask |= above.get(self._producer.get(value, -1), 0)
             above[position] = mask
         blocked: set[int] = set()
+        in_products: set[int] = set()  # kernels that matrix products alone compute, perhaps through others
         for position in sorted(self._kernels, reverse=True):
             kernel = self._kernels[position]
             if not kernel.fusible:
@@ -288,10 +294,14 @@ class Fusion:
                 blocked.add(value)
                 continue
             users = [self._kernels[user] for user in self._users.get(value, ())]
+            if all(user.position in in_products or (user.multiplies and not user.convolution) for user in users):
+                in_products.add(position)
             if self._on_gpu and self._is_dear_to_read(value, large, len(users)):
                 blocked.add(value)
                 continue
             if len(large) <= 1 or read <= self._values[value].elements:
+                continue
+            if self._on_tpu and position in in_products:
                 continue
             if self._on_tpu and len(users) > 1 and not all(user.multiplies for user in users):
                 blocked.add(value)  # arithmetic of several operands is done again in products alone
