@@ -76,8 +76,10 @@ ONE_PROGRAM = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_PROGRAM)
-def test_the_search_counts_what_one_program_holds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "cluster"), [*((case, "dgx-a100-80") for case in ONE_PROGRAM), ("gpt, bfloat16", "tpu-v5e:8")]
+)
+def test_the_search_counts_what_one_program_holds(case: str, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward pass has written stays there for a backward pass in the same program, cheap or not."""
     counted = []
 
@@ -88,7 +90,7 @@ def test_the_search_counts_what_one_program_holds(case: str, monkeypatch: pytest
     monkeypatch.setattr(refine, "written_out", recorded)
     target = ONE_PROGRAM[case]()
     plan = plan_for(
-        target.step, (target.example_state, target.example_batch), cluster=load_cluster("dgx-a100-80"), stages=1,
+        target.step, (target.example_state, target.example_batch), cluster=load_cluster(cluster), stages=1,
         microbatches=2, remat="none",
     ).plan  # fmt: skip
     assert 0.9 * plan.stages[0].memory.total < counted[-1] < 1.1 * plan.stages[0].memory.total

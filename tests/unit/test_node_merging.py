@@ -189,6 +189,6 @@ def test_models_have_fewer_nodes_by_their_followers(name: str, most: float, monk
     monkeypatch.setattr(
         intra_op,
         "node_merging_of_one_program",
-        lambda *args: replace(node_merging_of_one_program(*args), merged_into={}),
+        lambda *args, **options: replace(node_merging_of_one_program(*args, **options), merged_into={}),
     )
     assert with_followers <= most * count()

@@ -17,7 +17,7 @@ from meshwright.lowering.pipeline.local_stages import LocalStages
 from meshwright.lowering.pipeline.slots import Role
 from meshwright.lowering.written_out import written_out
 from meshwright.memory.liveness import predict
-from meshwright.program.residuals import kept_in_one_program
+from meshwright.program.residuals import kept_in_one_program, kept_values
 from meshwright.program.segments import rematerialise
 from meshwright.program.staged import staged_program
 from meshwright.program.trace import trace_program
@@ -84,6 +84,31 @@ def test_tpus_keep_no_operands_of_products_but_divisions_on_two_cores(platform: 
     graph = trace_program(step, (state, jax.ShapeDtypeStruct((16, 16), jnp.float32)), microbatches=1).graph
     made = [graph.producer[v][0] for v in kept_in_one_program(graph, platform) if v in graph.producer]
     assert ("div" in {graph.operators[one].name for one in made}) == kept
+
+
+def test_tpus_keep_sums_that_others_than_products_read() -> None:
+    """The residual sum, which a normalisation reads; neither the product of gate and up, nor what is put together."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            y = x + x @ w["in"]
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True))
+            gated = jax.nn.silu(y @ w["gate"]) * (y @ w["up"])
+            turned = jnp.concatenate([gated[:, 16:], gated[:, :16]], axis=-1)
+            return jnp.sum(turned @ w["down"])
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), value
+
+    shapes = {"in": (16, 16), "gate": (16, 32), "up": (16, 32), "down": (32, 8)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    graph = trace_program(step, (state, jax.ShapeDtypeStruct((8, 16), jnp.float32)), microbatches=1).graph
+
+    def names(kept: frozenset[int]) -> set[str]:
+        return {graph.operators[graph.producer[v][0]].name for v in kept if v in graph.producer}
+
+    assert names(kept_values(graph)) == {"dot_general", "reduce_sum", "concatenate"}
+    assert names(kept_in_one_program(graph, "tpu")) == {"dot_general", "reduce_sum", "add"}
 
 
 def test_what_is_computed_again_is_what_derivatives_read() -> None:

@@ -209,8 +209,9 @@ def kept_inputs(graph: Graph) -> frozenset[int]:
 
 
 def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
-    """What `kept_values` are where forward and backward pass are one program. Of a TPU they are the same: its products
-    compute their operands from whatever is stored, in both passes; but chips of two cores store divisions for them.
+    """What `kept_values` are where forward and backward pass are one program. The products of a TPU compute their
+    operands from whatever is stored, in both passes; but sums that others read too are stored, and chips of two cores
+    store divisions for products.
 
     Args:
       graph: of the program.
@@ -218,12 +219,63 @@ def kept_in_one_program(graph: Graph, platform: str = "cpu") -> frozenset[int]:
     """
     if platform == MEGACORE:
         return _kept_by_two_cores(graph)
-    return kept_values(graph) if platform == "tpu" else _kept_in_one_program(graph)
+    return _kept_by_tpu(graph) if platform == "tpu" else _kept_in_one_program(graph)
+
+
+@once_for_each
+def _kept_by_tpu(graph: Graph) -> frozenset[int]:
+    return _heads(graph, lambda operator: _is_made_in_products(graph, operator))[0]
 
 
 @once_for_each
 def _kept_by_two_cores(graph: Graph) -> frozenset[int]:
-    return _heads(graph, lambda operator: is_fusible(operator) and not is_divided_for_products(graph, operator))[0]
+    def is_made_again(operator: Operator) -> bool:
+        return _is_made_in_products(graph, operator) and not is_divided_for_products(graph, operator)
+
+    return _heads(graph, is_made_again)[0]
+
+
+def _is_made_in_products(graph: Graph, operator: Operator) -> bool:
+    """Whether a TPU computes the results of an operator again where the backward pass reads them."""
+    if len(operator.path) > 1:
+        return is_fusible(operator)  # in the body of a loop a policy says so
+    return _is_fused_by_tpu(operator) and _stored_by_tpu(graph).isdisjoint(operator.results)
+
+
+def _is_fused_by_tpu(operator: Operator) -> bool:
+    return is_fusible(operator) or operator.name == "concatenate"
+
+
+@once_for_each
+def _stored_by_tpu(graph: Graph) -> frozenset[int]:
+    """Results of arithmetic on several arrays that a TPU stores since they have several readers, not all of which are
+    products, perhaps through more arithmetic: sums of a residual stream that normalisations read (`memory.fusion`)."""
+    read = {v for operator in graph.operators for v in read_by_backward(graph, operator)}
+    in_products, found = set[int](), set[int]()
+    for operator in reversed(graph.operators):
+        if not _is_fused_by_tpu(operator) or len(operator.path) > 1:
+            continue
+        for value in (v for v in operator.results if v is not None):
+            users = [graph.operators[user] for user, _ in graph.consumers.get(value, ())]
+            if users and all(one.name == "dot_general" or in_products.issuperset(one.results) for one in users):
+                in_products.add(value)
+            elif len(users) + (value in read) > 1 and _is_of_several(graph, operator, value):
+                found.add(value)
+    return frozenset(found)
+
+
+def _is_of_several(graph: Graph, operator: Operator, value: int) -> bool:
+    """Whether an operator reads more than one array of as many dims as what it makes, but what is spread over them."""
+
+    def rank(index: int) -> int:
+        return sum(size != 1 for size in graph.values[index].shape)
+
+    def is_spread(index: int) -> bool:
+        made_by = graph.producer.get(index)
+        return made_by is not None and graph.operators[made_by[0]].name == "broadcast_in_dim"
+
+    operands = {v for v in operator.operands if v is not None and not is_spread(v)}
+    return sum(rank(v) >= rank(value) for v in operands) > 1
 
 
 def is_divided_for_products(graph: Graph, operator: Operator) -> bool:

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..._jax.dataflow import MEGACORE
 from ...program.graph import Graph, Operator, once_for_each
 from ...program.residuals import is_cheap, kept_in_one_program, kept_values, needed_again, read_by_backward
 from ...sharding.deferred_sums import waiting_reads
@@ -40,8 +39,8 @@ class Read:
       runs: how often a conversion for it runs forward for one backward pass.
       of_parameters: whether it is made of parameters alone and read outside loops, which keep such values.
       waits: whether it is a number that may be read as summands and summed at the end of a step.
-      holds: what the backward pass keeps of it for this operator: "read", as it is read, or "gathered", only where it
-        was gathered for that.
+      holds: what the backward pass keeps of it for this operator: "read", as it is read; "gathered", only where it was
+        gathered for that; "made", as it was made before a loop over microbatches; or "cast", both of these.
     """
 
     position: int
@@ -50,7 +49,7 @@ class Read:
     runs: int
     of_parameters: bool
     waits: bool
-    holds: Literal["", "read", "gathered"]
+    holds: Literal["", "read", "gathered", "made", "cast"]
 
 
 class MergedInto(NamedTuple):
@@ -106,32 +105,43 @@ _VIEWS = frozenset(["copy", "expand_dims", "reshape", "squeeze", "transpose"])
 @once_for_each
 def node_merging_of(graph: Graph) -> NodeMerging:
     """The merging of a graph whose backward pass is a program of its own."""
-    return _node_merging(graph, kept_values(graph), keeps_weights=False)
+    return _node_merging(graph, kept_values(graph), casts="")
 
 
-def node_merging_of_one_program(graph: Graph, platform: str = "cpu") -> NodeMerging:
-    """The merging of a graph whose forward and backward pass are one program; TPUs keep no casts of weights for it.
+def node_merging_of_one_program(graph: Graph, platform: str = "cpu", *, in_loop: bool = False) -> NodeMerging:
+    """The merging of a graph whose forward and backward pass are one program. Casts of weights are kept for the
+    backward pass; on TPUs, whose products cast what they read, only where a loop runs the program: they are made
+    before it.
 
     Args:
       graph: of the program.
       platform: of the devices, as `Device.compiler`.
+      in_loop: whether it runs once for each of several microbatches.
     """
-    if platform == "tpu":
-        return node_merging_of(graph)
-    return _of_two_cores(graph) if platform == MEGACORE else _of_one_program(graph)
+    on_tpu = platform.startswith("tpu")
+    key = (platform, in_loop) if on_tpu else ("", False)
+    known = _of_one_program(graph)
+    if key not in known:
+        kept = kept_in_one_program(graph, platform)
+        known[key] = _node_merging(graph, kept, casts=("cast" if in_loop else "") if on_tpu else "read")
+    return known[key]
 
 
 @once_for_each
-def _of_two_cores(graph: Graph) -> NodeMerging:
-    return _node_merging(graph, kept_in_one_program(graph, MEGACORE), keeps_weights=False)
+def _of_one_program(graph: Graph) -> dict[tuple[str, bool], NodeMerging]:
+    """The cached results of `node_merging_of_one_program`."""
+    del graph
+    return {}
 
 
-@once_for_each
-def _of_one_program(graph: Graph) -> NodeMerging:
-    return _node_merging(graph, kept_in_one_program(graph), keeps_weights=True)
+def _node_merging(graph: Graph, kept: Set[int], *, casts: Literal["", "read", "cast"]) -> NodeMerging:
+    """The merging of a graph, given what its backward pass keeps, of casts of weights too.
 
-
-def _node_merging(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> NodeMerging:
+    Args:
+      graph: of a stage.
+      kept: values that its backward pass keeps.
+      casts: what it keeps of the casts of weights, as of `Read.holds`.
+    """
     # Parameters are at hand anyway, and so is what is made of them alone.
     kept = kept - values_of_parameters(graph)
     operators = tuple(o for o in graph.operators if not _is_constant(graph, o))
@@ -149,15 +159,19 @@ def _node_merging(graph: Graph, kept: Set[int], *, keeps_weights: bool) -> NodeM
             holds: Any = ""
             if value in kept and value not in shared and value in graph.producer:
                 holds = "read"
-            elif value in held or operator.region is not None:
+            elif value in held:
                 pass
+            elif operator.region is not None:
+                if casts == "cast" and _reads_cast(graph, operator, value):
+                    held.add(value)
+                    holds = "made"
             elif reads_gathered(graph, operator, value):
                 # Collectives run once, so the backward pass has no other.
                 held.add(value)
                 holds = "gathered"
-            elif keeps_weights and _reads_cast(graph, operator, value):
+            elif casts and _reads_cast(graph, operator, value):
                 held.add(value)
-                holds = "read"
+                holds = casts
             of_parameters = value in values_of_parameters(graph)
             again = of_parameters and len(operator.path) == 1
             waits = (operator.index, position) in waiting_reads(graph) and not of_parameters

@@ -181,7 +181,9 @@ class IntraOpProblem:
         self._constraints = constraints
         self.of_parameters = values_of_parameters(graph)
         self._node_merging = (
-            node_merging_of_one_program(graph, device.compiler) if self.is_one_program else node_merging_of(graph)
+            node_merging_of_one_program(graph, device.compiler, in_loop=microbatches > 1)
+            if self.is_one_program
+            else node_merging_of(graph)
         )
         self.operators = self._node_merging.operators
         # Node tables: choices, seconds, bytes (of inputs apart); and the spec each choice gives each value it defines.
@@ -398,8 +400,14 @@ class IntraOpProblem:
                     self.moves.append(Move(source, node, index, often, specs, targets))
                 if read.holds == "read":
                     self._bytes[node] += self._kept_bytes(index, targets)
-                elif read.holds == "gathered":
+                elif read.holds in ("gathered", "cast"):
                     self._bytes[node] += self.was_gathered(targets) * self._kept_bytes(index, targets)
+                if read.holds == "made":
+                    self._bytes[source] += self._kept_bytes(index, specs)
+                elif read.holds == "cast":
+                    # Whether it was gathered depends on both: what is split over all devices is there beside what is
+                    # gathered of it, anything else is taken to be read as it is.
+                    self._bytes[source] += ~self.was_gathered(specs) * self._kept_bytes(index, specs)
 
     def was_gathered(self, specs: SpecRow) -> np.ndarray:
         """Of an operand, by how it is split: what is split over all devices was not gathered."""
