@@ -70,6 +70,21 @@ def test_a_later_part_has_to_be_faster_by_what_is_worth_it() -> None:
     assert "a: 4 s" in map(str, found.considered)
 
 
+def test_an_incumbent_is_confirmed_only_if_it_is_the_best() -> None:
+    asked: list[float] = []
+    draft = part("a", 4.0, 3.0)
+    confirmed = part("a", 4.0, 3.5, asked, confirms=True)
+    assert best(draft, part("b", 3.0, 2.9), confirmed).step_seconds == 3.0
+    assert not asked
+    found = best(draft, part("b", 5.0, 3.9), confirmed)
+    assert (found.step_seconds, asked) == (4.0, [inf]), "it need not be faster than itself"
+    assert found.least_seconds == pytest.approx(3.5)
+    # Where it turns out to be none it bounds nothing any more.
+    too_large = replace(refused("a", 3.0), confirms=True)
+    found = best(draft, part("b", 5.0, 3.9), too_large, part("b", 5.0, 3.9, asked))
+    assert (found.step_seconds, found.least_seconds, asked) == (5.0, pytest.approx(3.0), [inf, inf])
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_the_gap_is_of_all_parts(first: bool) -> None:
     parts = [part("fast", 3.0, 2.9), part("slow", 5.0, 2.0)]

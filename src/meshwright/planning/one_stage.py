@@ -14,7 +14,7 @@ from ..search.result import SearchResult
 from ..search.stages.reserve import MissedMemory
 from .microbatch_counts import microbatch_counts
 from .programs import WholePrograms
-from .refine import ATTEMPTS, MARGIN, Refinement
+from .refine import ATTEMPTS, MARGIN, Refinement, Search
 from .request import PlanRequest
 
 # A program that may fit in up to so many microbatches is searched in one stage first. Gemma 3 27B on 64 v5p takes
@@ -40,11 +40,22 @@ class OneStagePlanner:
         self._asked = asked
         self._search = OneStageSearch(_whole(asked), tell=asked.tell, gap=gap)
         self._refinement = Refinement(asked)
+        self._draft: SearchResult | None = None
 
     @property
     def is_late(self) -> bool:
         """Whether no time is left to write a plan out."""
         return self._refinement.spare_seconds < 0
+
+    @property
+    def writing_seconds(self) -> float:
+        """What writing a plan out may take."""
+        return self._refinement.writing_seconds
+
+    def draft(self, faster_than_seconds: float, *, time_limit_seconds: float) -> SearchResult:
+        """The fastest plan as the search counts its memory; `plan` writes it out. Arguments and errors as of `plan`."""
+        self._draft = self._refinement.searched(self._search_for(faster_than_seconds, time_limit_seconds))
+        return self._draft
 
     def plan(
         self, faster_than_seconds: float, *, time_limit_seconds: float = inf, attempts: int = ATTEMPTS
@@ -61,9 +72,21 @@ class OneStagePlanner:
           NothingFaster: if no plan is that fast.
         """
         asked, device = self._asked, self._asked.cluster.device
+        return self._refinement.run(
+            self._search_for(faster_than_seconds, time_limit_seconds),
+            what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
+            try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
+            known=isfinite(faster_than_seconds), attempts=attempts,
+        )  # fmt: skip
+
+    def _search_for(self, faster_than_seconds: float, time_limit_seconds: float) -> Search:
+        asked, device = self._asked, self._asked.cluster.device
         until = time.perf_counter() + time_limit_seconds
 
         def find(missed: MissedMemory, seconds: float) -> SearchResult:
+            drafted, self._draft = self._draft, None
+            if drafted is not None:
+                return drafted
             self._search.deadline = min(time.perf_counter() + seconds, until)
             found = self._search.run(
                 lambda count: missed(count).limit(device.usable_memory_bytes, last=True),
@@ -71,11 +94,7 @@ class OneStagePlanner:
             )
             return replace(found, program=asked.program(found.plan.microbatches))
 
-        return self._refinement.run(
-            find, what=f"a plan for {asked.cluster.num_devices} x {device.kind}", where="stage 1 of 1",
-            try_="more devices, a smaller batch" + (', or remat="layer"' if asked.remat == "none" else ""),
-            known=isfinite(faster_than_seconds), attempts=attempts,
-        )  # fmt: skip
+        return find
 
 
 def fits_in_few(asked: PlanRequest) -> bool:

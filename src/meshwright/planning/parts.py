@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf, isfinite, prod
 
 from ..cluster import Cluster, devices_by_kind, one_kind_alone
@@ -13,7 +14,6 @@ from ..search.driver import WORTH, Part
 from ..search.one_stage.driver import GAP
 from ..search.result import NothingFaster, SearchResult
 from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
-from .refine import ATTEMPTS
 from .replicas import REPLICAS, may_have_replicas, plan_replicas
 from .request import PlanRequest, on_devices
 from .stages import is_large, plan_stages
@@ -31,7 +31,8 @@ def plan_in_stages(asked: PlanRequest) -> SearchResult:
 def _in_stages(asked: PlanRequest) -> SearchResult:
     """The fastest plan of as many stages as are asked for, or of any number.
 
-    Where one stage is soon planned and its first plan fits, it comes first, and bounds the search for several. Else
+    Where one stage is soon planned it comes first, and bounds the search for several. Its plan is written out only if
+    no plan of several stages is faster; where it is too large then, several are searched without that bound. Else
     several come first. One stage is a part of its own in both, since it runs as one program: that need not gather
     parameters again for its backward pass, and holds more than a pipeline of one would. (Beside a plan of several
     stages, few ways to run one need a search: at most 7 CPU seconds more in eleven rows of
@@ -61,29 +62,37 @@ def _in_stages(asked: PlanRequest) -> SearchResult:
 
 def _one_or_several(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) -> Iterator[Part]:
     """One stage and several, in the order in which they are searched."""
-    planner, tried = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), False
+    planner, is_open = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), True
 
-    def one(most_seconds: float, seconds: float, attempts: int = ATTEMPTS) -> SearchResult:
-        return planner.plan(most_seconds, time_limit_seconds=max(seconds, 0.0), attempts=attempts)
-
-    def first(most_seconds: float, seconds: float) -> SearchResult:
-        nonlocal tried
-        tried = True
+    def one(plan: Callable[..., SearchResult], most_seconds: float, seconds: float) -> SearchResult:
+        nonlocal is_open
+        is_open = False
         try:
-            return one(most_seconds, seconds, 1)
+            return plan(most_seconds, time_limit_seconds=max(seconds, 0.0))
         except PlanError:
-            tried = False
+            is_open = True
             raise
+
+    def stages(most_seconds: float, seconds: float) -> SearchResult:
+        # Beside an incumbent that may still have to be written out.
+        kept = 0.0 if is_open else planner.writing_seconds
+        return plan_stages(replace(asked.within(most_seconds, seconds - kept), several=True))
 
     # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
     # devices, where several stages are most of what there is to gain.
     is_soon_planned |= planner.is_late and len({host.device for host in asked.cluster.hosts}) == 1
+    several = Part(words="several stages", search=stages)
     if is_soon_planned:
-        yield Part(words="one stage", search=first, share=_ONE_STAGE_SHARE)
-    yield Part(words="several stages", search=lambda *limits: plan_stages(replace(asked.within(*limits), several=True)))
-    if not tried:
+        yield Part(words="one stage", search=partial(one, planner.draft), share=_ONE_STAGE_SHARE)
+    drafted = not is_open
+    yield several
+    if drafted:
+        yield Part(words="one stage", search=partial(one, partial(planner.plan, attempts=1)), confirms=True)
+        if is_open:
+            yield several
+    if is_open:
         words = "one stage in less memory" if is_soon_planned else "one stage"
-        yield Part(words=words, search=one, goes_on=is_soon_planned)
+        yield Part(words=words, search=partial(one, planner.plan), goes_on=is_soon_planned)
 
 
 def _inference(asked: PlanRequest) -> SearchResult:

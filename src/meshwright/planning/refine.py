@@ -48,6 +48,9 @@ NOT_COUNTED = (
     "longer time limit does"
 )
 
+# Given what may not be counted on a device and the seconds that it may take, the best plan.
+Search = Callable[[MissedMemory, float], SearchResult]
+
 
 class _TooLarge(NamedTuple):
     """A plan that was too large, by the rank that exceeds its memory the most."""
@@ -80,12 +83,20 @@ class Refinement:
     def spare_seconds(self) -> float:
         """Of the time limit and one trace on top, beside what writing a plan out takes; negative where there is no time
         for that."""
-        known, trace = self._writing_seconds, self._asked.traces.longest_seconds
-        expected = known if known is not None else _WRITING_TRACES * trace
-        return self._asked.left_seconds + trace - expected
+        return self._asked.left_seconds + self._asked.traces.longest_seconds - self.writing_seconds
+
+    @property
+    def writing_seconds(self) -> float:
+        """What writing a plan out takes: as long as the last one, or as is expected of the first."""
+        known = self._writing_seconds
+        return known if known is not None else _WRITING_TRACES * self._asked.traces.longest_seconds
+
+    def searched(self, search: Search) -> SearchResult:
+        """The best plan as the search counts its memory, not written out; what it raises."""
+        return search(self.missed, max(_SEARCH_SHARE * self.spare_seconds, 0.0))
 
     def run(
-        self, search: Callable[[MissedMemory, float], SearchResult], *, what: str, where: str, try_: str,
+        self, search: Search, *, what: str, where: str, try_: str,
         known: bool = False, attempts: int = ATTEMPTS,
     ) -> SearchResult:  # fmt: skip
         """The first plan of a search whose programs fit, with the memory that they need; where no time is left to write
@@ -110,7 +121,7 @@ class Refinement:
         while attempts > 0 or self.spare_seconds < 0:
             attempts -= 1
             try:
-                found = search(self.missed, max(_SEARCH_SHARE * self.spare_seconds, 0.0))
+                found = self.searched(search)
             except NothingFaster as nothing:
                 raise NothingFaster(min(least_seconds, nothing.least_seconds), nothing.considered) from None
             except MemoryExceeded as error:

@@ -32,6 +32,8 @@ class Part:
       share: of the time that is left, what the search may take.
       least_seconds: what it is given even when the time is over.
       goes_on: whether it goes on with what an earlier part has given up, so that its refusal says more.
+      confirms: whether it writes out the plan of an earlier part of the same words, an incumbent without that so far;
+        left out where another part's plan is better.
     """
 
     words: str
@@ -39,6 +41,7 @@ class Part:
     share: float = 1.0
     least_seconds: float = 0.0
     goes_on: bool = False
+    confirms: bool = False
 
 
 def search_parts(
@@ -66,6 +69,10 @@ def search_parts(
     refused: PlanError | None = None
     slower = False  # whether a part has nothing that is faster
     for part in parts:
+        if part.confirms and part.words != known:
+            continue
+        if part.confirms:
+            best = None
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
         left, bound = left_seconds(), inf
         try:
