@@ -99,7 +99,7 @@ def request(traces: Traces, args: Any) -> Any:
         cluster=load_cluster("p3.16xlarge:1"),
         expectations=Expectations(), tell=lambda text: None,
         program=lambda count: traces.program(args, microbatches=count),
-        is_traced=lambda count: traces.is_traced(args, microbatches=count, batch_axis=0, reduction=None),
+        traced=lambda: traces.traced(args, batch_axis=0, reduction=None),
     )  # fmt: skip
 
 
@@ -111,8 +111,7 @@ def test_a_number_that_says_nothing_is_followed_by_one_that_does() -> None:
     programs = StepPrograms(asked, [1, 2, 4, 8, 16])
     for count in (16, 2, 8):
         assert programs[count].microbatches == count
-    traced = [count for count in (1, 2, 4, 8, 16) if asked.is_traced(count)]
-    assert traced == [1, 2, 16]
+    assert asked.traced() == {1, 2, 16}
     assert programs[8].source is traces.program(args, microbatches=8)
     assert programs[1] is programs.any
 
@@ -138,7 +137,7 @@ def test_two_that_are_alike_are_extrapolated_where_the_fewest_microbatches_are_m
     for count in (4, 8, 16, 2):
         assert programs[count].layers == programs[4].layers
     assert programs[1].layers != programs[4].layers
-    assert [count for count in (1, 2, 4, 8, 16) if asked.is_traced(count)] == [1, 4, 8]
+    assert asked.traced() == {1, 4, 8}
     assert programs[2].source is traces.program(args, microbatches=2)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -245,7 +246,7 @@ def _spreads(operand: tuple[int, ...], result: tuple[int, ...]) -> bool:
 
 def size_bytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype."""
-    return int(np.prod(aval.shape, dtype=np.int64)) * (8 if is_key(aval) else aval.dtype.itemsize)
+    return prod(aval.shape) * (8 if is_key(aval) else aval.dtype.itemsize)
 
 
 def _tainted(jaxpr: Jaxpr, late: set[Any]) -> set[int]:

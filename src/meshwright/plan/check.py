@@ -132,10 +132,9 @@ def _check_order(plan: Plan, source: str) -> None:
     chunks = dict(plan.schedule_options).get("chunks", 1)
     holder: dict[int, int] = {}
     for number, stage in enumerate(plan.stages):
-        for device in stage.devices:
-            first = holder.setdefault(device, number)
-            shared = chunks != 1 and stage.devices == plan.stages[first].devices
-            if first != number and not shared:
+        holders = {holder.setdefault(device, number): device for device in reversed(stage.devices)}
+        for first, device in holders.items():
+            if first != number and (chunks == 1 or stage.devices != plan.stages[first].devices):
                 needed = "each device in one stage, or stages of one rank with the same devices and chunks > 1"
                 raise refusal(source, f"stages[{number}].devices", f"device {device} of stages[{first}] too", needed)
 

@@ -195,7 +195,7 @@ def _with_notes(asked: PlanRequest, found: Planning) -> Planning:
     notes += row_notes(plan)
     if asked.microbatches is None and plan.microbatches == 1 and len(plan.stages) > 1:
         notes += _why_one_microbatch(asked)
-    if asked.is_traced(plan.microbatches):
+    if plan.microbatches in asked.traced():
         asked.program(plan.microbatches, warn=True)
     return found.noted(*notes)
 
@@ -203,7 +203,7 @@ def _with_notes(asked: PlanRequest, found: Planning) -> Planning:
 def _why_one_microbatch(asked: PlanRequest) -> tuple[str, ...]:
     """Why stages that wait for each other have no more microbatches, if it is the step that allows no other number."""
     counts = [count for count in microbatch_counts(asked) if count > 1]
-    if not counts or any(asked.is_traced(count) for count in counts):
+    if not counts or not asked.traced().isdisjoint(counts):
         return ()
     try:
         asked.program(counts[0])

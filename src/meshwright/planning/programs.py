@@ -49,10 +49,10 @@ class StepPrograms(Mapping[int, StagedProgram]):
 
     def _expected(self, count: int) -> StagedProgram | None:
         """Extrapolated from two others; None where no two are alike, and where it is traced."""
-        asked = self._asked
-        if asked.is_traced(count):
+        asked, traced = self._asked, self._asked.traced()
+        if count in traced:
             return None
-        for other in filter(asked.is_traced, self._counts):
+        for other in (one for one in self._counts if one in traced):
             self[other]  # of which there may be a pair already
         pairs = combinations(self._traced, 2)
         found = (asked.expectations.of(*pair, count, lambda: self._cut(count)) for pair in pairs)

@@ -138,11 +138,9 @@ class PlanRequest:
             self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction, warn=warn
         )
 
-    def is_traced(self, microbatches: int) -> bool:
-        """Whether that program has been asked for."""
-        return self.traces.is_traced(
-            self.args, microbatches=microbatches, batch_axis=self.batch_axis, reduction=self.reduction
-        )
+    def traced(self) -> frozenset[int]:
+        """The numbers of microbatches whose programs have been asked for."""
+        return self.traces.traced(self.args, batch_axis=self.batch_axis, reduction=self.reduction)
 
     def constraints_in(self, program: Program) -> Constraints:
         """What is fixed in a program: the layouts and the ZeRO stage, and what a preset's axes are for.

@@ -85,9 +85,10 @@ class Traces:
             _give(self._reductions[key])
         return self._programs[key]
 
-    def is_traced(self, args: Sequence[Any], *, microbatches: int, batch_axis: int, reduction: str | None) -> bool:
-        """Whether `program` has been asked for that."""
-        return (*self._key(args), microbatches, batch_axis, reduction) in self._programs
+    def traced(self, args: Sequence[Any], *, batch_axis: int, reduction: str | None) -> frozenset[int]:
+        """The numbers of microbatches in which `program` has been asked for."""
+        about = self._key(args)
+        return frozenset(key[-3] for key in self._programs if key == (*about, key[-3], batch_axis, reduction))
 
     def inference(self, args: Sequence[Any], *, microbatches: int = 1, batch_axis: int = 0) -> Program:
         """As `trace_inference`."""

@@ -106,7 +106,7 @@ def _of_round(program: Round, stage: StageProgram, update: UpdateProgram, around
             case Role.SYNCHRONISED:
                 return (around.gradients[slot.position],)
             case Role.BUNDLE:
-                return update.bundles(slot.source, slot.position)[slot]
+                return update.bundle(slot)
             case _:
                 return (around.outvars[slot.position],)
 

@@ -36,7 +36,7 @@ def check_asynchronous(around: Surroundings, state_inputs: int, grown: Sequence[
                 "what surrounds the loss function", "parameters of their own for both ends, or one_f_one_b",
             )  # fmt: skip
     for number, wanted in enumerate(around.stages):
-        for var in (v for sent in wanted.sends.values() for v in sent):
+        for var in wanted.sent:
             line = next((source_line(e) for e in around.equations if var in e.outvars), "")
             raise _refusal(
                 f"{_article(var)} of stage {number + 1} that others wait for", "an update of each stage by itself",

@@ -43,7 +43,8 @@ class Wanted:
     Args:
       values: variables it needs, its own and others'.
       round_of: the round in which each value is at hand.
-      sends: by round, the small values that other stages read, in program order.
+      sends: by round, the values that other stages read, in program order: each large one by its number, and bundles of
+        small ones by their dtypes.
       inputs: the step's inputs it reads.
       outputs: the step's outputs it computes.
       rounds: how many rounds it takes part in.
@@ -51,10 +52,15 @@ class Wanted:
 
     values: set[Any] = field(default_factory=set)
     round_of: dict[Any, int] = field(default_factory=dict)
-    sends: dict[int, list[Any]] = field(default_factory=dict)
+    sends: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     rounds: int = 1
+
+    @property
+    def sent(self) -> Iterator[Any]:
+        """All values that it sends."""
+        return (var for bundles in self.sends.values() for bundle in bundles.values() for var in bundle)
 
 
 class Surroundings:
@@ -361,9 +367,11 @@ class Surroundings:
                             sent[number][var] = ready
                         if local:
                             rounds[number][var] = ready
-        order = self.number_of = {var: i for i, var in enumerate(self._in_order())}
+        order = {var: i for i, var in enumerate(self._in_order())}
         for var, source in sorted(self._readers, key=lambda one: (order[one[0]], one[1])):
-            self.stages[source].sends.setdefault(sent[source][var], []).append(var)
+            content = str(order[var]) if self.is_large(var) else str(var.aval.dtype)
+            bundles = self.stages[source].sends.setdefault(sent[source][var], {})
+            bundles.setdefault(content, []).append(var)
         for number, wanted in enumerate(self.stages):
             for var in wanted.values:
                 rounds[number][var] = at_hand(number, var)
@@ -405,7 +413,7 @@ class Surroundings:
         """What to tell of large values that stages send each other around the core; None where there are none."""
         total, lines = 0, {}
         for source, stage in enumerate(self.stages):
-            for var in (v for sent in stage.sends.values() for v in sent if self.is_large(v)):
+            for var in (v for v in stage.sent if self.is_large(v)):
                 readers = self.readers(var, source) - {source}
                 total += len(readers) * size_bytes(var.aval)
                 for equation in (e for e in self.equations if readers and var in e.invars):

@@ -250,17 +250,17 @@ class UpdateProgram:
 
     def bundles(self, source: int, number: int) -> dict[Slot, list[Any]]:
         """The variables in each bundle that a stage sends after a round."""
-        found: dict[Slot, list[Any]] = {}
-        around = self._around
-        for var in around.stages[source].sends.get(number, ()):
-            content = str(around.number_of[var]) if around.is_large(var) else str(var.aval.dtype)
-            found.setdefault(Slot(Role.BUNDLE, number, source, content), []).append(var)
-        return found
+        sent = self._around.stages[source].sends.get(number, {})
+        return {Slot(Role.BUNDLE, number, source, content): variables for content, variables in sent.items()}
+
+    def bundle(self, slot: Slot) -> list[Any]:
+        """The variables in a bundle."""
+        return self._around.stages[slot.source].sends[slot.position][slot.content]
 
     def bundle_spec(self, slot: Slot) -> Spec:
         """How a bundle lies on the stage's mesh: a large value is split over all devices where a dim allows it."""
         shape = self.global_shape(slot).shape
-        if not self._around.is_large(self.bundles(slot.source, slot.position)[slot][0]):
+        if not self._around.is_large(self.bundle(slot)[0]):
             return Spec(((),))
         axes, devices = tuple(self._stage.sizes), prod(self._stage.sizes.values())
         dim = next((d for d, n in enumerate(shape) if n % devices == 0), None)
@@ -276,11 +276,11 @@ class UpdateProgram:
 
     def arrived(self, slots: Iterable[Slot]) -> list[Any]:
         """The variables that are there once these bundles are."""
-        count = Counter(var for slot in slots for var in self.bundles(slot.source, slot.position)[slot])
+        count = Counter(var for slot in slots for var in self.bundle(slot))
         return [var for var, pieces in count.items() if pieces == self._pieces(var)]
 
     def _bundled(self, slot: Slot, values: Sequence[LocalValue]) -> Any:
-        variables = self.bundles(slot.source, slot.position)[slot]
+        variables = self.bundle(slot)
         whole = [
             value.settle(Spec.replicated(len(var.aval.shape))) for value, var in zip(values, variables, strict=True)
         ]
@@ -292,7 +292,7 @@ class UpdateProgram:
 
     def _unbundled(self, slot: Slot, shard: Any) -> dict[Any, Any]:
         found, start = {}, 0
-        variables = self.bundles(slot.source, slot.position)[slot]
+        variables = self.bundle(slot)
         if self._around.is_large(variables[0]):
             return {variables[0]: shard}
         for var in variables:
@@ -414,7 +414,7 @@ class UpdateProgram:
                 if var in read and me in around.holders[p]:
                     holders = sorted(around.holders[p]) if around.is_tied(p) else [me]
                     found += [Slot(Role.SYNCHRONISED, p, holder) for holder in holders]
-        return (*found, *(s for s in arriving if any(v in read for v in self.bundles(s.source, s.position)[s])))
+        return (*found, *(s for s in arriving if any(v in read for v in self.bundle(s))))
 
     def _synchronise(self, given: dict[Slot, Any]) -> list[Any]:
         """The gradients in the layout of the optimizer state, scaled as the losses are."""
@@ -460,7 +460,7 @@ class UpdateProgram:
                 var = around.gradients[slot.position]
                 return jax.ShapeDtypeStruct(around.shape(var, self._stage.number), var.aval.dtype)
             case Role.BUNDLE:
-                variables = self.bundles(slot.source, slot.position)[slot]
+                variables = self.bundle(slot)
                 aval = variables[0].aval
                 if around.is_large(variables[0]):
                     return jax.ShapeDtypeStruct(around.sent_shape(variables[0], slot.source), aval.dtype)
