@@ -180,15 +180,32 @@ def test_all_ranks_are_tried_whatever_plans_have_been_found() -> None:
     assert not interleaving._tries([MICROBATCHES], [], inf)
 
 
-def test_the_busiest_rank_is_told_before_its_stages_are_solved() -> None:
+@pytest.mark.parametrize("chunks", [CHUNKS, 8 // RANKS])
+def test_the_busiest_rank_is_told_before_its_stages_are_solved(chunks: int) -> None:
     request: Any = SimpleNamespace(stages=None, schedules=(INTERLEAVED,))
     costs().reserve(MemoryReserve())
     made = Interleaving(request, cast(Any, None), nothing)
-    least = made._least(costs(), RANKS, CHUNKS)
-    stages = next(interleaved(costs(), RANKS, CHUNKS))
+    least = made._least(costs(), RANKS, chunks)
+    stages = next(interleaved(costs(), RANKS, chunks))
     busiest = max(sum(stage.option.seconds for stage in stages[rank::RANKS]) for rank in range(RANKS))
     assert 0.5 * MICROBATCHES * busiest < least <= MICROBATCHES * busiest * (1 + 1e-9)
-    assert made._least(costs(), RANKS, 8 // RANKS) == 0.0, "a layer each"
+
+
+def test_what_took_long_in_more_memory_is_tried_last() -> None:
+    whole = costs()
+    request: Any = SimpleNamespace(
+        cluster=whole.submeshes.cluster, schedules=(INTERLEAVED, "one_f_one_b"), submeshes=None, layers=None,
+        stages=None, mesh=(), by_microbatches={MICROBATCHES: None},
+    )  # fmt: skip
+    interleaving = Interleaving(request, cast(Any, lambda count: whole), nothing)
+    (_, ranks, ways), *_ = interleaving._tries([MICROBATCHES], [MICROBATCHES], inf)
+    first, *others = ways
+    interleaving._before[MICROBATCHES, ranks, first] = 1000 * ways[first]
+    interleaving.reset()
+    *_, (_, last, _) = interleaving._tries([MICROBATCHES], [MICROBATCHES], inf)
+    assert last == ranks
+    assert all(interleaving._scaled((MICROBATCHES, ranks, n), ways[n]) == pytest.approx(1000 * ways[n]) for n in others)
+    assert others, "it says the same of other numbers of stages a rank"
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 2)])

@@ -80,7 +80,8 @@ class Interleaving:
         self._asked = request.stages is not None or set(request.schedules) == {INTERLEAVED}
         # The costs of the best candidate's cut. Those of all that are tried would be most of what a search holds.
         self._cut: dict[_Key, StageCosts] = {}
-        # Seconds of what was tried in this run and earlier ones, which had more memory; infinite where it did not fit.
+        # Seconds, or their lower bound, of what was tried in this run and earlier ones, which had more memory; infinite
+        # where it did not fit.
         self._before: dict[_Key, float] = {}
         self.reset()
 
@@ -116,6 +117,8 @@ class Interleaving:
                     if before < below_seconds:
                         most = below_seconds / _missed(self._ratios, count, ranks)
                         ways[n] = 0.0 if self._asked else min(self._expected(one, *key, most) for one in near)
+                        if before and 0.0 < ways[n] < inf:  # it takes no less in less memory
+                            self._ratios.setdefault(key, before / ways[n])
                 least = min((self._scaled((count, ranks, n), one) for n, one in ways.items()), default=inf)
                 if least < below_seconds:
                     # With other numbers of ranks estimates are off as well: that only says what to try first.
@@ -182,7 +185,7 @@ class Interleaving:
                     cut = self._in_stages(costs, ranks, chunks)
                     least = self._least(cut, ranks, chunks) if expected else 0.0
                     if least >= below_seconds:
-                        self._ratios[key] = least / expected
+                        self._before[key], self._ratios[key] = least, least / expected
                         continue
                     candidate = self.candidate(cut, ranks, chunks)
                 except PlanError:
@@ -206,11 +209,9 @@ class Interleaving:
         return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
 
     def _least(self, cut: StageCosts, ranks: int, chunks: int) -> float:
-        """A lower bound, as far as estimates are, on the step of the cut that is tried; 0 for pieces of a scan, which
-        are all equal."""
-        places, count = places_of(cut, ranks), ranks * chunks
-        if places is None or len(cut.program.layers) <= count:
-            return 0.0
+        """A lower bound, as far as estimates are, on the step of the cut that is tried."""
+        if (places := places_of(cut, ranks)) is None:
+            return inf
         own = in_flight_of(cut.program.microbatches, ranks, chunks)
         if (ranges := balanced(cut, places[0], own, ranks)) is None:
             return inf
