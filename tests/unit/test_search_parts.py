@@ -79,10 +79,12 @@ def test_an_incumbent_is_confirmed_only_if_it_is_the_best() -> None:
     found = best(draft, part("b", 5.0, 3.9), confirmed)
     assert (found.step_seconds, asked) == (4.0, [inf]), "it need not be faster than itself"
     assert found.least_seconds == pytest.approx(3.5)
-    # Where it turns out to be none it bounds nothing any more.
-    too_large = replace(refused("a", 3.0), confirms=True)
-    found = best(draft, part("b", 5.0, 3.9), too_large, part("b", 5.0, 3.9, asked))
-    assert (found.step_seconds, found.least_seconds, asked) == (5.0, pytest.approx(3.0), [inf, inf])
+    # Where it turns out to be none it bounds nothing any more, and what is searched again has another bound.
+    other = part("b", 5.0, 4.4, asked)
+    found = best(draft, other, replace(refused("a", 4.5), confirms=True), other)
+    assert (found.step_seconds, found.least_seconds) == (5.0, pytest.approx(4.4))
+    assert asked == [inf, pytest.approx(4.0, rel=0.01), inf]
+    assert [str(one).split(":")[0] for one in found.considered] == ["a"]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -12,6 +12,7 @@ from ..cluster import Cluster, devices_by_kind, one_kind_alone
 from ..errors import PlanError, size_words
 from ..search.driver import WORTH, Part
 from ..search.one_stage.driver import GAP
+from ..search.pipelines.driver import StageSearch
 from ..search.result import NothingFaster, SearchResult
 from .one_stage import OneStagePlanner, fits_in_few, plan_one_stage
 from .replicas import REPLICAS, may_have_replicas, plan_replicas
@@ -63,6 +64,7 @@ def _in_stages(asked: PlanRequest) -> SearchResult:
 def _one_or_several(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned: bool) -> Iterator[Part]:
     """One stage and several, in the order in which they are searched."""
     planner, is_open = OneStagePlanner(of_one, gap=GAP if is_soon_planned else WORTH), True
+    searches: dict[tuple[int, ...], StageSearch] = {}
 
     def one(plan: Callable[..., SearchResult], most_seconds: float, seconds: float) -> SearchResult:
         nonlocal is_open
@@ -76,7 +78,7 @@ def _one_or_several(asked: PlanRequest, of_one: PlanRequest, *, is_soon_planned:
     def stages(most_seconds: float, seconds: float) -> SearchResult:
         # Beside an incumbent that may still have to be written out.
         kept = 0.0 if is_open else planner.writing_seconds
-        return plan_stages(replace(asked.within(most_seconds, seconds - kept), several=True))
+        return plan_stages(replace(asked.within(most_seconds, seconds - kept), several=True), searches)
 
     # Without time to write a plan out one stage is the answer, whose memory is counted closest; not over unlike
     # devices, where several stages are most of what there is to gain.

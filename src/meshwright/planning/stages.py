@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from math import isfinite, prod
@@ -36,9 +36,15 @@ def is_large(program: Program) -> bool:
     return program.graph.runs > SMALL_PROGRAM
 
 
-def plan_stages(asked: PlanRequest) -> SearchResult:
+def plan_stages(
+    asked: PlanRequest, searches: MutableMapping[tuple[int, ...], StageSearch] | None = None
+) -> SearchResult:
     """The fastest plan with as many stages as are asked for, or with any number of them. Where hosts are of several
     kinds, their groups are put in every order: which kind has the first stages, and which the last.
+
+    Args:
+      asked: the request.
+      searches: for each order of the hosts the search of an earlier call, from which this one goes on; it learns them.
 
     Raises:
       PlanError: if the request makes no sense, or nothing fits.
@@ -46,7 +52,10 @@ def plan_stages(asked: PlanRequest) -> SearchResult:
     """
     given = asked.submeshes is not None or asked.preset is not None
     parts = [
-        Part(words=f"hosts in the order {', '.join(map(str, order.devices))}", search=partial(_in_order, asked, order))
+        Part(
+            words=f"hosts in the order {', '.join(map(str, order.devices))}",
+            search=partial(_in_order, asked, order, {} if searches is None else searches),
+        )
         for order in host_orders(asked.cluster)[: 1 if given else None]
     ]
     try:
@@ -85,24 +94,25 @@ def stage_request(asked: PlanRequest, programs: StepPrograms) -> StageRequest:
 
 
 def _in_order(
-    whole: PlanRequest, order: HostOrder, faster_than_seconds: float, seconds: float
+    whole: PlanRequest, order: HostOrder, searches: MutableMapping[tuple[int, ...], StageSearch],
+    faster_than_seconds: float, seconds: float,
 ) -> SearchResult:  # fmt: skip
     """The fastest plan whose stages follow the hosts in an order, on the cluster as it was given."""
     asked = replace(whole.within(faster_than_seconds, seconds), cluster=order.cluster)
-    request = stage_request(asked, StepPrograms(asked, microbatch_counts(asked)))
-    search = StageSearch(request)
+    if order.devices not in searches:
+        searches[order.devices] = StageSearch(stage_request(asked, StepPrograms(asked, microbatch_counts(asked))))
 
     def find(missed: MissedMemory, seconds: float) -> SearchResult:
-        nonlocal search
         while True:
             asked.tell("searching stages")
+            search, left = searches[order.devices], min(seconds, asked.left_seconds)
             try:
-                found = search.run(missed, time_limit_seconds=min(seconds, asked.left_seconds))
+                found = search.run(missed, time_limit_seconds=left, faster_than_seconds=faster_than_seconds)
             except MemoryExceeded:
                 finer = finer_counts(asked, max(search.counts))
                 if not finer:
                     raise
-                search = StageSearch(replace(request, programs=StepPrograms(asked, finer)))
+                searches[order.devices] = StageSearch(replace(search.request, programs=StepPrograms(asked, finer)))
                 continue
             if asked.schedule == "inference" and len(found.plan.stages) == 1:
                 raise NothingFaster(0.0, found.considered)  # than the step in one piece, which is no pipeline

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, isfinite
 
 from ..errors import MemoryExceeded, PlanError
@@ -26,14 +27,14 @@ class Part:
     """A part of the space of plans.
 
     Args:
-      words: what it is.
+      words: what it is. A later part of the same words takes the place of the earlier one.
       search: given the seconds that a step of a wanted plan counts for at most, and the seconds that the search may
         take, the best plan of the part. Raises `NothingFaster`, `MemoryExceeded` or another `PlanError`.
       share: of the time that is left, what the search may take.
       least_seconds: what it is given even when the time is over.
       goes_on: whether it goes on with what an earlier part has given up, so that its refusal says more.
-      confirms: whether it writes out the plan of an earlier part of the same words, an incumbent without that so far;
-        left out where another part's plan is better.
+      confirms: whether it writes out the plan of that one, an incumbent without that so far; left out where another
+        part's plan is better.
     """
 
     words: str
@@ -64,8 +65,8 @@ def search_parts(
     """
     best: SearchResult | None = None
     known = ""  # the part of the best plan
-    others: list[Considered] = []  # in parts without the best plan, and what came of those
-    least = inf  # of all parts that have no plan
+    others: dict[str, list[Considered]] = {}  # in each part without the best plan, and what came of it
+    bounds: dict[str, float] = {}  # of each part that has no plan
     refused: PlanError | None = None
     slower = False  # whether a part has nothing that is faster
     for part in parts:
@@ -74,38 +75,41 @@ def search_parts(
         if part.confirms:
             best = None
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
-        left, bound = left_seconds(), inf
+        left, bound, mine = left_seconds(), inf, others.setdefault(part.words, [])
+        mine.clear()  # of a search before this one
+        bounds.pop(part.words, None)
         try:
             if left < 0 and part.least_seconds == 0 and isfinite(most):
                 bound = floor()
-                others.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
+                mine.append(Considered(part.words, "out of time", searched=False, least_seconds=bound))
             else:
                 found = part.search(most, max(part.share * left, part.least_seconds))
                 if best is not None:
                     found = found.preferred_to(best).beside(best.least_seconds)
-                    others += [one.within(known) for one in best.considered]
-                    others.append(Considered(known, seconds=best.step_seconds))
-                best, known = found.beside(least), part.words
-                yield best.beside_candidates(others)
+                    others[known] += [one.within(known) for one in best.considered]
+                    others[known].append(Considered(known, seconds=best.step_seconds))
+                best, known = found.beside(min(bounds.values(), default=inf)), part.words
+                yield best.beside_candidates(chain(*others.values()))
         except NothingFaster as nothing:
             slower, bound = True, nothing.least_seconds or floor()
             late = left_seconds() < 0 or any("out of time" in one.words for one in nothing.considered)
-            others += [one.within(part.words) for one in nothing.considered]
+            mine += [one.within(part.words) for one in nothing.considered]
             if late:
-                others.append(Considered(part.words, "broken off, out of time", least_seconds=bound))
+                mine.append(Considered(part.words, "broken off, out of time", least_seconds=bound))
             elif best is not None:
-                others.append(Considered(part.words, "none that fits and is faster"))
+                mine.append(Considered(part.words, "none that fits and is faster"))
         except PlanError as error:
             refused = error if refused is None or part.goes_on else refused
-            others.append(Considered(part.words, str(error)))
+            mine.append(Considered(part.words, str(error)))
             if isinstance(error, MemoryExceeded):
                 bound = floor() if left_seconds() < 0 else error.least_seconds
-        least = min(least, bound)
+        bounds[part.words] = bound
         best = best.beside(bound) if best is not None else None
+    least = min(bounds.values(), default=inf)
     if best is not None:
-        yield best.beside_candidates(others)
+        yield best.beside_candidates(chain(*others.values()))
     elif refused is None or (isfinite(faster_than_seconds) and (slower or isfinite(least))):
-        raise NothingFaster(least, tuple(others))
+        raise NothingFaster(least, tuple(chain(*others.values())))
     else:
         if isinstance(refused, MemoryExceeded):
             refused.least_seconds = least

@@ -125,17 +125,21 @@ class StageSearch:
         reserve: Callable[[int], MemoryReserve] | None = None,
         *,
         time_limit_seconds: float | None = None,
+        faster_than_seconds: float | None = None,
     ) -> SearchResult:
         """The fastest plan that fits.
 
         Args:
           reserve: what the search may not count on a device in so many microbatches; None for nothing.
           time_limit_seconds: for this run; None for the request's.
+          faster_than_seconds: the same.
 
         Raises:
           MemoryExceeded: if no plan fits.
           NothingFaster: if none is faster than what is known.
         """
+        if faster_than_seconds is not None:
+            self._known = faster_than_seconds
         last, known = self.finished, self._known
         self._reset(self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds)
         self.costs.reserve = reserve if reserve is not None else nothing_reserved

@@ -185,7 +185,9 @@ class Interleaving:
                     cut = self._in_stages(costs, ranks, chunks)
                     least = self._least(cut, ranks, chunks) if expected else 0.0
                     if least >= below_seconds:
-                        self._before[key], self._ratios[key] = least, least / expected
+                        self._before[key] = least
+                        if least < inf:
+                            self._ratios[key] = least / expected
                         continue
                     candidate = self.candidate(cut, ranks, chunks)
                 except PlanError:
