@@ -70,9 +70,9 @@ def search_parts(
     refused: PlanError | None = None
     slower = False  # whether a part has nothing that is faster
     for part in parts:
-        if part.confirms and part.words != known:
-            continue
         if part.confirms:
+            if part.words != known:
+                continue
             best = None
         most = faster_than_seconds if best is None else min(faster_than_seconds, (1 - worth) * best.counted_seconds)
         left, bound, mine = left_seconds(), inf, others.setdefault(part.words, [])
