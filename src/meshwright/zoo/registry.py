@@ -69,7 +69,8 @@ def build(
     for key, value in changes.items():
         if key not in known:
             raise ValueError(
-                f"refused to build {name!r}: got {key}={value!r}, needed a model whose {key} can be set; try without {key}="
+                f"refused to build {name!r}: got {key}={value!r}, needed a model whose {key} can be set; "
+                f"try without {key}="
             )
     # Each family's own default stands where none is named.
     named = {} if optimizer is None else {"optimizer": optimizer}
