@@ -8,7 +8,7 @@ Pure data, no JAX: it lies here so that the package that reads jaxprs and the on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 MEGACORE = "tpu megacore"
 """The platform of TPUs whose chips are two cores that run one program (v4, v5p)."""
@@ -40,7 +40,7 @@ class Kind(Enum):
     BRANCH = "branch"  # runs one of `bodies`
 
 
-class Use(Enum):
+class Use(IntEnum):
     """How a kernel reads an operand."""
 
     SAME = 1  # the element at the result's own index, so the result may overwrite it

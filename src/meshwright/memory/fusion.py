@@ -77,7 +77,7 @@ def joined(first: Use | None, second: Use) -> Use:
 
 
 def _through(outer: Use, inner: Use) -> Use:
-    return max(outer, inner, key=lambda use: use.value)
+    return max(outer, inner)
 
 
 class Fusion:
@@ -294,6 +294,10 @@ class Fusion:
                 blocked.add(value)
                 continue
             users = [self._kernels[user] for user in self._users.get(value, ())]
+            if not self._on_cpu and self._values[value].elements == 1 and len(users) > 1:
+                # A number, such as the norm of all gradients, which every update would compute again from all of them.
+                blocked.add(value)
+                continue
             if all(user.position in in_products or (user.multiplies and not user.convolution) for user in users):
                 in_products.add(position)
             if self._on_gpu and self._is_dear_to_read(value, large, len(users)):
