@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .jaxpr import Equation, Jaxpr, bind, is_dropped, is_literal, open_jaxpr
+from .jaxpr import ClosedJaxpr, Equation, Jaxpr, bind, consts_of, is_dropped, is_literal, open_jaxpr
 
 # What a body asks of its place in the grid.
 _PLACE = frozenset(["program_id", "num_programs"])
@@ -109,7 +109,9 @@ def _reads(mapping: Any, dim: int, grid: Sequence[int]) -> _Read:
     if len(axes) != 1 or mapping.transforms or min(axes) >= len(grid):
         return _Read(axes, None)
     (axis,) = axes
-    share = _share(jaxpr, out, axis, grid[axis])
+    if not isinstance(grid[axis], int):
+        return _Read(axes, None)
+    share = _share(mapping.index_map_jaxpr, out, axis, grid[axis])
     if share is None or mapping.array_aval.shape[dim] != size * (grid[axis] // share):
         return _Read(axes, None)
     return _Read(axes, GridDim(axis, size, share))
@@ -117,15 +119,17 @@ def _reads(mapping: Any, dim: int, grid: Sequence[int]) -> _Read:
 
 def _dependences(jaxpr: Jaxpr) -> dict[Any, frozenset[int]]:
     """Of each value of an index map the arguments that it depends on: axes of the grid, and arrays that it reads."""
-    found: dict[Any, frozenset[int]] = {var: frozenset([n]) for n, var in enumerate(jaxpr.invars)}
+    found = dict.fromkeys(jaxpr.constvars, frozenset[int]())
+    found |= {var: frozenset([n]) for n, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
         made = frozenset[int]().union(*(found[atom] for atom in equation.invars if not is_literal(atom)))
         found.update(dict.fromkeys(equation.outvars, made))
     return found
 
 
-def _share(jaxpr: Jaxpr, out: Any, axis: int, size: int) -> int | None:
+def _share(closed: ClosedJaxpr, out: Any, axis: int, size: int) -> int | None:
     """How many neighbouring points of an axis have one block; None where blocks do not follow each other in order."""
+    jaxpr = open_jaxpr(closed)
     if out is jaxpr.invars[axis]:
         return 1
     needed, equations = {out}, []
@@ -135,7 +139,7 @@ def _share(jaxpr: Jaxpr, out: Any, axis: int, size: int) -> int | None:
             equations.append(equation)
 
     def block(point: Any) -> Any:
-        values = {jaxpr.invars[axis]: point}
+        values = {jaxpr.invars[axis]: point, **dict(zip(jaxpr.constvars, consts_of(closed), strict=True))}
         for equation in reversed(equations):
             atoms = [atom.val if is_literal(atom) else values[atom] for atom in equation.invars]
             values.update(zip(equation.outvars, bind(equation, *atoms), strict=True))
@@ -155,6 +159,8 @@ def _refused(
     """Why a kernel is not to be split along an axis of its grid; None if it may be."""
     mapping = equation.params["grid_mapping"]
     words, carries = f"axis {axis} of its grid", bool(mapping.scratch_avals)
+    if getattr(equation.params["compiler_params"], "collective_id", None) is not None:
+        return "it talks to other devices itself"
     if not isinstance(mapping.grid[axis], int):
         return f"the size of {words} is known at run time only"
     if axis in _places_read(open_jaxpr(equation.params["jaxpr"]), mapping):
@@ -294,7 +300,7 @@ def on_blocks(equation: Equation, pieces: Mapping[int, int], operands: Sequence[
         for aval, dims in zip(params["out_avals"], axes.results, strict=True)
     ]
     params["grid_mapping"] = mapping.replace(
-        grid=tuple(size // pieces.get(axis, 1) for axis, size in enumerate(mapping.grid)),
+        grid=tuple(size // pieces[axis] if axis in pieces else size for axis, size in enumerate(mapping.grid)),
         block_mappings=tuple(
             one.replace(array_aval=one.array_aval.update(shape=shape))
             for one, shape in zip(mapping.block_mappings, [*inputs, *results], strict=True)
