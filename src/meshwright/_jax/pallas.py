@@ -99,6 +99,9 @@ class _Read:
 
 def _reads(mapping: Any, dim: int, grid: Sequence[int]) -> _Read:
     jaxpr = open_jaxpr(mapping.index_map_jaxpr)
+    if len(jaxpr.outvars) != len(mapping.block_shape):  # some dim has a block of a size of its own
+        known = _dependences(jaxpr)
+        return _Read(frozenset[int]().union(*(known[out] for out in jaxpr.outvars if not is_literal(out))), None)
     out = jaxpr.outvars[dim]
     axes = frozenset() if is_literal(out) else _dependences(jaxpr)[out]
     block = mapping.block_shape[dim]
