@@ -80,6 +80,15 @@ def test_its_price_is_of_the_flops_that_are_said(flops: Any) -> None:
     assert plan.stages[0].flops == pytest.approx((4e12 if flops == 4e12 else 64 * 64 * 1e9) / 8)
 
 
+def test_dims_that_are_in_no_result_are_whole_without_meshwright_too() -> None:
+    """Under plain `jax.jit`: the largest of each row, of rows that lie on two devices."""
+    largest = mw.kernel(lambda x: x.max(1), "m k -> m")
+    mesh = jax.make_mesh((2,), ("k",), devices=jax.devices()[:2])
+    x = jnp.arange(8.0).reshape(2, 4)
+    split = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "k")))
+    assert jax.jit(largest)(split).tolist() == x.max(1).tolist()
+
+
 def test_a_rule_that_is_none_is_refused() -> None:
     with pytest.raises(mw.PlanError, match=r"refused the rule of a kernel: got 'm k'"):
         mw.kernel(rows_times_numbers, "m k")

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.state.primitives import ref_swap  # a reference's old value, as kernels of libraries read it
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from one_device import assert_as_on_one_device
 
@@ -162,6 +164,114 @@ def reversed_rows(x: jax.Array) -> jax.Array:
         body, grid=(x.shape[0],), in_specs=[there], out_specs=back, interpret=True,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
     )(x)  # fmt: skip
+
+
+def flagged(body: Function, *, faster: int = 1, scratch: Any = ((1, 4),), given: int = 0) -> Function:
+    """A kernel over rows that starts anew where a flag of a row says so: what it carries depends on numbers."""
+
+    def run(x: jax.Array) -> jax.Array:
+        rows, width = x.shape
+        flags = jnp.zeros((rows, 1), jnp.int32).at[0, 0].set(1)
+        row, whole = pl.BlockSpec((1, width), lambda i, *_: (i, 0)), pl.BlockSpec((1, width), lambda *_: (0, 0))
+        return pl.pallas_call(
+            body, grid=(rows, faster), interpret=True, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[pl.BlockSpec((1, 1), lambda i, *_: (i, 0)), *[whole] * given, row], out_specs=row,
+            scratch_shapes=[pltpu.VMEM(shape, x.dtype) for shape in scratch],
+        )(flags, *[jnp.zeros((1, width), x.dtype)] * given, x)  # fmt: skip
+
+    return run
+
+
+def nothing_at_first(flag: Any, x: Any, out: Any, total: Any) -> None:
+    @pl.when(pl.program_id(1) == 1)
+    def _() -> None:
+        @pl.when(flag[0, 0] == 1)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        total[...] = total[...] + x[...]
+        out[...] = total[...]
+
+
+def old_value_of_a_call(flag: Any, x: Any, out: Any, kept: Any) -> None:
+    old = jax.jit(lambda: ref_swap(kept, (slice(None), slice(None)), x[...]))()
+    out[...] = jnp.where(flag[0, 0] == 1, 0.0, old)
+
+
+def writes_what_it_is_given(flag: Any, total: Any, x: Any, out: Any) -> None:
+    @pl.when(flag[0, 0] == 1)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    total[...] = total[...] + x[...]
+    out[...] = total[...]
+
+
+CARRYING = {
+    "nothing at the first point": flagged(nothing_at_first, faster=2),
+    "an old value of a call": flagged(old_value_of_a_call),
+    "an operand that is written": flagged(writes_what_it_is_given, scratch=(), given=1),
+}
+
+
+@pytest.mark.parametrize("kernel", CARRYING.values(), ids=CARRYING)
+def test_what_is_carried_only_where_numbers_say_so_is_not_split(kernel: Function) -> None:
+    x = jnp.arange(32.0).reshape(8, 4)
+    run = mw.parallelize(kernel, devices=jax.devices()[:2], mesh=(2,))
+    with pytest.warns(ReplicationWarning, match="runs whole on every device"):
+        found = run(x)
+    np.testing.assert_array_equal(found, kernel(x))
+
+
+def rows(x: jax.Array, *, back: bool) -> jax.Array:
+    """Twice as much, the rows in order or the other way round."""
+
+    def body(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * 2
+
+    count = x.shape[0]
+    there = pl.BlockSpec((1, x.shape[1]), lambda row: (row, 0))
+    turned = pl.BlockSpec((1, x.shape[1]), lambda row: (count - 1 - row, 0))
+    return pl.pallas_call(
+        body, grid=(count,), in_specs=[there], out_specs=turned if back else there, interpret=True,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+    )(x)  # fmt: skip
+
+
+def test_kernels_that_differ_in_their_blocks_alone_are_told_apart() -> None:
+    """As text they are the same."""
+
+    def both(x: jax.Array) -> jax.Array:
+        return rows(rows(x, back=False), back=True) - rows(x, back=True)
+
+    x = jnp.arange(32.0).reshape(8, 4)
+    with pytest.warns(ReplicationWarning, match="do not follow axis 0"):
+        found = mw.parallelize(both, devices=jax.devices()[:2], mesh=(2,))(x)
+    np.testing.assert_array_equal(found, both(x))
+
+
+def test_grids_of_sizes_known_at_run_time_only_are_whole() -> None:
+    """JAX's own product of a mixture's experts has one."""
+
+    def experts(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return gmm(x, w, sizes, jnp.float32, interpret=True)
+
+    shapes = ((256, 128), jnp.float32), ((2, 128, 128), jnp.float32), ((2,), jnp.int32)
+    with pytest.warns(ReplicationWarning):
+        assert mw.plan_for(experts, [jax.ShapeDtypeStruct(*one) for one in shapes], cluster="tpu-v5e:8").plan.stages
+
+
+@pytest.mark.parametrize("cluster", ["cpu", "dgx-h100:1", "tpu-v5e:8"])
+def test_a_kernels_result_is_in_memory(cluster: str) -> None:
+    """A product takes in arithmetic on its operands, and no kernel."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return numbered(x) @ w
+
+    shapes = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, 8), jnp.float32)
+    with pytest.warns(ReplicationWarning):
+        plan = mw.plan_for(step, shapes, cluster=cluster, pins={"args[0]": (None, None)})
+    assert plan.plan.stages[0].memory.total > 2 * 4 * 1024 * 1024
 
 
 @pytest.mark.parametrize(

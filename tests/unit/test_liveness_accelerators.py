@@ -19,6 +19,7 @@ from meshwright._jax.ahead import has_cuda_compiler, has_tpu_compiler
 from meshwright._jax.dataflow import ACROSS_HOSTS, MEGACORE, WIDE, Kind, Operation, Program, Value
 from meshwright._jax.liveness_adapter import dataflow_of
 from meshwright._jax.liveness_builder import _in_tiles
+from meshwright.api import plan_for, value_and_grad
 from meshwright.cluster import load_cluster
 from meshwright.memory.fusion import Fusion
 from meshwright.memory.kernel_order import readers_first
@@ -224,3 +225,19 @@ def test_peaks_are_those_of_the_compiler(row: tuple[str, str, int, str], has_com
     found = json.loads(done.stdout.splitlines()[-1])
     # These rows keep what all are to: other rows are up to a quarter too low (docs/compilers.md).
     assert 0.97 * found["compiled"] < found["predicted"] < 1.12 * found["compiled"]
+
+
+def test_what_gives_several_arrays_stays_in_a_loop_over_microbatches() -> None:
+    """Casts of weights are made before the loop; the largest two of a parameter are two arrays."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            largest, _ = jax.lax.top_k(p["scores"], 2)
+            return jnp.mean((x @ p["w"]) ** 2) + largest.sum()
+
+        value, grads = value_and_grad(loss)(state)
+        return jax.tree.map(lambda a, b: a - b, state, grads), value
+
+    state = {"scores": jax.ShapeDtypeStruct((8,), jnp.float32), "w": jax.ShapeDtypeStruct((128, 128), jnp.float32)}
+    args = state, jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    assert plan_for(step, args, cluster="tpu-v5e:8", microbatches=4, stages=1).plan.stages[0].memory.total > 0

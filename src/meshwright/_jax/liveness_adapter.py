@@ -35,8 +35,9 @@ _LIBRARY = frozenset(
 )
 # Primitives whose one result may have the shape of their operands although they are no arithmetic.
 OWN_KERNEL = frozenset(
-    """cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum fft ffi_call householder_product io_callback
-    ormqr pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
+    """cholesky cholesky_update cumlogsumexp cummax cummin cumprod cumsum custom_partitioning
+    dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper fft ffi_call householder_product io_callback
+    ormqr pallas_call pbroadcast ppermute pure_callback random_bits reduce_window reduce_window_max reduce_window_min
     reduce_window_sum scaled_dot scaled_matmul_wrapper select_and_gather_add select_and_scatter select_and_scatter_add
     sort symmetric_product threefry2x32 triangular_solve tridiagonal_solve""".split()  # noqa: SIM905 (a table)
 )
@@ -134,6 +135,8 @@ def _matched(
 
 def _said(params: Mapping[str, Any]) -> Hashable:
     """Parameters of an equation, equal for those that say the same."""
+    if "grid_mapping" in params:  # of a Pallas kernel, as text it leaves out which blocks it reads
+        return id(params["grid_mapping"])
     return tuple((name, value if type(value) in _PLAIN else str(value)) for name, value in sorted(params.items()))
 
 
@@ -343,7 +346,7 @@ class _Reader(Builder):
                 pairs = zip(operation.writes, operation.reads, strict=True)
                 outside.update((new, outside[old]) for new, old in pairs if old in outside)
             source = outside.get(operation.reads[0]) if len(operation.reads) == 1 else None
-            if source is None:
+            if source is None or len(operation.writes) != 1:
                 continue
             (made,) = operation.writes
             shape, dtype = inner.types[made]

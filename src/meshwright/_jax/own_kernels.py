@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import PlanError
 from .jaxpr import Equation
@@ -21,23 +23,36 @@ class AsGiven:
 
     Args:
       function: of arrays.
+      sums: whether it sums over dims that are in no result.
       flops: of one call, or a function of its operands that says them; None for what its program has.
     """
 
     function: Callable[..., Any]
+    sums: bool
     flops: float | Callable[..., float] | None
 
     def __call__(self, mesh: Any, operands: Sequence[Any], results: Any) -> Any:
         """As `custom_partitioning` asks for it."""
         made = {axis for one in jax.tree.leaves(results) for axis in _axes(one)}
-        summed = tuple(dict.fromkeys(axis for one in operands for axis in _axes(one) if axis not in made))
+        alone = tuple(dict.fromkeys(axis for one in operands for axis in _axes(one) if axis not in made))
+        summed = alone if self.sums else ()
 
         def on_blocks(*blocks: Any) -> Any:
             found = self.function(*blocks)
             return jax.tree.map(lambda one: lax.psum(one, summed), found) if summed else found
 
-        layouts = tuple(one.sharding for one in operands)
+        # What is in no result and not summed over is whole, however it comes.
+        layouts = tuple(_without(one.sharding, () if self.sums else alone) for one in operands)
         return mesh, on_blocks, jax.tree.map(lambda one: one.sharding, results), layouts
+
+
+def _without(sharding: Any, axes: Sequence[str]) -> Any:
+    """A layout that does not split over some axes."""
+    if not axes:
+        return sharding
+    dims = (dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec)
+    kept = (tuple(axis for axis in dim if axis is not None and axis not in axes) for dim in dims)
+    return NamedSharding(sharding.mesh, PartitionSpec(*(dim or None for dim in kept)))
 
 
 def _axes(array: Any) -> list[str]:
@@ -65,8 +80,8 @@ def kernel(
       sums: dims of operands over which the function sums: where they are split, its results are summed over devices.
       flops: of a call, for its price: a number, or a function of its operands (arrays without numbers). None for those
         of what the function does.
-      backward: `(operands, cotangent of the results) -> cotangent of each operand`, for a function that JAX cannot
-        differentiate. Kernels in it have rules of their own. None for JAX's own derivative.
+      backward: `(operands, cotangent of the results) -> cotangent of each operand`. Kernels in it have rules of their
+        own. None for a function that is not differentiated: JAX looks into a kernel no more than a plan does.
 
     Raises:
       PlanError: for a rule that is none.
@@ -74,8 +89,8 @@ def kernel(
     split = custom_partitioning(function)
     try:
         split.def_partition(
-            partition=AsGiven(function, flops), sharding_rule=rule, reduction_factors=tuple(sums),
-            need_replication_factors=(),
+            partition=AsGiven(function, bool(sums), flops), sharding_rule=rule, reduction_factors=tuple(sums),
+            need_replication_factors=_whole(rule, sums),
         )  # fmt: skip
     except ValueError as error:
         raise PlanError(
@@ -92,6 +107,14 @@ def kernel(
 
     differentiable.defvjp(lambda *operands: (split(*operands), operands), lambda kept, cotangent: own(kept, cotangent))
     return differentiable
+
+
+def _whole(rule: Any, sums: Sequence[str]) -> tuple[str, ...]:
+    """Of a rule in words the dims that are in no result and not summed over: these are not split."""
+    if not isinstance(rule, str) or "->" not in rule:
+        return ()
+    operands, results = (set(re.findall(r"[A-Za-z]\w*", side)) for side in rule.split("->", 1))
+    return tuple(sorted(operands - results - set(sums)))
 
 
 def said_flops(equation: Equation) -> float | None:

@@ -21,6 +21,9 @@ import numpy as np
 
 from .jaxpr import ClosedJaxpr, Equation, Jaxpr, bind, consts_of, is_dropped, is_literal, open_jaxpr
 
+# What reads a reference and does not write it.
+_READS = frozenset(["get", "masked_load", "load"])
+
 # What a body asks of its place in the grid.
 _PLACE = frozenset(["program_id", "num_programs"])
 
@@ -60,6 +63,11 @@ class Grid:
 def is_pallas_call(equation: Equation) -> bool:
     """Whether an equation is a call of a Pallas kernel."""
     return equation.primitive.name == "pallas_call"
+
+
+def has_kernel(jaxpr: Jaxpr) -> bool:
+    """Whether a program calls a Pallas kernel, at any depth."""
+    return any(is_pallas_call(one) or any(map(has_kernel, _programs(one))) for one in jaxpr.eqns)
 
 
 def grid_of(equation: Equation) -> Grid:
@@ -122,7 +130,7 @@ def _reads(mapping: Any, dim: int, grid: Sequence[int]) -> _Read:
 
 def _dependences(jaxpr: Jaxpr) -> dict[Any, frozenset[int]]:
     """Of each value of an index map the arguments that it depends on: axes of the grid, and arrays that it reads."""
-    found = dict.fromkeys(jaxpr.constvars, frozenset[int]())
+    found: dict[Any, frozenset[int]] = dict.fromkeys(jaxpr.constvars, frozenset[int]())
     found |= {var: frozenset([n]) for n, var in enumerate(jaxpr.invars)}
     for equation in jaxpr.eqns:
         made = frozenset[int]().union(*(found[atom] for atom in equation.invars if not is_literal(atom)))
@@ -161,17 +169,27 @@ def _refused(
 ) -> str | None:
     """Why a kernel is not to be split along an axis of its grid; None if it may be."""
     mapping = equation.params["grid_mapping"]
-    words, carries = f"axis {axis} of its grid", bool(mapping.scratch_avals)
+    body = open_jaxpr(equation.params["jaxpr"])
+    given = body.invars[: len(body.invars) - mapping.num_outputs - len(mapping.scratch_avals)]
+    words, carries = f"axis {axis} of its grid", bool(mapping.scratch_avals) or _asks_for_bits(body)
     if getattr(equation.params["compiler_params"], "collective_id", None) is not None:
         return "it talks to other devices itself"
+    if mapping.grid_names is not None:
+        return "its body may ask where it runs by the names of its grid's axes"
     if not isinstance(mapping.grid[axis], int):
         return f"the size of {words} is known at run time only"
-    if axis in _places_read(open_jaxpr(equation.params["jaxpr"]), mapping):
+    if _writes(body, set(given)):
+        return "its body writes what it is given"
+    if axis in _places_read(body, mapping):
         return f"its body asks where it runs along {words}"
     for tensor in (*inputs, *outputs):
         along = [one for one in tensor if axis in one.axes]
         if len(along) > 1 or any(one.dim is None for one in along):
             return f"its blocks do not follow {words} one after the other"
+    for taken, made in equation.params["input_output_aliases"]:
+        operand = taken - (len(equation.invars) - mapping.num_inputs)
+        if operand < 0 or [one.dim for one in inputs[operand]] != [one.dim for one in outputs[made]]:
+            return "a result takes over an operand of other blocks"
     for var, tensor in zip(equation.outvars, outputs, strict=True):
         along = [one.dim for one in tensor if one.dim is not None and one.dim.axis == axis]
         if any(dim.share > 1 for dim in along) or (not along and not is_dropped(var)):
@@ -192,6 +210,46 @@ def _places_read(jaxpr: Jaxpr, mapping: Any) -> set[int]:
         for inner in _programs(equation):
             found |= _places_read(inner, mapping)
     return found
+
+
+def _writes(jaxpr: Jaxpr, refs: set[Any]) -> bool:
+    """Whether a body may write to any of these references."""
+    for equation in jaxpr.eqns:
+        mine = [atom for atom in equation.invars if not is_literal(atom) and atom in refs]
+        if not mine:
+            continue
+        inner, inside = list(_programs(equation)), None
+        if not inner and equation.primitive.name not in _READS:
+            return True
+        if inner and (inside := _inside(equation, inner)) is None:
+            return True
+        for body, atoms in zip(inner, inside or [], strict=True):
+            given = zip(body.invars, atoms, strict=True)
+            if _writes(body, {var for var, atom in given if any(atom is one for one in mine)}):
+                return True
+    return False
+
+
+def _inside(equation: Equation, programs: Sequence[Jaxpr]) -> list[list[Any]] | None:
+    """For each program inside an equation what its arguments are outside; None where that is not known."""
+    name, invars = equation.primitive.name, list(equation.invars)
+    if name == "while":
+        first = equation.params["cond_nconsts"]
+        carry = invars[first + equation.params["body_nconsts"] :]
+        found = [[*invars[:first], *carry], invars[first:]]
+    elif name == "cond":
+        found = [invars[1:]] * len(programs)
+    elif name in ("jit", "pjit", "scan"):
+        found = [invars]
+    else:
+        return None
+    fits = [len(one) == len(body.invars) for one, body in zip(found, programs, strict=True)]
+    return found if all(fits) else None
+
+
+def _asks_for_bits(jaxpr: Jaxpr) -> bool:
+    """Whether a body draws from the generator of its core, whose state it may have from the point before."""
+    return any("prng" in one.primitive.name or any(map(_asks_for_bits, _programs(one))) for one in jaxpr.eqns)
 
 
 def _programs(equation: Equation) -> Iterator[Jaxpr]:
@@ -242,6 +300,7 @@ def _starts_anew(equation: Equation, axis: int, outputs: Sequence[Sequence[_Read
     def walk(jaxpr: Jaxpr, known: dict[Any, Any], refs: dict[Any, int], written: set[int]) -> set[int]:
         """What is written once a program has run of which these values are known, and what these references are to."""
         used = {atom for one in jaxpr.eqns for atom in one.invars if not is_literal(atom)}
+        used |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
         for one in jaxpr.eqns:
             name, atoms = one.primitive.name, [None if is_literal(atom) else atom for atom in one.invars]
             values = [atom.val if is_literal(atom) else known.get(atom) for atom in one.invars]
@@ -265,7 +324,8 @@ def _starts_anew(equation: Equation, axis: int, outputs: Sequence[Sequence[_Read
                 to, value = refs[atoms[0]], one.invars[1]
                 if one.outvars[0] in used and to not in written:  # what was there before
                     raise _Carried
-                if value.aval.shape == one.invars[0].aval.shape:
+                # All of it: places that are arrays may be any.
+                if value.aval.shape == one.invars[0].aval.shape and not any(a.aval.shape for a in one.invars[2:]):
                     written = written | {to}
             elif name in _KNOWN and None not in values:
                 known[one.outvars[0]] = _KNOWN[name](*values)
@@ -280,11 +340,32 @@ def _starts_anew(equation: Equation, axis: int, outputs: Sequence[Sequence[_Read
         given = [(var, refs[atom]) for var, atom in zip(jaxpr.invars, atoms, strict=True) if atom in refs]
         return dict(zip(jaxpr.invars, values, strict=True)), dict(given)
 
+    if _asks_for_bits(body):
+        return False
     try:
-        walk(body, {}, {body.invars[number]: number for number in left}, set())
+        written = walk(body, {}, {body.invars[number]: number for number in left}, set())
     except _Carried:
         return False
-    return True
+    # What is not written at the first point of the faster axes may be read at a later one: a result is written only.
+    return all(number in written or not _reads_ref(body, body.invars[number]) for number in left)
+
+
+def _reads_ref(jaxpr: Jaxpr, ref: Any) -> bool:
+    """Whether a body may read what is in a reference: does anything with it but overwrite."""
+    used = {atom for one in jaxpr.eqns for atom in one.invars if not is_literal(atom)}
+    used |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
+    for equation in jaxpr.eqns:
+        if not any(atom is ref for atom in equation.invars):
+            continue
+        inner, inside = list(_programs(equation)), None
+        if not inner and (equation.primitive.name != "swap" or equation.outvars[0] in used):
+            return True
+        if inner and (inside := _inside(equation, inner)) is None:
+            return True
+        for body, atoms in zip(inner, inside or [], strict=True):
+            if any(_reads_ref(body, var) for var, atom in zip(body.invars, atoms, strict=True) if atom is ref):
+                return True
+    return False
 
 
 def on_blocks(equation: Equation, pieces: Mapping[int, int], operands: Sequence[Any]) -> Sequence[Any]:

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from .._jax.jaxpr import Equation, Jaxpr, consts_of, is_dropped, is_literal, is_remat, open_jaxpr
+from .._jax.pallas import has_kernel
 from ..program.graph import Graph, Operator, Path
 from ..program.rules import Rules, is_call
 from ..sharding import Algorithm, Spec
@@ -165,7 +166,7 @@ class Repeats:
         params: Hashable
         if is_call(equation):
             body = equation.params["call_jaxpr"]
-            if consts_of(body):
+            if consts_of(body) or has_kernel(open_jaxpr(body)):  # whose text leaves out which blocks it reads
                 return None
             params = id(self._rules.derivative(equation)) if operator.differentiated else str(open_jaxpr(body))
         else:

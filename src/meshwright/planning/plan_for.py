@@ -127,7 +127,7 @@ def plan_without_advice(
     tell: Callable[[str], None] = lambda text: None,
 ) -> Planning:  # fmt: skip
     """As `plan_for`, whose arguments these are; refusals for memory do not say what would fit instead."""
-    where = cluster_asked(options)
+    where = cluster_asked(options) if options.cluster != "local" else None  # which answers itself
     with as_on(compute_capability(where.device.kind) if isinstance(where, Cluster) else None):
         return _planned(step, args, options, tell)
 

@@ -84,6 +84,8 @@ def _attention_rule(equation: Equation) -> tuple[Rule, str]:
         why = "its sequences are packed or in pages"
     elif params["dropout_rate"] > 0:
         why = "its dropout draws numbers by place"
+    if why:
+        return whole_rule(shapes[: len(equation.invars)], shapes[len(equation.invars) :]), why
     composer = Composer()
     named = {"b": composer.atom(query[0]), "g": composer.atom(key_heads), "h": composer.atom(heads)}
     composer.unify([named["h"]], [named["g"], composer.atom(heads // key_heads, "whole")])
@@ -94,8 +96,9 @@ def _attention_rule(equation: Equation) -> tuple[Rule, str]:
 
     def tensor(shape: Sequence[int], letters: str) -> list[list[int]]:
         found = composer.tensor(shape)
-        for dim, size, letter in zip(found, shape, letters, strict=len(shape) == len(letters)):
-            if letter in named and size > 1 and not why:
+        letters = letters if len(letters) == len(shape) else "." * len(shape)  # it is not given, and has no elements
+        for dim, size, letter in zip(found, shape, letters, strict=True):
+            if letter in named and size > 1:
                 composer.unify(dim, [named[letter]])
             else:
                 composer.mark(dim, "whole")
@@ -103,7 +106,7 @@ def _attention_rule(equation: Equation) -> tuple[Rule, str]:
 
     made = [tensor(*one) for one in zip(shapes, [*tensors, *results], strict=True)]
     count = len(equation.invars)
-    return composer.rule(made[:count], made[count:]), why or "it has one batch and one head"
+    return composer.rule(made[:count], made[count:]), "it has one batch and one head"
 
 
 def evaluate_on_blocks(equation: Equation, split: Split, operands: Sequence[Any]) -> Sequence[Any]:

@@ -31,6 +31,7 @@ from ..pipelines.request import StageRequest
 from ..prices.least_work import least_work_seconds
 from ..result import NothingFaster, SearchResult
 from ..stages.costs import option_of
+from ..stages.solved import SolvedStage
 from .ways import Variant, Way, ways_of, whole_solver
 
 # What a problem gets at least when the time is over, so that there is a plan at all; and at most.
@@ -51,6 +52,7 @@ class _Solved:
 
     way: Way
     chosen: IntraOpSolution
+    stage: SolvedStage
 
     @property
     def seconds(self) -> float:
@@ -125,8 +127,7 @@ class OneStageSearch:
         if best is None:
             raise run.nothing()
         way, solver = best.way, best.way.variant.solver
-        option = option_of(solver.solved(way.place, way.variant.remat, best.chosen))
-        placed = PlacedStage(0, 1, Submesh(0, self.request.cluster.num_devices), option)
+        placed = PlacedStage(0, 1, Submesh(0, self.request.cluster.num_devices), option_of(best.stage))
         seconds = {one.way.words: one.seconds for one in run.solved}
         return SearchResult(
             plan=plan_of_one(solver, placed, best.seconds), considered=tuple(run.considered(best)),
@@ -317,7 +318,7 @@ class _Run:
             return
         if chosen is None:
             return
-        found = _Solved(way=way, chosen=chosen)
+        found = _Solved(way=way, chosen=chosen, stage=way.solved(chosen))
         if found.seconds < self._most_seconds:
             self.solved = [one for one in self.solved if one.way is not way]
             self.solved.append(found)

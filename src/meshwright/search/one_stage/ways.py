@@ -11,11 +11,12 @@ from ...program.segments import Segments
 from ...program.staged import StagedProgram
 from ..alternative import one_stage_words
 from ..inter.submeshes import Submesh, Submeshes
-from ..intra.problem import trips_of
+from ..intra.problem import IntraOpSolution, trips_of
 from ..intra.workspace import AS_BAD
 from ..pipelines.request import StageRequest
 from ..prices.choices import values_of_parameters
 from ..stages.problem import StageProblem
+from ..stages.solved import SolvedStage
 from ..stages.solver import Kinds, Place, StageSolver, WantedMesh, meshes_of
 
 # Three-axis meshes are tried for programs of up to this many operators; a larger program's user names the ones to try.
@@ -115,6 +116,10 @@ class Way:
     def problem(self) -> StageProblem:
         """Its intra-operator problem."""
         return self._solver.problem(self.place, self.variant.remat)[0]
+
+    def solved(self, chosen: IntraOpSolution) -> SolvedStage:
+        """A solution of the problem as it is now."""
+        return self._solver.solved(self.place, self.variant.remat, chosen)
 
     def relax(self) -> bool:
         """Whether a ZeRO stage that no layout satisfies has a less strict form; from now on that is used."""

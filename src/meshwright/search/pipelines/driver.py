@@ -142,7 +142,9 @@ class StageSearch:
             self._known = faster_than_seconds
         last, known = self.finished, self._known
         self._reset(self.request.time_limit_seconds if time_limit_seconds is None else time_limit_seconds)
-        self.costs.reserve = reserve if reserve is not None else nothing_reserved
+        before, self.costs.reserve = self.costs.reserve, reserve if reserve is not None else nothing_reserved
+        if any(self.costs.reserve(count).is_less_than(before(count)) for count in self.counts):
+            self._interleaving.forget()
         if (base := self.costs.base) is not None:
             check_room(self.request, base.least_bytes())
         best = self._again(last)

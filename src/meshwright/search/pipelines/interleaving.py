@@ -90,6 +90,10 @@ class Interleaving:
         self._ratios: dict[_Key, float] = {}  # of the seconds of what was tried to its estimate
         self._done = set[_Key]()  # these, and what has no estimate or does not fit
 
+    def forget(self) -> None:
+        """Forget what was tried in earlier runs too: there is more memory now than in one of them."""
+        self._before.clear()
+
     def _tries(self, counts: Sequence[int], looked_at: Sequence[int], below_seconds: float) -> list[_Try]:
         """The combinations of microbatches and ranks, the most promising first; each with its numbers of stages a rank,
         ascending, and the estimated seconds of a step. What takes longer than `below_seconds` is left out."""

@@ -35,6 +35,10 @@ class MemoryReserve:
     margin: float = 1.0
     plain: float = 0.0
 
+    def is_less_than(self, other: MemoryReserve) -> bool:
+        """Whether some stage has more memory than with another reserve."""
+        return self.inner < other.inner or self.final < other.final or self.plain < other.plain
+
     def limit(self, usable_bytes: float, *, last: bool, remat: str = "layer") -> float:
         """Bytes that may be counted on a device.
 
