@@ -97,7 +97,8 @@ def _kernel(attention: str, cluster: str | None) -> Any:
         )  # fmt: skip
     if attention == "plain":
         return None
-    platform = "cpu" if cluster in (None, "local") else load_cluster(cluster).device.platform
+    here = cluster is None or cluster == "local"
+    platform = jax.default_backend() if here else load_cluster(cluster).device.platform
     return {"gpu": "cudnn", "tpu": "splash"}.get(platform, "operator")
 
 

@@ -83,11 +83,13 @@ class Layouts:
 
     def _oldest(self, value: int) -> tuple[int, Dims]:
         """The oldest of the values that one is tied to, and which of its dims each dim is."""
-        dims = tuple(range(self._values[value].rank))
-        while value in self._tied:
-            value, its = self._tied[value]
+        oldest, dims = value, tuple(range(self._values[value].rank))
+        while oldest in self._tied:
+            oldest, its = self._tied[oldest]
             dims = tuple(its[dim] for dim in dims)
-        return value, dims
+        if oldest != value:  # chains get short
+            self._tied[value] = oldest, dims
+        return oldest, dims
 
     def _choose(self, operations: Sequence[Operation], outputs: Sequence[int]) -> None:
         """Lays out everything that is tied to the result of a product."""

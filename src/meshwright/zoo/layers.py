@@ -20,7 +20,8 @@ from .parameters import normal, ones, zeros
 # multiple of 128.
 Attention = Literal["plain", "operator", "cudnn", "splash"]
 
-# Positions of a block of splash attention: of those that fit a core's memory the most (JAX's own default is 128).
+# Positions of a block of splash attention, as MaxText has it (`sa_block_q` in its base configuration; JAX's default is
+# 128).
 _SPLASH_BLOCK = 512
 
 
